@@ -47,7 +47,7 @@ test-nemo:
 test-ray:
 	@scripts/setup.sh test $(VENV)
 	@VENV=$(VENV) scripts/uv.sh pip install -e '.[ray]'
-	@$(PYTHON) -m pytest -m ray -n 0 $(ARGS) tests/cli/test_ray.py
+	@$(PYTHON) -m pytest -m ray -n 0 $(ARGS) tests/cli/test_ray.py tests/cli/test_slurm.py
 
 test-vllm:
 	@scripts/test-vllm.sh $(ARGS)

@@ -4,18 +4,19 @@ python -m bench.scale                          # 1 to 8 nodes, a minute
 python -m bench.scale --nodes 8,64,256 --run 8 # more machines with fewer episodes each
 
 The service with its scheduler, store in memory, router and fleet is the real one, and so are each node's
-worker and agent loop. Queues replace the network (each message is encoded and decoded). Simulated are the
-model servers (one per node; they slow down with the number of requests in flight), the sandboxes (they wait),
-and time. Simulated time skips all waiting and advances while the head computes, so a head that cannot keep up
-shows. Computation of nodes would be on other machines and takes no time here. `bench.durable_store` measures
-the cost of a durable store.
+worker and agent loop. Calls in one process replace Ray (arguments and results are pickled): add the cost of
+calls of actors, which the last line measures if Ray is installed. Simulated are the model servers (one per
+node; they slow down with the number of requests in flight), the sandboxes (they wait), and time. Simulated
+time skips all waiting and advances while the head computes, so a head that cannot keep up shows. Computation
+of nodes would be on other machines and takes no time here. `bench.durable_store` measures the cost of a
+durable store.
 """
 
 import argparse
 import asyncio
-import contextlib
 import contextvars
 import gc
+import importlib.util
 import itertools
 import random
 import selectors
@@ -33,14 +34,13 @@ from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.types import AssistantTurn, Sampled, Sampling
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
-from prorl_envs.rollout.nodes import channel
-from prorl_envs.rollout.nodes.channel import ChannelClosed, TcpChannel, channel_pair
-from prorl_envs.rollout.nodes.fleet import Fleet, Terms
-from prorl_envs.rollout.nodes.lifecycle import NodeResources, fingerprint, take_part
-from prorl_envs.rollout.nodes.messages import Forget, Hello, RouteTurn, decode_to_head, decode_to_node
+from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
+from tests.support.nodes import LocalNode
 from tests.support.toy import empty_node
 
 #: Seconds per sampled token on an idle server, and the increase per turn in flight.
@@ -207,7 +207,7 @@ class Row:
             latter varies less by chance.
         head_s, node_s: processor seconds per episode, of the head and of all nodes.
         load: the head's load at this rate, in cores.
-        messages, bytes: through the head, per episode.
+        calls, bytes: from the head to nodes, per episode.
         spread: largest number of turns in flight on a server over the mean, half-way.
     """
 
@@ -217,38 +217,15 @@ class Row:
     head_s: float = 0.0
     node_s: float = 0.0
     load: float = 0.0
-    messages: float = 0.0
+    calls: float = 0.0
     bytes: float = 0.0
     spread: float = 0.0
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Frames that were encoded."""
-
-    messages: int = 0
-    bytes: int = 0
-
-    @contextmanager
-    def counted(self) -> Iterator["Traffic"]:
-        module: Any = channel
-        ordinary = module.encode
-
-        def encode(message: Any) -> bytes:
-            frame: bytes = ordinary(message)
-            self.messages += 1
-            self.bytes += len(frame)
-            return frame
-
-        module.encode = encode
-        try:
-            yield self
-        finally:
-            module.encode = ordinary
-
-
 @asynccontextmanager
-async def site(count: int, run: int) -> AsyncIterator[tuple[RolloutService, list[ModelServer]]]:
+async def site(
+    count: int, run: int
+) -> AsyncIterator[tuple[RolloutService, list[ModelServer], list[LocalNode]]]:
     """Service with this many nodes and as many model servers."""
     clock, renderer = LoopClock(), ShortRenderer()
     servers = {f"http://server{number}:8000": ModelServer(number) for number in range(count)}
@@ -262,35 +239,23 @@ async def site(count: int, run: int) -> AsyncIterator[tuple[RolloutService, list
     service = RolloutService(empty_node(), families, renderer, pool, settings, clock=clock, fleet=fleet)
     prepared = NodeResources(empty_node(), families, renderer, servers.__getitem__)
 
-    @asynccontextmanager
-    async def prepare(welcome: Hello) -> AsyncIterator[NodeResources]:
-        yield prepared
-
     node_side = contextvars.copy_context()
     node_side.run(SIDE.set, "node")
     limits = StageLimits(
         init=max(2, run // 4), run=run, eval=max(2, run // 4), max_jobs_with_sandbox=run + run // 2
     )
 
-    async def work(end: Any, name: str) -> None:
-        with contextlib.suppress(ChannelClosed):  # the end
-            await take_part(end, prepare, name=name, limits=limits, clock=clock)
-
     await service.start()
-    tasks: list[asyncio.Task[None]] = [asyncio.create_task(fleet.beat())]
-    for number in range(count):
-        head, node = channel_pair()
-        tasks.append(asyncio.create_task(fleet.serve(head)))
-        tasks.append(asyncio.create_task(work(node, f"node{number}"), context=node_side))
-    while len(fleet.links) < count:
+    nodes = [
+        node_side.run(LocalNode, fleet, prepared, f"node{number}", limits, clock) for number in range(count)
+    ]
+    while len(fleet.nodes) < count:
         await asyncio.sleep(0)
     try:
-        yield service, list(servers.values())
+        yield service, list(servers.values()), nodes
     finally:
         await service.stop()
         await fleet.aclose()
-        tasks[0].cancel()
-        await asyncio.wait(tasks)
         await pool.aclose()
 
 
@@ -313,7 +278,7 @@ async def measure(count: int, run: int, episodes: int) -> Row:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippingLoop)
     with computing_counted(loop):
-        async with site(count, run) as (service, servers):
+        async with site(count, run) as (service, servers, nodes):
             await service.submit(groups(0, (4 * at_once + episodes) // SAMPLES))  # never short of work
             done = cursor = 0
 
@@ -326,19 +291,21 @@ async def measure(count: int, run: int, episodes: int) -> Row:
             await finished(2 * at_once)  # two waves: short and long episodes are mixed by then
             before, began, head_s, node_s = done, loop.time(), loop.head_s, loop.node_s
             tokens = sum(server.sampled for server in servers)
-            with Traffic().counted() as traffic:
-                await finished(before + episodes // 2)
-                status = service.status()
-                assert status.router is not None
-                row.spread = status.router.load_imbalance
-                await finished(before + episodes)
+            traffic = [(node.handle.calls, node.handle.bytes) for node in nodes]
+            await finished(before + episodes // 2)
+            status = service.status()
+            assert status.router is not None
+            row.spread = status.router.load_imbalance
+            await finished(before + episodes)
+            calls = sum(node.handle.calls for node in nodes) - sum(one[0] for one in traffic)
+            size = sum(node.handle.bytes for node in nodes) - sum(one[1] for one in traffic)
             seconds, head_s, node_s = loop.time() - began, loop.head_s - head_s, loop.node_s - node_s
             tokens = sum(server.sampled for server in servers) - tokens
             done -= before
             assert not status.failures and not status.internal_errors, status
     row.rate, row.tokens, row.load = done / seconds, tokens / seconds, head_s / seconds
     row.head_s, row.node_s = head_s / done, node_s / done
-    row.messages, row.bytes = traffic.messages / done, traffic.bytes / done
+    row.calls, row.bytes = calls / done, size / done
     return row
 
 
@@ -350,25 +317,26 @@ def simulated(count: int, run: int, episodes: int) -> Row:
     return row
 
 
-async def over_tcp(messages: int = 20_000) -> float:
-    """Return the processor seconds of one message on one side of a connection, system calls included."""
-    ends: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    server = await asyncio.start_server(lambda r, w: ends.set_result((r, w)), "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    mine: TcpChannel[Any, Any] = TcpChannel(reader, writer, decode_to_node)
-    reader, writer = await ends
-    theirs: TcpChannel[Any, Any] = TcpChannel(reader, writer, decode_to_head)
-    began = time.process_time()
-    for number in range(messages // 2):  # one at a time: messages share no system call
-        mine.send(RouteTurn(number, "group/1", 5000))
-        await theirs.receive()
-        mine.send(Forget("group/1"))
-        await theirs.receive()
-    spent = time.process_time() - began
-    for end in (mine, theirs):
-        end.close()
-    server.close()
-    return spent / messages / 2
+def actor_call(calls: int = 5_000) -> float:
+    """Return the processor seconds of one call of a Ray actor on this machine, on the caller's side."""
+    import ray
+
+    class Echo:
+        async def echo(self, turn: int, session: str) -> tuple[int, str]:
+            return turn, session
+
+    async def call_all(actor: Any) -> float:
+        await actor.echo.remote(0, "")
+        began = time.process_time()
+        for number in range(calls):
+            await actor.echo.remote(number, "group/1")
+        return (time.process_time() - began) / calls
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        return asyncio.run(call_all(ray.remote(Echo).remote()))
+    finally:
+        ray.shutdown()
 
 
 def main() -> None:
@@ -381,9 +349,7 @@ def main() -> None:
     chosen = parser.parse_args()
     print(machine())
     print(f"\n{chosen.run} episodes at once on a node, about {TURNS} turns each; one model server per node\n")
-    print(
-        "| nodes | episodes/s | tokens/s | efficiency | head's core | ms/episode | messages | KB | max/mean |"
-    )
+    print("| nodes | episodes/s | tokens/s | efficiency | head's core | ms/episode | calls | KB | max/mean |")
     print("|---|---|---|---|---|---|---|---|---|")
     first: Row | None = None
     for count in map(int, chosen.nodes.split(",")):
@@ -392,11 +358,11 @@ def main() -> None:
         efficiency = (row.tokens / row.nodes) / (first.tokens / first.nodes)
         print(
             f"| {count} | {row.rate:.2f} | {row.tokens:.0f} | {efficiency:.1%} | {row.load:.2%}"
-            f" | {row.head_s * 1e3:.2f} | {row.messages:.0f} | {row.bytes / 1e3:.0f} | {row.spread:.2f} |",
+            f" | {row.head_s * 1e3:.2f} | {row.calls:.0f} | {row.bytes / 1e3:.0f} | {row.spread:.2f} |",
             flush=True,
         )
-    each = asyncio.run(over_tcp()) * 1e6
-    print(f"\nA message over TCP takes {each:.0f} us of either side, alone in its packet.")
+    if importlib.util.find_spec("ray") is not None:
+        print(f"\nA call of a Ray actor takes {actor_call() * 1e6:.0f} us of the caller.")
 
 
 if __name__ == "__main__":

@@ -192,43 +192,35 @@ class ServerSettings(_Section):
 
 
 class NodeSettings(_Section):
-    """Further machines, and further processes of this machine, that run jobs.
+    """Machines of a Ray cluster that run jobs.
 
     Args:
-        port: TCP port for nodes to join, 0 for a free one. Without it, `nodes.processes` and `nodes.ray`, all
-            jobs run in the service's own process
-        processes: processes of this machine that run jobs, each with an event loop of its own and its share
-            of the pools and of `sandbox.warm_pool_size`: see [one machine, many
-            cores](scale.md#one-machine-many-cores)
-        host: address to bind; all but loopback need `nodes.token` (Ray generates one)
-        token: secret that nodes and service prove to each other, 16 characters or more; on loopback one is
-            generated, and nodes of the same user read it from a file beside that of `server.token`
-        run_on_head: run jobs in the service's own process too. Episodes driven step by step always run there
-        heartbeat_timeout_s: seconds without a message after which a node (or, for a node, the service) is
-            lost
-        start_s: seconds for a node to load the tokenizer and test its sandboxes
-        ray: address of a Ray cluster whose machines become nodes: `auto`, or HOST:PORT. Needs the extra `ray`
+        ray: address of a Ray cluster whose machines become nodes: `auto`, or HOST:PORT. Needs the extra
+            `ray`. Without it, all jobs run in the service's own process
         resource: custom Ray resource that a machine must have; its amount is the number of jobs at once on
             that machine. Without it every other machine of the cluster is used, each with the pools of
             `service`
-        cpus: processors that each node requests from Ray
+        actors: processes on each machine, each with an event loop of its own and its share of the pools and
+            of `sandbox.warm_pool_size`: see [many cores](scale.md#many-cores)
+        cpus: processors that each process requests from Ray
+        run_on_head: run jobs in the service's own process too. Episodes driven step by step always run there
+        heartbeat_timeout_s: seconds without an answer after which a node (or, for a node, the service) is
+            lost
+        start_s: seconds for a node to start, load the tokenizer and test its sandboxes
     """
 
-    port: int | None = Field(default=None, ge=0, le=65_535)
-    processes: int = Field(default=0, ge=0, le=1_024)
-    host: str = "127.0.0.1"
-    token: SecretStr | None = Field(default=None, min_length=16)
+    ray: str | None = Field(default=None, min_length=1)
+    resource: str | None = Field(default=None, min_length=1)
+    actors: int = Field(default=1, ge=1, le=1_024)
+    cpus: float = Field(default=1.0, ge=0)
     run_on_head: bool = False
     heartbeat_timeout_s: float = Field(default=30.0, ge=1.0)
     start_s: float = Field(default=300.0, gt=0)
-    ray: str | None = Field(default=None, min_length=1)
-    resource: str | None = Field(default=None, min_length=1)
-    cpus: float = Field(default=1.0, ge=0)
 
     @property
     def wanted(self) -> bool:
         """True if jobs run outside the service's own process."""
-        return self.port is not None or self.ray is not None or self.processes > 0
+        return self.ray is not None
 
 
 class ModelSettings(_Section):

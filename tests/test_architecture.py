@@ -190,7 +190,7 @@ def problems_of(path: Path) -> Iterator[str]:
                 if target.split(".")[1] != family:
                     yield f"{path}:{line}: families do not import each other"
         if root in HEAVY:
-            own = {"nemo_gym": package == "nemo" or path.name == "app.py", "ray": path.name == "ray_nodes.py"}
+            own = {"nemo_gym": package == "nemo" or path.name == "app.py", "ray": path.name == "ray.py"}
             if not own.get(root):
                 yield f"{path}:{line}: {package} imports {root}"
 

@@ -290,7 +290,7 @@ async def rollout_service(
         offered = await stack.enter_async_context(catalog)
         fleet = None
         if settings.nodes.wanted:
-            from prorl_envs.app.nodes import fleet_of
+            from prorl_envs.app.ray import fleet_of  # an extra
 
             fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
         yield RolloutService(

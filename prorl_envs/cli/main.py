@@ -180,20 +180,6 @@ def serve(
 
 
 @cli.command(rich_help_panel=_ROLLOUTS)
-def node(
-    head: Annotated[str, typer.Argument(help="HOST:PORT where nodes join: the service's nodes.port.")],
-    name: Annotated[str | None, typer.Option(help="Name of this node; by default the host's.")] = None,
-    config: ConfigOption = None,
-) -> None:
-    """Run jobs of a rollout service on this further machine, until SIGINT or SIGTERM."""
-    import asyncio
-
-    from prorl_envs.app.nodes import serve_node
-
-    asyncio.run(serve_node(settings_of(config), head, name))
-
-
-@cli.command(rich_help_panel=_ROLLOUTS)
 def play(
     environment: EnvironmentArgument,
     task: Annotated[str | None, typer.Argument(help="Task id; by default the first.")] = None,

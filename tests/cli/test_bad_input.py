@@ -53,7 +53,6 @@ def test_a_mistake_is_one_clear_error(
         (("--port", "{used}"), "{}", "cannot listen on 127.0.0.1:{used}"),
         (("--port", "70000"), "{}", "--port"),
         (("--host", "0.0.0.0"), "{}", "so a token is needed"),
-        ((), "nodes: {host: 0.0.0.0, port: 0}", "lets other machines in, so a token is needed"),
         (("--store", "file/store.db"), "{}", "file/store.db cannot be opened"),
         ((), "environments: {bsh: {}}", "no environment is called 'bsh'"),
         ((), "environments: {bash: {limits: {max_turns: 0}}}", "environments.bash.limits.max_turns"),

@@ -14,12 +14,11 @@ from tests.cli.conftest import SCRIPT
 
 
 @contextmanager
-def demo(folder: Path, processes: int = 0) -> Iterator[subprocess.Popen[str]]:
+def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Run a demo; yield once it has submitted its groups."""
     process = subprocess.Popen(
         [SCRIPT, "demo", "--swebench", "0", "--out", str(folder)],
         cwd=folder,
-        env={**os.environ, "PRORL_NODES__PROCESSES": str(processes)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -43,13 +42,9 @@ def wait_for_sandboxes(run_dir: Path) -> None:
         os.sched_yield()
 
 
-@pytest.mark.parametrize(
-    ("number", "processes"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 2)]
-)
-def test_an_interrupt_leaves_nothing(
-    tmp_path: Path, run_dir: Path, number: signal.Signals, processes: int
-) -> None:
-    with demo(tmp_path, processes) as process:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(tmp_path: Path, run_dir: Path, number: signal.Signals) -> None:
+    with demo(tmp_path) as process:
         wait_for_sandboxes(run_dir)
         os.killpg(process.pid, number)
         _, said = process.communicate(timeout=60)
@@ -66,11 +61,8 @@ def test_repeated_interrupts_leave_nothing(tmp_path: Path, run_dir: Path) -> Non
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_a_killed_service_leaves_only_files_that_the_next_one_removes(
-    tmp_path: Path, run_dir: Path, processes: int
-) -> None:
-    with demo(tmp_path, processes) as process:
+def test_a_killed_service_leaves_only_files_that_the_next_one_removes(tmp_path: Path, run_dir: Path) -> None:
+    with demo(tmp_path) as process:
         wait_for_sandboxes(run_dir)
         process.kill()
         process.communicate(timeout=60)

@@ -29,7 +29,7 @@ WITHOUT = {
         "export", "harness install", "image prune", "nemo examples", "nemo rows", "new",
     },
     "statistics, which are in summary.json of the run's folder": {"demo", "run"},
-    "until they are interrupted": {"node", "play", "scripted-model", "serve", "view"},
+    "until they are interrupted": {"play", "scripted-model", "serve", "view"},
     "one value": {"dashboard", "image build", "image pull", "nemo gym-root", "token"},
     "JSON in any case": {"image inspect"},
 }  # fmt: skip

@@ -1,10 +1,14 @@
-"""Nodes as Ray actors, on a cluster of several Ray nodes on this machine: placed, restarted, lost."""
+"""Nodes as Ray actors, on a cluster of several Ray nodes on this machine: placed, lost, replaced, drained."""
 
 import asyncio
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +16,17 @@ import pytest
 
 from prorl_envs.app.compose import Model, rollout_service
 from prorl_envs.config import LimitSettings, NodeSettings, SandboxSection, ServiceSettings, Settings
+from prorl_envs.errors import InputError
 from prorl_envs.extras import install_extras
+from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.filesystem.directories import sweep
 from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
+from tests.support.vllm_server import free_port
 
 pytestmark = [
     pytest.mark.anyio,
@@ -51,6 +59,7 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
     """The usual checks, except for descriptors: Ray keeps connections to dead actors."""
     before = OpenResources.now(run_dir)
     yield
+    sweep(run_dir)  # folders of killed processes, as the next one does
     leaks = [leak for leak in leaks_since(before, run_dir) if not leak.startswith("descriptor")]
     assert not leaks, leaks
 
@@ -59,6 +68,8 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
 def cluster() -> Iterator[Any]:
     """Run a Ray cluster whose head accepts no work, and which tests must not shut down."""
     os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "a-token-of-this-test-" * 2,
         "RAY_USAGE_STATS_ENABLED": "0",
         # Its processes may be slow to start on a busy machine.
         "RAY_agent_register_timeout_ms": "120000",
@@ -84,7 +95,7 @@ async def service(cluster: Any, tmp_path: Path) -> AsyncIterator[RolloutService]
     """Run a service whose nodes are the cluster's nodes with the resource `prorl`."""
     renderer, tokenizer = builtin_renderer(), tokenizer_folder(tmp_path)
     settings = Settings(
-        service=ServiceSettings(init=2, run=4, eval=2),
+        service=ServiceSettings(init=2, run=4, eval=2, attempts=2),
         cache_dir=tmp_path,
         sandbox=SandboxSection(warm_pool_size=0),
         limits=LimitSettings(reserve_bytes=0),
@@ -100,7 +111,7 @@ async def service(cluster: Any, tmp_path: Path) -> AsyncIterator[RolloutService]
 
 def ready(service: RolloutService) -> list[Any]:
     assert service.fleet is not None
-    return [link for link in service.fleet.links if link.state == "ready"]
+    return [node for node in service.fleet.nodes if node.state == "ready"]
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -116,22 +127,26 @@ async def results(service: RolloutService, count: int) -> list[Result]:
     return found
 
 
+async def submit(service: RolloutService, name: str, samples: int) -> None:
+    await service.submit([GroupRequest(id=name, environment="bash", task=TASK, samples=samples)])
+
+
 async def test_machines_of_a_cluster_are_nodes_while_they_exist(
     cluster: Any, service: RolloutService
 ) -> None:
     await until(lambda: ready(service))
     [first] = ready(service)
-    assert (first.ready.run, first.ready.max_jobs_with_sandbox) == (2, 4), (
+    assert (first.info.limits.run, first.info.limits.max_jobs_with_sandbox) == (2, 4), (
         "as much as the machine offers of its resource"
     )
-    await service.submit([GroupRequest(id="a", environment="bash", task=TASK, samples=2)])
+    await submit(service, "a", 2)
     assert [result.reward for result in await results(service, 2)] == [1.0, 1.0]
 
     # A machine joins late and gets a job; it is lost with the job, which is repeated on the other.
     late = cluster.add_node(num_cpus=2, resources={"prorl": 2}, object_store_memory=MEMORY)
     await until(lambda: len(ready(service)) == 2)
-    await service.submit([GroupRequest(id="b", environment="bash", task=TASK, samples=6)])
-    [other] = [link for link in ready(service) if link is not first]
+    await submit(service, "b", 6)
+    [other] = [node for node in ready(service) if node is not first]
     await until(lambda: len(other.orders) >= 2)
     cluster.remove_node(late, allow_graceful=False)
     found = (await results(service, 8))[2:]
@@ -139,11 +154,81 @@ async def test_machines_of_a_cluster_are_nodes_while_they_exist(
     assert max(result.attempts for result in found) == 2
     assert other.state == "lost"
 
-    # Only the process of a node dies: Ray restarts it, and it joins again.
-    pid = int(first.use["pid"])
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: first.state == "lost" and ready(service))
-    [again] = ready(service)
-    assert again.name == f"{first.name}~2"
-    await service.submit([GroupRequest(id="c", environment="bash", task=TASK)])
-    assert (await results(service, 9))[-1].reward == 1.0
+    # A drained node finishes its jobs and gets no more.
+    assert service.fleet is not None
+    service.fleet.drain(first.name)
+    await submit(service, "c", 1)
+    await asyncio.sleep(1)
+    assert not first.orders and first.state == "draining"
+    service.fleet.undrain(first.name)
+    assert [result.reward for result in (await results(service, 9))[8:]] == [1.0]
+
+
+async def test_turns_wait_for_new_weights_on_every_node(service: RolloutService) -> None:
+    await until(lambda: ready(service))
+    pool = service.model
+    assert isinstance(pool, ModelPool)
+    await pool.pause("finish", wait_s=30)
+    await submit(service, "a", 2)
+    await asyncio.sleep(4)
+    assert service.status().router.turns == 0  # type: ignore[union-attr]
+    await pool.resume("2")
+    found = await results(service, 2)
+    assert [result.reward for result in found] == [1.0] * 2
+    assert all(result.timings.held_s > 1 for result in found)
+
+
+def working(node: Any) -> bool:
+    return len(node.orders) >= 2
+
+
+def lost(node: Any) -> bool:
+    return bool(node.lost)
+
+
+KILLS = int(os.environ.get("RAY_KILLS", "3"))
+
+
+async def test_no_job_is_lost_or_doubled_when_actors_are_killed(service: RolloutService) -> None:
+    """`RAY_KILLS` sets how many."""
+    ids: list[str] = []
+    for kill in range(KILLS):
+        await until(lambda: [node for node in ready(service) if node.use])
+        [node] = ready(service)
+        await submit(service, f"g{kill}", 3)
+        ids += [f"g{kill}/{sample}" for sample in range(3)]
+        await until(partial(working, node))
+        await asyncio.sleep(kill % 5 * 0.5)  # in other stages
+        os.kill(int(node.use["pid"]), signal.SIGKILL)
+        await until(partial(lost, node))
+        found = await results(service, len(ids))
+    assert sorted(result.job_id for result in found) == sorted(ids)
+    assert [result.reward for result in found] == [1.0] * len(ids), [result.failure for result in found]
+    assert 1 < max(result.attempts for result in found) <= 2
+    await until(lambda: service.status().unfinished == 0)  # the last sandbox is closed after its result
+    assert len({node.name for node in service.fleet.nodes}) == len(service.fleet.nodes)  # type: ignore[union-attr]
+
+
+def test_a_cluster_without_token_authentication_is_refused(cluster: Any) -> None:
+    from prorl_envs.app.ray import require_authentication
+
+    require_authentication(cluster.address)
+    require_authentication("127.0.0.1:6379")  # no other machine reaches it
+    host, port = cluster.address.rpartition(":")[0], free_port()
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # the path of its sockets has to be short
+        start = ["start", "--head", "--block", f"--node-ip-address={host}", f"--port={port}", "--num-cpus=0"]
+        unlocked = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", *start, f"--temp-dir={folder}"),
+                *("--include-dashboard=false", f"--object-store-memory={MEMORY}"),
+            ],
+            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            with pytest.raises(InputError, match="no token authentication"):
+                while unlocked.poll() is None:  # until it has started
+                    require_authentication(f"{host}:{port}")
+        finally:
+            unlocked.terminate()
+            unlocked.wait()

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,24 +130,6 @@ def test_without_a_writable_folder_it_names_the_remedy(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "runs/service.db cannot be opened" in ended.stderr and "--store" in ended.stderr
-
-
-def test_nodes_are_listed_drained_and_resumed(tmp_path: Path, fast_cli: FastCli) -> None:
-    (tmp_path / "settings.yaml").write_text("nodes: {processes: 1}\nservice: {run: 1}\n")
-    with serving(tmp_path, "--config", "settings.yaml", "--store", "memory") as (url, _):
-
-        def nodes(*arguments: str) -> list[dict[str, Any]]:
-            done = fast_cli("nodes", *arguments, "--json", "--service", url)
-            assert done.code == 0, done.err
-            found: list[dict[str, Any]] = json.loads(done.out)
-            return found
-
-        while not (found := nodes("list")) or found[0]["state"] != "ready":
-            time.sleep(0.2)
-        name = found[0]["name"]
-        assert name in fast_cli("nodes", "list", "--service", url).out
-        assert nodes("drain", name)[0]["state"] == "draining"
-        assert nodes("resume", name)[0]["state"] == "ready"
 
 
 def test_the_token_and_a_login_link_are_printed(tmp_path: Path, fast_cli: FastCli) -> None:

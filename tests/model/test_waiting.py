@@ -24,7 +24,11 @@ PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 async def test_turns_wait_for_the_first_server_that_answers() -> None:
     pool = ModelPool(Servers.of(RENDERER, limits=ClientLimits(attempts=1)).connect, wait=True)
     seen: list[bool] = []
-    pool.watch(lambda: seen.append(pool.paused))
+
+    async def notice() -> None:
+        seen.append(pool.paused)
+
+    pool.watch(notice)
     turn = asyncio.create_task(pool.generate(PROMPT, Sampling(), session="s"))
     await asyncio.sleep(0)
     assert pool.waiting and pool.paused and not turn.done()

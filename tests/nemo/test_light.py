@@ -14,7 +14,7 @@ import importlib, pkgutil, sys
 import prorl_envs
 NEMO = (".nemo.agent", ".nemo.fixture", ".nemo.server", ".nemo.wire", ".nemo.provider")
 for module in pkgutil.walk_packages(prorl_envs.__path__, "prorl_envs."):
-    if not module.name.endswith((*NEMO, ".ray_nodes", ".app")):
+    if not module.name.endswith((*NEMO, ".app.ray", ".app")):
         importlib.import_module(module.name)
 heavy = {"nemo_gym", "ray", "torch", "transformers"} & {name.partition(".")[0] for name in sys.modules}
 sys.exit(f"imported: {heavy}" if heavy else 0)

@@ -1,17 +1,79 @@
-"""Nodes in one event loop: the real fleet and the real node workers, with queues as the network."""
+"""Nodes in one event loop: the real fleet and the real node workers, with pickled arguments and results."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import pickle
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from prorl_envs.clock import Clock
-from prorl_envs.errors import InputError
-from prorl_envs.rollout.nodes.channel import ChannelClosed, channel_pair
+from prorl_envs.errors import InputError, NodeLost
 from prorl_envs.rollout.nodes.fleet import Fleet
-from prorl_envs.rollout.nodes.lifecycle import NodeResources, take_part
-from prorl_envs.rollout.nodes.messages import Hello
-from prorl_envs.rollout.nodes.worker import NodeWorker
+from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.worker import NodeResources, NodeWorker
 from prorl_envs.rollout.scheduling.placement import StageLimits
+
+
+class LocalHandle:
+    """`NodeHandle` of a worker in the same event loop, which can be cut off. Calls arrive in order.
+
+    Args:
+        worker: the node.
+
+    Attributes:
+        bytes, calls: sizes and number of the arguments and results so far.
+        silent: calls wait forever, as those of a hung node.
+        perform_gate, hold_gate: delay these calls until they are set.
+    """
+
+    def __init__(self, worker: NodeWorker) -> None:
+        self.worker = worker
+        self.bytes = self.calls = 0
+        self.silent = False
+        self.perform_gate: asyncio.Event | None = None
+        self.hold_gate: asyncio.Event | None = None
+        self._running: set[asyncio.Task[Any]] = set()
+        self._is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Coroutine[Any, Any, Any]:
+            return self._call(name, self._copy(args))
+
+        return call
+
+    def cut(self) -> None:
+        """Let every call fail from now on."""
+        self._is_cut = True
+        for task in self._running:
+            task.cancel()
+
+    async def _call(self, name: str, args: Any) -> Any:
+        if self._is_cut:
+            raise NodeLost("it was cut off")
+        self.calls += 1
+        task = asyncio.create_task(self._delivered(name, args))
+        self._running.add(task)
+        try:
+            return self._copy(await asyncio.shield(task))
+        except asyncio.CancelledError:
+            if self._is_cut:
+                raise NodeLost("it was cut off") from None
+            raise
+        finally:
+            self._running.discard(task)
+
+    async def _delivered(self, name: str, args: Any) -> Any:
+        gate = {"perform": self.perform_gate, "hold": self.hold_gate}.get(name)
+        if self.silent:
+            await asyncio.Event().wait()
+        if gate is not None:
+            await gate.wait()
+        return await getattr(self.worker, name)(*args)
+
+    def _copy(self, value: Any) -> Any:
+        content = pickle.dumps(value)
+        self.bytes += len(content)
+        return pickle.loads(content)
 
 
 class LocalNode:
@@ -23,8 +85,8 @@ class LocalNode:
         name: name of the node; `limits`: its stage limits.
 
     Attributes:
-        member: the running node, when it is ready.
-        problem: why the node stopped, if it failed.
+        worker: the node; `handle`: the head's access to it.
+        problem: why the node was refused or lost.
     """
 
     def __init__(
@@ -35,34 +97,27 @@ class LocalNode:
         limits: StageLimits,
         clock: Clock | None = None,
     ) -> None:
-        self.member: NodeWorker | None = None
+        @asynccontextmanager
+        async def resources(terms: Terms) -> AsyncIterator[NodeResources]:
+            yield prepared
+
         self.problem = ""
-        self._prepared = prepared
-        self._head, self._channel = channel_pair()
-        self._serving = asyncio.create_task(fleet.serve(self._head))
-        self._working = asyncio.create_task(self._work(name, limits, clock))
+        self.worker = NodeWorker(resources, limits, clock)
+        self.handle = LocalHandle(self.worker)
+        self._serving = asyncio.create_task(self._serve(fleet, name))
 
     async def gone(self) -> None:
-        """Return when both sides have stopped."""
-        await asyncio.gather(self._serving, self._working, return_exceptions=True)
-        if not self._serving.cancelled():
-            self._serving.result()
-        self._working.result()
+        """Return when the head has given the node up, and the node has closed everything."""
+        await asyncio.gather(self._serving, return_exceptions=True)
+        await self.worker.shutdown()
 
     async def cut(self) -> None:
-        """Close the connection at once; return when both sides have stopped."""
-        self._channel.close()
+        """Cut the node off, as if its machine were gone; return when it has closed everything."""
+        self.handle.cut()
         await self.gone()
 
-    async def _work(self, name: str, limits: StageLimits, clock: Clock | None) -> None:
-        @asynccontextmanager
-        async def prepare(welcome: Hello) -> AsyncIterator[NodeResources]:
-            yield self._prepared
-
-        def joined(member: NodeWorker) -> None:
-            self.member = member
-
+    async def _serve(self, fleet: Fleet, name: str) -> None:
         try:
-            await take_part(self._channel, prepare, name=name, limits=limits, clock=clock, joined=joined)
-        except (ChannelClosed, InputError) as error:
+            await fleet.serve(name, self.handle)
+        except (NodeLost, InputError) as error:
             self.problem = error.message

@@ -17,7 +17,6 @@ from prorl_envs.app.compose import (
     rollout_service,
 )
 from prorl_envs.app.logs import exporting_traces, set_up_logging
-from prorl_envs.app.nodes import require_node_token
 from prorl_envs.app.run_loop import settled
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err
@@ -46,7 +45,6 @@ async def serve(settings: Settings, connect: Connect) -> None:
     """
     set_up_logging(settings.log)
     require_token(settings.server)
-    require_node_token(settings.nodes)
     Catalog.of(settings)
     request_defaults(settings)
     check_capacity(settings.service)
@@ -72,14 +70,13 @@ async def _serve(settings: Settings, model: Model, store: SqlStore | None, bound
         unfinished = service.status().unfinished
         going_on = f"   ({unfinished} unfinished jobs resume)" if unfinished else ""
         err.print(f"store:           {settings.service.store or 'memory; a restart forgets'}{going_on}")
-        if fleet is not None:
-            err.print(f"nodes join at:   port {fleet.port} of {settings.nodes.host}")
+        if settings.nodes.ray is not None:
+            err.print(f"nodes:           machines of the Ray cluster {settings.nodes.ray}")
         err.print("Ctrl-C ends it")
 
     logins = Logins()
     with exporting_traces():
         async with rollout_service(settings, model, store) as service:
-            fleet = service.fleet
             settled()
             await serve_until_signal(service, settings.server, ready=ready, logins=logins, bound=bound)
 

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ModelError
@@ -69,7 +70,8 @@ class ModelPool:
         self._idle = asyncio.Event()  # replaced when a request finishes
         self._calls: dict[asyncio.Future[Sampled], str] = {}
         self._addresses: dict[str, str] = {}
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._notices: set[asyncio.Task[None]] = set()
         self._resample = False
         self._weight_version = ""
         self._complaints: dict[str, int] = {}
@@ -245,8 +247,8 @@ class ModelPool:
         """Record an overload answer of a server to another machine."""
         self._router.complained(url, self._clock.monotonic())
 
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Register a callback for each change of `paused` or `resampled`."""
+    def watch(self, callback: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Register a callback for each change of `paused` or `resampled`; `pause` and `resume` await it."""
         self._watchers.append(callback)
 
     async def pause(self, mode: InFlight, *, resample: bool = False, wait_s: float = 0.0) -> list[ServerAck]:
@@ -263,6 +265,7 @@ class ModelPool:
         self._gate.close()
         self._pausing, self._resample = True, resample
         self._notify_watchers()
+        await self._notified()
         acks: list[ServerAck] = []
         if mode != "finish":
             acks = await self._tell(lambda client: client.pause(mode))
@@ -289,6 +292,7 @@ class ModelPool:
                 server.weight_version = weight_version
         self._pausing = False
         self._open_if_free()
+        await self._notified()
         return acks
 
     async def check(self, url: str) -> bool:
@@ -369,6 +373,8 @@ class ModelPool:
             if not call.done():
                 call.cancel()
                 await asyncio.wait({call})
+            if not call.cancelled():
+                call.exception()  # retrieved, also if the turn is cancelled meanwhile
         if call.cancelled():
             return Sampled((), (), "abort", known, url)
         sampled = call.result()
@@ -427,7 +433,14 @@ class ModelPool:
 
     def _notify_watchers(self) -> None:
         for callback in self._watchers:
-            callback()
+            notice = asyncio.create_task(callback())
+            self._notices.add(notice)
+            notice.add_done_callback(self._notices.discard)
+
+    async def _notified(self) -> None:
+        """Return when every watcher knows the current state."""
+        while self._notices:
+            await asyncio.wait(set(self._notices))
 
     def _notify(self) -> None:
         self._call_next()

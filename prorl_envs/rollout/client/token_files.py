@@ -16,7 +16,7 @@ import stat
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -25,8 +25,6 @@ from prorl_envs.errors import InputError
 
 log = logging.getLogger(__name__)
 
-#: Kind of listener that a token is for.
-type Kind = Literal["service", "nodes"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,200}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -63,7 +61,7 @@ def new_token() -> str:
 
 
 @contextmanager
-def kept_token(token: str, address: Address, kind: Kind = "service") -> Iterator[Path]:
+def kept_token(token: str, address: Address) -> Iterator[Path]:
     """Keep a token in the file of an address while the block runs.
 
     Yields:
@@ -72,7 +70,7 @@ def kept_token(token: str, address: Address, kind: Kind = "service") -> Iterator
     Raises:
         InputError: the file cannot be written, or other users could change it.
     """
-    folder, name = token_folder(), _name(address, kind)
+    folder, name = token_folder(), _name(address)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(folder) as directory:
@@ -85,25 +83,25 @@ def kept_token(token: str, address: Address, kind: Kind = "service") -> Iterator
     try:
         yield folder / name
     finally:
-        drop_token(address, kind, only=token)
+        drop_token(address, only=token)
 
 
-def drop_token(address: Address, kind: Kind = "service", *, only: str = "") -> None:
+def drop_token(address: Address, *, only: str = "") -> None:
     """Remove the file of an address, if there is one.
 
     Args:
         only: remove only a file with this token; "" is any.
     """
-    if not only or read_token(address, kind) == only:
+    if not only or read_token(address) == only:
         with contextlib.suppress(OSError, InputError):
-            (token_folder() / _name(address, kind)).unlink(missing_ok=True)
+            (token_folder() / _name(address)).unlink(missing_ok=True)
 
 
-def read_token(address: Address, kind: Kind = "service") -> str | None:
+def read_token(address: Address) -> str | None:
     """Return the token of an address; None without a file, or if other users can read or change it."""
     try:
         with _opened(token_folder()) as directory:
-            return _read(directory, _name(address, kind))
+            return _read(directory, _name(address))
     except FileNotFoundError:
         return None
     except (OSError, InputError) as error:
@@ -163,9 +161,9 @@ def _find(url: str) -> tuple[Address, str] | None:
     return None
 
 
-def _name(address: Address, kind: Kind) -> str:
+def _name(address: Address) -> str:
     """Return the file name; it contains the host name, since machines may share a home directory."""
-    return f"{kind}_{socket.gethostname().replace('/', '_')}_{address.host}_{address.port}"
+    return f"service_{socket.gethostname().replace('/', '_')}_{address.host}_{address.port}"
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Metrics of each machine and process: its sandboxes, and the jobs of a node.
 
-A node is not scraped: it sends its values to the head in every heartbeat, and the head exports them with the
-label `node`.
+A node is not scraped: the head asks for its values at every heartbeat, and exports them with the label
+`node`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

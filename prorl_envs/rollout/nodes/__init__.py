@@ -1,1 +1,1 @@
-"""Further machines and processes that run jobs for a service: messages, connections, workers."""
+"""Nodes: further machines and processes that run jobs for a service. Knows no transport (`app.ray`)."""

@@ -1,225 +1,236 @@
 """Node worker: carries out the head's orders, with the same stage worker as a service on one machine."""
 
 import asyncio
-import contextlib
+import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from prorl_envs.clock import Clock
+from prorl_envs import __version__
+from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.env.base import Task
-from prorl_envs.env.node import NodeUse
-from prorl_envs.errors import FailureKind, InputError
+from prorl_envs.env.node import Node
+from prorl_envs.errors import FailureKind, InputError, ModelError
+from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.agent import tracing
-from prorl_envs.rollout.api.types import Failure, GroupRequest, Stage
-from prorl_envs.rollout.episode.job import Attempt, Job
+from prorl_envs.rollout.agent.agent_loop import Agent
+from prorl_envs.rollout.api.types import Failure, Stage
+from prorl_envs.rollout.episode.job import Attempt, AttemptReport, Job
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.episode.worker import Worker
-from prorl_envs.rollout.nodes.channel import ChannelClosed, NodeChannel
-from prorl_envs.rollout.nodes.messages import (
-    CancelTurn,
-    Closed,
-    CloseJob,
-    Collect,
-    Collected,
-    DrainRequest,
-    HeadHeartbeat,
+from prorl_envs.rollout.nodes.handle import (
     Hold,
-    InterruptJob,
-    JoinRefused,
-    NodeHeartbeat,
-    Perform,
-    Performed,
-    SampleAt,
-    Shutdown,
-    ToHead,
-    ToNode,
-    TurnFailed,
+    NodeInfo,
+    NodeUsage,
+    RoutingRequest,
+    ServerChoice,
+    StageOrder,
+    StageOutcome,
+    Terms,
+    TurnOutcome,
 )
 from prorl_envs.rollout.nodes.remote_sampling import RoutedModel
-from prorl_envs.rollout.nodes.result_codec import short_report, whole_report
+from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.tools.types import ToolSpec
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeResources:
+    """Resources of a node.
+
+    Args:
+        node: this machine's sandboxes.
+        families: environment classes by name.
+        renderer: the model's tokenizer and chat template.
+        connect: creates the client of a model server from its URL.
+    """
+
+    node: Node
+    families: Mapping[str, Family]
+    renderer: Renderer
+    connect: Callable[[str], ModelClient]
+
+
+type OpenResources = Callable[[Terms], AbstractAsyncContextManager[NodeResources]]
 
 
 @dataclass(slots=True, eq=False)
 class _Order:
     """An attempt, and its running stage."""
 
-    episode: Job
+    job: Job
     stage: asyncio.Task[Failure | None] | None = None
+    interrupted: bool = False
 
 
 class NodeWorker:
-    """One node's part in a service.
+    """One node's part in a service. Implements `NodeHandle`, on the node.
 
     Args:
-        channel: to the head, after joining.
-        worker: carries out stages.
-        families: environment classes by name.
-        model: samples on the servers that the head chooses.
-        clock: measures silence.
-        use: returns this node's current use of its machine.
-        heartbeat_s, heartbeat_timeout_s: as in `Hello`.
+        resources: opens the resources of the node for the head's terms; closed by `shutdown`.
+        limits: concurrency limits of this node.
+        clock: measures deadlines and silence.
+
+    Attributes:
+        stopped: set when everything is closed.
     """
 
-    def __init__(
-        self,
-        channel: NodeChannel[ToHead, ToNode],
-        worker: Worker,
-        families: Mapping[str, Family],
-        model: RoutedModel,
-        clock: Clock,
-        use: Callable[[], NodeUse],
-        *,
-        heartbeat_s: float,
-        heartbeat_timeout_s: float,
-    ) -> None:
-        self._channel = channel
-        self._worker = worker
-        self._families = families
-        self._model = model
-        self._clock = clock
-        self._use = use
-        self._heartbeat_s = heartbeat_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+    def __init__(self, resources: OpenResources, limits: StageLimits, clock: Clock | None = None) -> None:
+        self.stopped = asyncio.Event()
+        self._open = resources
+        self._limits = limits
+        self._clock = clock or SystemClock()
+        self._stack = AsyncExitStack()
         self._orders: dict[int, _Order] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._called_at = self._clock.monotonic()
+        self._ending: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         """Return the number of attempts on this node."""
         return len(self._orders)
 
-    def leave(self) -> None:
-        """Ask the head for no more jobs, and for a shutdown when the current jobs are done."""
-        self._channel.send(DrainRequest())
+    async def prepare(self, terms: Terms) -> NodeInfo:
+        """See `NodeHandle.prepare`."""
+        self._resources = opened = await self._stack.enter_async_context(self._open(terms))
+        self._model = RoutedModel(opened.connect, self._clock)
+        self._stack.push_async_callback(self._model.aclose)
+        self._worker = Worker(
+            opened.node,
+            opened.families,
+            Agent(opened.renderer, self._model, self._clock, terms.reasoning),
+            self._clock,
+            grace_s=terms.grace_s,
+            close_s=terms.close_s,
+        )
+        self._called_at = self._clock.monotonic()
+        self._watching = asyncio.create_task(self._watch(terms.heartbeat_timeout_s))
+        return NodeInfo(__version__, self._limits, sorted(opened.families), fingerprint(opened.renderer))
 
-    async def run(self) -> None:
-        """Work until the head sends `Shutdown`, then close everything.
+    async def perform(self, order: StageOrder) -> StageOutcome:
+        """See `NodeHandle.perform`."""
+        try:
+            known = self._orders.get(order.order) or self._new_order(order)
+        except InputError as error:
+            problem = f"the node cannot read the job: {error}"
+            unreadable = Failure(kind=FailureKind.ENVIRONMENT, stage=order.stage, message=problem)
+            return StageOutcome(0.0, unreadable, AttemptReport())
+        known.interrupted = False
+        with tracing.continued(known.job.id, dict(order.trace)):
+            stage = known.stage = asyncio.create_task(self._worker.perform(known.job, order.stage))
+        await asyncio.wait({stage})
+        known.stage = None
+        failure = None if stage.cancelled() else stage.result()
+        graded = order.stage is Stage.EVAL and failure is None
+        report = known.job.attempt.account() if graded else _short_report(known.job.attempt)
+        return StageOutcome(known.job.active_s[order.stage], failure, report)
+
+    async def interrupt(self, order: int) -> bool:
+        """See `NodeHandle.interrupt`."""
+        known = self._orders.get(order)
+        if known is None or known.stage is None:
+            return False
+        if not known.interrupted:  # a second cancellation would interrupt the cleanup
+            known.interrupted = True
+            known.stage.cancel()
+        return True
+
+    async def collect(self, order: int) -> AttemptReport | None:
+        """See `NodeHandle.collect`."""
+        known = self._orders.get(order)
+        return known.job.attempt.account() if known is not None else None
+
+    async def close(self, order: int) -> bool:
+        """See `NodeHandle.close`."""
+        known = self._orders.pop(order, None)
+        return known is None or await self._worker.close(known.job)
+
+    async def hold(self, hold: Hold) -> None:
+        """See `NodeHandle.hold`."""
+        self._model.hold(hold)
+
+    async def routing(self) -> list[RoutingRequest]:
+        """See `NodeHandle.routing`."""
+        return await self._model.routing()
+
+    async def sample(self, turn: int, call: int, server: ServerChoice) -> TurnOutcome:
+        """See `NodeHandle.sample`."""
+        return await self._model.sample(turn, call, server)
+
+    async def stop_turn(self, turn: int, call: int, error: ModelError | None = None) -> None:
+        """See `NodeHandle.stop_turn`."""
+        await self._model.stop_turn(turn, call, error)
+
+    async def usage(self) -> NodeUsage:
+        """See `NodeHandle.usage`."""
+        self._called_at = self._clock.monotonic()
+        process = {"pid": os.getpid(), "cpu_s": time.process_time(), "memory": _resident_bytes()}
+        return NodeUsage({**asdict(self._resources.node.use), **process})
+
+    async def shutdown(self) -> None:
+        """See `NodeHandle.shutdown`. Idempotent."""
+        self._ending = self._ending or asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    def _new_order(self, asked: StageOrder) -> _Order:
+        """Create the attempt of an INIT.
 
         Raises:
-            InputError: the head refuses this node.
-            ChannelClosed: the connection to the head is lost. Everything is closed in this case too: the head
-                retries the attempts of this node elsewhere.
+            InputError: its environment or its task is unknown here.
         """
-        beating = asyncio.create_task(self._beat())
-        try:
-            while not isinstance(message := await self._next(), Shutdown):
-                self._heed(message)
-        finally:
-            beating.cancel()
-            await asyncio.shield(asyncio.create_task(self._end()))
-
-    async def _next(self) -> ToNode:
-        try:
-            async with self._clock.timeout(self._heartbeat_timeout_s):
-                return await self._channel.receive()
-        except TimeoutError:
-            raise ChannelClosed(f"the head has said nothing for {self._heartbeat_timeout_s:g} s") from None
-
-    def _heed(self, message: ToNode) -> None:
-        match message:
-            case Perform():
-                self._perform(message)
-            case InterruptJob(order):
-                if (known := self._orders.get(order)) and known.stage is not None:
-                    known.stage.cancel()
-            case Collect(order):
-                if known := self._orders.get(order):
-                    self._channel.send(Collected(order, whole_report(known.episode.attempt)))
-            case CloseJob(order):
-                self._spawn(self._close(order))
-            case SampleAt():
-                self._model.sample_at(message)
-            case CancelTurn():
-                self._model.hang_up(message)
-            case TurnFailed():
-                self._model.failed(message)
-            case Hold():
-                self._model.hold(message)
-            case HeadHeartbeat():
-                pass
-            case JoinRefused(reason, hint):
-                raise InputError(f"the service refuses this node: {reason}", hint=hint)
-            case _:
-                raise ChannelClosed(f"the head says {type(message).__name__}, which is for the beginning")
-
-    def _perform(self, asked: Perform) -> None:
-        try:
-            order = self._orders.get(asked.order) or self._begin(asked)
-        except (ValueError, InputError) as error:  # of another version, or of an environment unknown here
-            problem = f"the node cannot read the job: {error}"
-            failure = Failure(kind=FailureKind.ENVIRONMENT, stage=asked.stage, message=problem)
-            self._tell(asked, None, failure)
-            return
-        with tracing.continued(order.episode.id, asked.trace):
-            order.stage = self._spawn(self._worker.perform(order.episode, asked.stage))
-        order.stage.add_done_callback(partial(self._performed, asked, order))
-
-    def _performed(self, asked: Perform, order: _Order, stage: asyncio.Task[Failure | None]) -> None:
-        order.stage = None
-        self._tell(asked, order.episode, None if stage.cancelled() else stage.result())
-
-    def _begin(self, asked: Perform) -> _Order:
-        request = GroupRequest.model_validate(json.loads(asked.request))
-        family = self._families.get(request.environment)
+        if asked.request is None:
+            raise InputError(f"it has no attempt {asked.order}")
+        family = self._resources.families.get(asked.request.environment)
         if family is None:
-            raise InputError(f"environment {request.environment!r} is not known here")
-        task: Task = family.load(request.task)
-        order = _Order(Job(request, asked.sample, task, self._clock.monotonic(), asked.attempt))
+            raise InputError(f"environment {asked.request.environment!r} is not known here")
+        task: Task = family.load(asked.request.task)
+        order = _Order(Job(asked.request, asked.sample, task, self._clock.monotonic(), asked.attempt))
         self._orders[asked.order] = order
         return order
 
-    def _tell(self, asked: Perform, episode: Job | None, failure: Failure | None) -> None:
-        """Report the outcome of a stage."""
-        if episode is None:
-            seconds, report = 0.0, short_report(Attempt())
-        else:
-            seconds = episode.active_s[asked.stage]
-            graded = asked.stage is Stage.EVAL and failure is None
-            report = (whole_report if graded else short_report)(episode.attempt)
-        text = failure.model_dump_json().encode() if failure else b""
-        self._channel.send(Performed(asked.order, seconds, text, report))
-
-    async def _close(self, order: int) -> None:
-        known = self._orders.pop(order, None)
-        ok = known is None or await self._worker.close(known.episode)
-        self._channel.send(Closed(order, ok))
-
-    async def _beat(self) -> None:
-        while True:
-            process = {"pid": os.getpid(), "cpu_s": time.process_time(), "memory": _resident_bytes()}
-            self._channel.send(NodeHeartbeat({**asdict(self._use()), **process}))
-            await self._clock.sleep(self._heartbeat_s)
+    async def _watch(self, heartbeat_timeout_s: float) -> None:
+        """Shut down when the head has been silent for too long: it retries the attempts elsewhere."""
+        while (silent_s := self._clock.monotonic() - self._called_at) < heartbeat_timeout_s:
+            await self._clock.sleep(heartbeat_timeout_s - silent_s)
+        log.warning("the head has been silent for %g s: closing everything", heartbeat_timeout_s)
+        await self.shutdown()
 
     async def _end(self) -> None:
         """Cancel every stage and close every environment."""
-        for order in self._orders.values():
-            if order.stage is not None:
-                order.stage.cancel()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        await asyncio.gather(*(self._close(order) for order in list(self._orders)))
-        with contextlib.suppress(ChannelClosed):
-            self._channel.close()
+        stages = {order.stage for order in self._orders.values() if order.stage is not None}
+        for stage in stages:
+            stage.cancel()
+        if stages:
+            await asyncio.wait(stages)
+        await asyncio.gather(*(self.close(order) for order in list(self._orders)))
+        await self._stack.aclose()
+        self.stopped.set()
+        if self._watching is not None:
+            self._watching.cancel()
 
-    def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("the node met a bug", exc_info=error)
-            self._channel.close()  # the head then retries this node's attempts elsewhere
+def fingerprint(renderer: Renderer) -> str:
+    """Return a hash of the tokens of a conversation with a tool. Tokenizers or chat templates with different
+    hashes would make different trajectories of the same episode."""
+    messages = [
+        {"role": "system", "content": "Be exact: 0123456789 äöü 漢字 \n\t{}[]<>"},
+        {"role": "user", "content": "def f(x):\n    return x ** 2  # naïve"},
+    ]
+    tool = ToolSpec("bash", "Run it.", {"type": "object", "properties": {"command": {"type": "string"}}})
+    ids = renderer.prompt(messages, [tool])
+    return hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()
+
+
+def _short_report(attempt: Attempt) -> AttemptReport:
+    """Return the report of an unfinished attempt, without messages and tokens."""
+    return AttemptReport(attempt.prompt is not None, stop_reason=attempt.stop_reason, spent=attempt.spent())
 
 
 def _resident_bytes() -> int:

@@ -1,6 +1,7 @@
 """Harnesses in real sandboxes without a network, through the service: a small agent written with the standard
 library, and failures of agents."""
 
+import pickle
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -25,8 +26,7 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result, StopReason
-from prorl_envs.rollout.episode.job import Attempt, AttemptReport
-from prorl_envs.rollout.nodes.result_codec import account_of, whole_report
+from prorl_envs.rollout.episode.job import AttemptReport
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Script, ScriptBook
@@ -182,8 +182,8 @@ ask([{"role": "user", "content": "another"}])
     assert kept.turns[0].finish_reason == "abort" and sum(kept.loss_mask) > 0
     assert Result.model_validate_json(result.model_dump_json()) == result
     account = AttemptReport(trajectory=result.trajectory, forks=result.forks, unfinished_answers=[kept])
-    told = account_of(whole_report(Attempt(remote_report=account)))
-    assert (told.trajectory, told.forks, told.unfinished_answers) == (result.trajectory, (), (kept,))
+    told = pickle.loads(pickle.dumps(account))
+    assert (told.trajectory, told.forks, told.unfinished_answers) == (result.trajectory, result.forks, [kept])
 
 
 def toy(play: Any) -> ToyModel:

@@ -13,8 +13,9 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import GroupRequest, Result
-from prorl_envs.rollout.nodes.fleet import Fleet, Terms
-from prorl_envs.rollout.nodes.lifecycle import NodeResources, fingerprint
+from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -49,7 +50,7 @@ class Site:
         prepared = NodeResources(empty_node(), {"toy": world.family()}, self.renderer, lambda url: self.model)
         given = {"init": 4, "run": 4, "eval": 4, "max_jobs_with_sandbox": 8} | limits
         node = self.nodes[name] = LocalNode(self.fleet, prepared, name, StageLimits(**given), self.clock)
-        while ready and name not in {link.name for link in self.fleet.links}:  # noqa: ASYNC110
+        while ready and name not in {node.name for node in self.fleet.nodes}:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return node
 

@@ -1,18 +1,22 @@
 """Jobs on several nodes: the real head and the real nodes in one event loop."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prorl_envs import __version__
+from prorl_envs.config import ServerSettings
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.errors import NotFound
 from prorl_envs.rollout.api.types import JobState
-from prorl_envs.rollout.nodes.channel import channel_pair
-from prorl_envs.rollout.nodes.lifecycle import fingerprint
-from prorl_envs.rollout.nodes.messages import Hello, Perform, Performed, Ready, Report
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.nodes.handle import ServerChoice, TurnRequested
+from prorl_envs.rollout.nodes.remote_sampling import RoutedModel
 from prorl_envs.testing.clock import FakeClock
 from tests.support.toy import ToyModel
 
@@ -112,7 +116,7 @@ async def test_cancelling_stops_the_stage_on_its_node_and_keeps_the_transcript(
     assert [message["role"] for message in result.messages] == ["user", "assistant"]
     assert result.trajectory is not None and len(result.trajectory.turns) == 1
     await site.settled()
-    assert (world.open, len(site.nodes["a"].member)) == (0, 0)
+    assert (world.open, len(site.nodes["a"].worker)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ async def test_a_failed_attempt_is_repeated_on_another_node(make_site: Any) -> N
     assert {name for name, world in site.worlds.items() if world.log} == {"a", "b"}
 
 
-async def test_a_drained_node_gets_no_new_jobs_and_a_leaving_one_stops(make_site: Any) -> None:
+async def test_a_drained_node_finishes_its_jobs_and_gets_no_new_ones(make_site: Any) -> None:
     site = await make_site()
     await site.join("a")
     await site.join("b")
@@ -159,12 +163,27 @@ async def test_a_drained_node_gets_no_new_jobs_and_a_leaving_one_stops(make_site
     world.gates["call"] = asyncio.Event()
     await site.submit("two", samples=4)
     await world.until(lambda: world.inside["call"] == 2)
-    site.nodes["b"].member.leave()
+    site.fleet.drain("b")
+    await site.submit("three", samples=4)
     world.gates["call"].set()
-    await site.nodes["b"].gone()
-    assert site.nodes["b"].problem == "", "in order, when what it had was done"
-    assert {result.state for result in await site.results(8)} == {JobState.DONE}
+    assert {result.state for result in await site.results(12)} == {JobState.DONE}
+    assert not any(group == "three" for group, _ in world.log)
+    assert [(view.name, view.state) for view in site.fleet.views()] == [("a", "ready"), ("b", "draining")]
     assert site.service.status().retries == 0
+
+
+async def test_nodes_are_listed_drained_and_resumed_over_http(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a", run=3)
+    transport = httpx.ASGITransport(create_app(site.service, ServerSettings()))
+    async with RolloutClient("http://127.0.0.1", transport=transport) as client:
+        [listed] = await client.nodes()
+        assert (listed.name, listed.state) == ("a", "ready")
+        assert listed.pools is not None and listed.pools["run"].limit == 3
+        assert [node.state for node in await client.drain_node("a")] == ["draining"]
+        assert [node.state for node in await client.resume_node("a")] == ["ready"]
+        with pytest.raises(NotFound, match="no node 'b'"):
+            await client.drain_node("b")
 
 
 async def test_stopping_stops_stages_on_nodes(make_site: Any) -> None:
@@ -199,7 +218,7 @@ async def test_a_node_that_rejoins_is_a_new_one(make_site: Any) -> None:
     await site.join("a", ready=False)
     await site.submit()
     await site.results(1)
-    assert [(link.name, link.state) for link in site.fleet.links] == [("a~2", "ready"), ("a", "lost")]
+    assert [(node.name, node.state) for node in site.fleet.nodes] == [("a~2", "ready"), ("a", "lost")]
 
 
 async def test_turns_are_held_on_nodes_while_weights_change(make_site: Any) -> None:
@@ -208,14 +227,14 @@ async def test_turns_are_held_on_nodes_while_weights_change(make_site: Any) -> N
     await site.join("a")
     await site.pool.pause("finish")
     await site.submit(limits={"run_s": 5})
-    [link] = site.fleet.links
-    while not link.turns:  # noqa: ASYNC110 - until it asks for its first turn
+    [node] = site.fleet.nodes
+    while not node.turns:  # noqa: ASYNC110 - until it asks for its first turn
         await asyncio.sleep(0)
     late = await site.join("late")
     clock.advance(20.0)  # longer than the stage's deadline
     for _ in range(20):
         await asyncio.sleep(0)
-    assert site.model.prompts == {} and late.member is not None
+    assert site.model.prompts == {} and late.worker is not None
     await site.pool.resume("9")
     [result] = await site.results(1)
     assert (result.reward, result.timings.held_s, result.timings.run_s) == (1.0, 20.0, 0.0)
@@ -237,45 +256,94 @@ async def test_a_turn_interrupted_by_a_pause_is_continued(make_site: Any, render
     assert result.reward == 1.0 and len(next(iter(model.prompts.values()))) == 2
 
 
-async def test_a_node_that_sends_nonsense_is_disconnected(
-    make_site: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its job runs elsewhere; the other nodes are unaffected."""
+async def test_a_pause_returns_when_every_node_has_confirmed_it(make_site: Any) -> None:
     site = await make_site()
-    head, liar = channel_pair()
-    serving = asyncio.create_task(site.fleet.serve(head))
-    assert isinstance(await liar.receive(), Hello)
-    prints = fingerprint(site.renderer)
-    liar.send(Ready("liar", __version__, 1, 1, 1, 1, ["toy"], prints))
-    await site.submit()
-    while not isinstance(asked := await liar.receive(), Perform):
-        pass
-    await site.join("honest")
-    liar.send(Performed(asked.order, 0.1, b"{", Report(True, None, 0.0, 0.0, 0.0)))
-    await serving
-    [result] = await site.results(1)
-    assert (result.reward, result.attempts) == (1.0, 2)
-    assert "invalid data" in caplog.text
+    nodes = [await site.join(name) for name in ("a", "b")]
+    for node in nodes:
+        node.handle.hold_gate = asyncio.Event()
+    pausing = asyncio.create_task(site.pool.pause("finish", resample=True))
+    for node in nodes:
+        await settle()
+        assert not pausing.done()
+        node.handle.hold_gate.set()
+    await pausing
+    for node in nodes:
+        assert node.worker._model._resample and node.worker._model._gate.closed
+    await site.pool.resume("9")
+    assert not any(node.worker._model._gate.closed for node in nodes)
 
 
-async def test_a_silent_node_and_a_silent_head_are_lost(make_site: Any) -> None:
+async def test_a_pause_does_not_wait_for_a_hung_node(make_site: Any) -> None:
     clock = FakeClock()
     site = await make_site(clock=clock, terms={"heartbeat_timeout_s": 30.0})
-    head, mute = channel_pair()
-    serving = asyncio.create_task(site.fleet.serve(head))
-    await mute.receive()
-    mute.send(Ready("mute", __version__, 1, 1, 1, 1, ["toy"], fingerprint(site.renderer)))
-    other = await site.join("other")
-    while other.member is None or len(site.fleet.links) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    for _ in range(7):  # `other` sends heartbeats; the head here sends none
+    hung, other = await site.join("hung"), await site.join("other")
+    hung.handle.silent = True
+    pausing = asyncio.create_task(site.pool.pause("finish"))
+    for _ in range(7):
         clock.advance(5.0)
-        for _ in range(20):
-            await asyncio.sleep(0)
-    await serving
-    assert {link.name: link.why for link in site.fleet.links}["mute"] == "it has said nothing for 30 s"
-    await other.gone()
-    assert other.problem == "the head has said nothing for 30 s"
+        await settle()
+    await pausing
+    assert {node.name: node.state for node in site.fleet.nodes} == {"hung": "lost", "other": "ready"}
+    assert other.worker._model._gate.closed
+    await hung.cut()
+
+
+async def test_a_node_that_does_not_answer_is_lost_and_closes_everything(make_site: Any) -> None:
+    """Neither side needs the other: the head repeats the job elsewhere, the node stops its own attempt."""
+    clock = FakeClock()
+    site = await make_site(clock=clock, terms={"heartbeat_timeout_s": 30.0})
+    hung = await site.join("hung")
+    world = site.worlds["hung"]
+    world.gates["call"] = asyncio.Event()
+    await site.submit()
+    await world.until(lambda: world.inside["call"] == 1)
+    await site.join("other")
+    hung.handle.silent = True
+    for _ in range(8):
+        clock.advance(5.0)
+        await settle()
+    [result] = await site.results(1)
+    assert (result.reward, result.attempts) == (1.0, 2)
+    assert {node.name: node.why for node in site.fleet.nodes}["hung"] == "it did not answer for 30 s"
+    assert hung.worker.stopped.is_set() and world.open == 0
+    await hung.cut()
+
+
+async def test_an_interrupt_that_overtakes_its_stage_is_repeated(make_site: Any) -> None:
+    """A transport may deliver calls in any order."""
+    site = await make_site()
+    node = await site.join("a")
+    world = site.worlds["a"]
+    world.gates["call"] = asyncio.Event()
+    node.handle.perform_gate = asyncio.Event()
+    await site.submit()
+    while not site.service.status().pools["init"].active:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await settle()
+    await site.service.cancel_job("g/0")
+    node.handle.perform_gate.set()
+    await site.settled()
+    assert world.open == 0 and len(node.worker) == 0
+
+
+async def test_a_call_that_was_stopped_before_it_arrived_does_not_sample(renderer: TemplateRenderer) -> None:
+    model = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
+    routed = RoutedModel(lambda url: model, FakeClock())
+    prompt = renderer.prompt([{"role": "user", "content": "Do it."}], ())
+    turn = asyncio.create_task(routed.generate(prompt, Sampling(), session="s"))
+    [request] = cast(list[TurnRequested], await routed.routing())
+    server = ServerChoice("http://model", "http://model", "1")
+    await routed.stop_turn(request.turn, 1, None)
+    assert (await routed.sample(request.turn, 1, server)).finish_reason == "abort"
+    [request] = cast(list[TurnRequested], await routed.routing())  # the turn is routed again
+    assert (await routed.sample(request.turn, 1, server)).finish_reason == "stop"
+    assert (await turn).ids and len(model.prompts["s"]) == 1
+
+
+async def settle() -> None:
+    """Let everything go on that waits for no time."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def test_the_heads_metrics_show_each_node(make_site: Any) -> None:

@@ -17,7 +17,7 @@ def add_nodes(app: FastAPI, service: RolloutService) -> None:
 
     def fleet() -> Fleet:
         if service.fleet is None:
-            raise NotFound("this service has no nodes", hint="set nodes.port, nodes.processes or nodes.ray")
+            raise NotFound("this service has no nodes", hint="set nodes.ray")
         return service.fleet
 
     def listed() -> NodeList:

@@ -1,0 +1,218 @@
+"""The head's state of one node: its attempts, turns and heartbeats."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from prorl_envs.clock import Clock
+from prorl_envs.errors import ModelError, NodeLost
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.types import Sampled
+from prorl_envs.rollout.api.types import Failure, Stage
+from prorl_envs.rollout.nodes.handle import (
+    Hold,
+    NodeHandle,
+    NodeInfo,
+    RoutingRequest,
+    ServerChoice,
+    SessionClosed,
+    Terms,
+    TurnAbandoned,
+    TurnRequested,
+)
+
+log = logging.getLogger(__name__)
+
+
+class NodeState(StrEnum):
+    """State of a node."""
+
+    READY = "ready"
+    DRAINING = "draining"  # it finishes its jobs
+    LOST = "lost"
+
+
+def lost_failure(node: str, why: str, stage: Stage) -> Failure:
+    """Return the failure of a stage whose node is lost."""
+    error = NodeLost(f"node {node} was lost: {why}", hint="the logs of the service and of Ray say more")
+    return Failure(
+        kind=error.kind, stage=stage, message=error.message, hint=error.hint, retryable=error.retryable
+    )
+
+
+@dataclass(eq=False)
+class RemoteNode:
+    """A node of the fleet.
+
+    Args:
+        name: of the node; unique for each join.
+        handle: access to the node.
+        info: description of the node.
+        pool: routes its turns.
+        terms: heartbeat interval and timeout.
+        clock: measures silence.
+    """
+
+    name: str
+    handle: NodeHandle
+    info: NodeInfo
+    pool: ModelPool
+    terms: Terms
+    clock: Clock
+    state: NodeState = NodeState.READY
+    why: str = ""
+    use: dict[str, float] = field(default_factory=dict)
+    orders: set[int] = field(default_factory=set)
+    done: int = 0
+    _turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _waiting: set[asyncio.Future[Any]] = field(default_factory=set)
+    _complaints: dict[str, int] = field(default_factory=dict)
+    _holding: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def lost(self) -> bool:
+        return self.state is NodeState.LOST
+
+    @property
+    def turns(self) -> int:
+        """Turns of the node that have not finished."""
+        return len(self._turns)
+
+    def failure(self, stage: Stage) -> Failure:
+        """Return the failure of a stage that was on the node when it was lost."""
+        return lost_failure(self.name, self.why, stage)
+
+    async def call[T](self, call: Coroutine[Any, Any, T]) -> T:
+        """Return the answer of a call of the handle.
+
+        Raises:
+            NodeLost: the node is lost, or becomes lost before it answers.
+        """
+        if self.lost:
+            call.close()
+            raise NodeLost(self.why)
+        answer = asyncio.ensure_future(call)
+        self._waiting.add(answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.lost and task is not None and not task.cancelling():
+                raise NodeLost(self.why) from None
+            raise
+        finally:
+            self._waiting.discard(answer)
+
+    async def run(self) -> None:
+        """Route the node's turns and check that it answers, until it is lost.
+
+        Raises:
+            NodeLost: always, with the reason.
+        """
+        tasks = {asyncio.create_task(self._route_all()), asyncio.create_task(self._beat())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def hold(self) -> None:
+        """Notify the node whether turns are held. Returns when it has confirmed the current state.
+
+        Raises:
+            NodeLost: the node is lost, or does not answer in time.
+        """
+        async with self._holding:  # calls may overtake each other
+            while True:
+                hold = Hold(closed=self.pool.paused, resample=self.pool.resampled)
+                await self._in_time(self.call(self.handle.hold(hold)))
+                if hold == Hold(closed=self.pool.paused, resample=self.pool.resampled):
+                    return
+
+    def lose(self, why: str) -> None:
+        """Mark the node as lost, and cancel all waits for it."""
+        self.state, self.why = NodeState.LOST, why
+        for waiting in [*self._waiting, *self._turns.values()]:
+            waiting.cancel()
+
+    async def _in_time[T](self, call: Awaitable[T]) -> T:
+        """Return the answer of a call that a node can answer at once.
+
+        Raises:
+            NodeLost: it did not answer within the heartbeat timeout.
+        """
+        timeout_s = self.terms.heartbeat_timeout_s
+        try:
+            async with self.clock.timeout(timeout_s):
+                return await call
+        except TimeoutError:
+            raise NodeLost(f"it did not answer for {timeout_s:g} s") from None
+
+    async def _beat(self) -> None:
+        while True:
+            self.use = dict((await self._in_time(self.call(self.handle.usage()))).values)
+            await self.clock.sleep(self.terms.heartbeat_s)
+
+    async def _route_all(self) -> None:
+        while True:
+            for request in await self.call(self.handle.routing()):
+                self._handle(request)
+
+    def _handle(self, request: RoutingRequest) -> None:
+        match request:
+            case TurnRequested(turn):
+                task = self._turns[turn] = asyncio.create_task(self._turn(request))
+                task.add_done_callback(lambda done: self._turn_ended(turn, done))
+            case TurnAbandoned(turn):
+                if abandoned := self._turns.get(turn):
+                    abandoned.cancel()
+            case SessionClosed(session):
+                self.pool.forget(session)
+
+    def _turn_ended(self, turn: int, task: asyncio.Task[None]) -> None:
+        self._turns.pop(turn, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("turn %d of node %s met a bug", turn, self.name, exc_info=error)
+
+    async def _turn(self, asked: TurnRequested) -> None:
+        """Route a turn of the node: it samples on the servers that the pool names."""
+        calls = 0
+
+        async def sample(url: str) -> Sampled:
+            nonlocal calls
+            calls += 1
+            return await self._sample(asked.turn, calls, url)
+
+        try:
+            try:
+                await self.pool.turn(asked.session, asked.tokens, sample)
+            except ModelError as error:
+                await self.call(self.handle.stop_turn(asked.turn, calls, error))
+        except NodeLost:
+            return  # `run` notices it
+
+    async def _sample(self, turn: int, call: int, url: str) -> Sampled:
+        """Let the node call a server once. The sampled ids stay on the node, so the returned answer has none.
+
+        Raises:
+            ModelError: the node reports an error.
+            NodeLost: the node is lost.
+        """
+        server = ServerChoice(url, self.pool.address(url), self.pool.version_of(url))
+        try:
+            outcome = await self.call(self.handle.sample(turn, call, server))
+        except asyncio.CancelledError:
+            await self.call(self.handle.stop_turn(turn, call))
+            raise
+        if outcome.complaints > self._complaints.get(url, 0):  # answers may overtake each other
+            self._complaints[url] = outcome.complaints
+            self.pool.complained(url)
+        if outcome.error is not None:
+            raise outcome.error
+        return Sampled((), (), outcome.finish_reason, outcome.version, url, cached_tokens=outcome.cached)
