@@ -391,3 +391,40 @@ async def test_a_cell_may_run_event_loops_and_keeps_tasks_for_later_cells(kept: 
     assert (await kept.python(code, timeout_s=T)).text == "7 7\n"
     await kept.python("task = asyncio.create_task(f())\nawait asyncio.sleep(0)", timeout_s=T)
     assert (await kept.python("await task", timeout_s=T)).text == "7\n"
+
+
+RESCHEDULED = """
+import asyncio, signal
+from prorl_envs.tools.server.interrupts import run_coroutine
+
+async def cell():
+    loop = asyncio.get_running_loop()
+    ordinary = loop.call_soon
+
+    def call_soon(*args, **options):
+        loop.call_soon = ordinary
+        signal.raise_signal(signal.SIGINT)
+        return ordinary(*args, **options)
+
+    loop.call_soon = call_soon
+    while True:
+        await asyncio.sleep(0)
+
+try:
+    run_coroutine(cell())
+except asyncio.CancelledError:
+    print("ended")
+"""
+
+
+async def test_an_interrupt_while_the_loop_schedules_a_task_does_not_lose_the_task() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RESCHEDULED, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(T):
+            shown, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert shown == b"ended\n"

@@ -6,12 +6,16 @@ image's own interpreter, executes the source of this module (`client/jupyter_set
 
 import asyncio
 import contextlib
+import inspect
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 _loop = None  # type: Any
+#: The method with which an event loop calls a task's next step, and the flags of a coroutine's code.
+_HANDLE_RUN = asyncio.Handle._run.__code__
+_COROUTINE = inspect.CO_COROUTINE | inspect.CO_GENERATOR
 
 
 class _Interrupt(object):  # noqa: UP004 - as old interpreters have it
@@ -24,11 +28,22 @@ class _Interrupt(object):  # noqa: UP004 - as old interpreters have it
     def __init__(self, loop: "Any", task: "Any") -> None:
         self._loop, self._task = loop, task
 
-    def __call__(self, *_: object) -> None:
-        if _current_task(self._loop) is not None:
+    def __call__(self, number: int, frame: "Any") -> None:
+        if _of_coroutine(frame):
             raise KeyboardInterrupt
         self._task.cancel()
         self._loop.call_soon_threadsafe(lambda: None)  # wakes the loop
+
+
+def _of_coroutine(frame: "Any") -> bool:
+    """Return True if a frame belongs to a coroutine that an event loop runs, and not to the loop itself.
+
+    While a task is its loop's current one, the loop's `call_soon` runs as well, to wake the task up again.
+    """
+    outermost = None
+    while frame is not None and frame.f_code is not _HANDLE_RUN:
+        outermost, frame = frame, frame.f_back
+    return frame is not None and outermost is not None and bool(outermost.f_code.co_flags & _COROUTINE)
 
 
 def _interruptible() -> bool:
