@@ -9,9 +9,10 @@ import pytest
 
 from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
+from prorl_envs.model.answer_checks import ServerUnavailable
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.rendering import TemplateRenderer
-from prorl_envs.model.types import ModelClient
+from prorl_envs.model.types import ModelClient, Sampled
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.nodes.handle import Terms
@@ -28,6 +29,16 @@ DONE = [{"tool": "finish", "arguments": {}}]
 @pytest.fixture(scope="session")
 def renderer() -> TemplateRenderer:
     return builtin_renderer()
+
+
+class DownModel:
+    """Model server that cannot be reached from the nodes."""
+
+    async def generate(self, *args: object, **kwargs: object) -> Sampled:
+        raise ServerUnavailable("it is down")
+
+    async def aclose(self) -> None:
+        """Do nothing: there is no connection."""
 
 
 @dataclass
@@ -47,12 +58,16 @@ class Site:
     async def join(self, name: str, *, ready: bool = True, **limits: int) -> LocalNode:
         """Start a node and return once it has joined."""
         world = self.worlds[name] = ToyWorld()
-        prepared = NodeResources(empty_node(), {"toy": world.family()}, self.renderer, lambda url: self.model)
+        families = {"toy": world.family()}
+        prepared = NodeResources(empty_node(), families, self.renderer, self._connect)
         given = {"init": 4, "run": 4, "eval": 4, "max_jobs_with_sandbox": 8} | limits
         node = self.nodes[name] = LocalNode(self.fleet, prepared, name, StageLimits(**given), self.clock)
         while ready and name not in {node.name for node in self.fleet.nodes}:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return node
+
+    def _connect(self, url: str) -> ModelClient:
+        return DownModel() if "down" in url else self.model
 
     async def submit(self, name: str = "g", samples: int = 1, **fields: Any) -> GroupRequest:
         """Return a group whose task may carry `faults` and a `reward`."""

@@ -234,7 +234,7 @@ async def test_turns_are_held_on_nodes_while_weights_change(make_site: Any) -> N
     clock.advance(20.0)  # longer than the stage's deadline
     for _ in range(20):
         await asyncio.sleep(0)
-    assert site.model.prompts == {} and late.worker is not None
+    assert site.model.prompts == {} and late.worker._model._gate.closed
     await site.pool.resume("9")
     [result] = await site.results(1)
     assert (result.reward, result.timings.held_s, result.timings.run_s) == (1.0, 20.0, 0.0)
@@ -254,6 +254,16 @@ async def test_a_turn_interrupted_by_a_pause_is_continued(make_site: Any, render
     await site.pool.resume("9")
     [result] = await site.results(1)
     assert result.reward == 1.0 and len(next(iter(model.prompts.values()))) == 2
+
+
+async def test_a_turn_moves_from_a_server_that_fails_on_the_node(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a")
+    site.pool.add("http://down")
+    for number in range(4):
+        await site.submit(f"g{number}")
+    assert [(result.reward, result.attempts) for result in await site.results(4)] == [(1.0, 1)] * 4
+    assert {server.url: server.problem for server in site.pool.servers}["http://down"] == "it is down"
 
 
 async def test_a_pause_returns_when_every_node_has_confirmed_it(make_site: Any) -> None:
@@ -314,7 +324,7 @@ async def test_an_interrupt_that_overtakes_its_stage_is_repeated(make_site: Any)
     site = await make_site()
     node = await site.join("a")
     world = site.worlds["a"]
-    world.gates["call"] = asyncio.Event()
+    world.gates["init"] = asyncio.Event()  # never set
     node.handle.perform_gate = asyncio.Event()
     await site.submit()
     while not site.service.status().pools["init"].active:  # noqa: ASYNC110
