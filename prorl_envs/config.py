@@ -217,11 +217,6 @@ class NodeSettings(_Section):
     heartbeat_timeout_s: float = Field(default=30.0, ge=1.0)
     start_s: float = Field(default=300.0, gt=0)
 
-    @property
-    def wanted(self) -> bool:
-        """True if jobs run outside the service's own process."""
-        return self.ray is not None
-
 
 class ModelSettings(_Section):
     """The model servers.

@@ -289,7 +289,7 @@ async def rollout_service(
         await stack.enter_async_context(watching(pool))
         offered = await stack.enter_async_context(catalog)
         fleet = None
-        if settings.nodes.wanted:
+        if settings.nodes.ray is not None:
             from prorl_envs.app.ray import fleet_of  # an extra
 
             fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))

@@ -193,7 +193,7 @@ async def _scripted(
     server = ScriptedServer(script(chosen), mix=options.mix, seed=options.seed, noncanonical=0.05)
     async with server:
         err.print(f"model server:    {server.url}  (scripted: it plays known solutions, it is no model)")
-        folder = str(scripted_tokenizer(settings)) if settings.nodes.wanted else ""
+        folder = str(scripted_tokenizer(settings)) if settings.nodes.ray is not None else ""
         yield Model(servers=[server.url], renderer=builtin_renderer(), name="scripted", tokenizer=folder)
 
 

@@ -1,0 +1,82 @@
+"""Episodes at once with a model that takes its time: the model calls, and what is measured between them.
+
+Imports nothing of the package: peers use it with their own interpreter.
+"""
+
+import random
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+
+from bench.memory import Memory
+
+#: Least and most seconds of a model call.
+CALL_S = (2.0, 4.0)
+
+
+@dataclass(slots=True)
+class Measurements:
+    """Measurements of episodes that ran at once.
+
+    Args:
+        gaps: seconds between two model calls of an episode.
+        model_s: seconds of all model calls.
+        begun_s: seconds until every episode had made its first model call.
+        cpu_s: processor time of the process that runs them; its sandboxes are not in it.
+        memory: bytes that were no longer available on the machine when all had begun.
+    """
+
+    gaps: list[float] = field(default_factory=list)
+    model_s: float = 0.0
+    begun_s: float = 0.0
+    cpu_s: float = 0.0
+    memory: int = 0
+
+    def row(self, name: str, count: int) -> str:
+        """Return a row of the table."""
+        cuts = statistics.quantiles(self.gaps, n=100)
+        cells = [
+            f"{sum(self.gaps) / self.model_s:.2%}",
+            f"{cuts[49] * 1e3:.1f}",
+            f"{cuts[98] * 1e3:.1f}",
+            f"{self.begun_s:.1f}",
+            f"{self.cpu_s / count * 1e3:.0f}",
+            f"{self.memory / 1e6:.0f}",
+        ]
+        return f"| {name} | {count:,} | {' | '.join(cells)} |"
+
+
+class SlowCalls:
+    """Times of the model calls of episodes. Measures from now on; any thread may call it.
+
+    Args:
+        count: number of episodes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.measured = Measurements()
+        self._count = count
+        self._ends: dict[str, float] = {}
+        self._random = random.Random(0)
+        self._lock = threading.Lock()
+        self._start, self._start_cpu = time.perf_counter(), time.process_time()
+        self._available = Memory.now().available
+
+    def begin(self, episode: str) -> float:
+        """Begin the episode's next call. Return its planned end, in seconds of `time.perf_counter`."""
+        with self._lock:
+            now, takes = time.perf_counter(), self._random.uniform(*CALL_S)
+            if episode in self._ends:
+                self.measured.gaps.append(now - self._ends[episode])
+            end = self._ends[episode] = now + takes
+            self.measured.model_s += takes
+            if len(self._ends) == self._count and not self.measured.begun_s:
+                self.measured.begun_s = now - self._start
+                self.measured.memory = self._available - Memory.now().available
+            return end
+
+    def finish(self) -> Measurements:
+        """Return the measurements, when all episodes have ended."""
+        self.measured.cpu_s = time.process_time() - self._start_cpu
+        return self.measured
