@@ -260,8 +260,11 @@ async def test_a_turn_moves_from_a_server_that_fails_on_the_node(make_site: Any)
     site = await make_site()
     await site.join("a")
     site.pool.add("http://down")
+    gate = site.worlds["a"].gates["init"] = asyncio.Event()  # so that all turns are in flight at once
     for number in range(4):
         await site.submit(f"g{number}")
+    await site.worlds["a"].until(lambda: sum(site.worlds["a"].entered.values()) == 4)
+    gate.set()
     assert [(result.reward, result.attempts) for result in await site.results(4)] == [(1.0, 1)] * 4
     assert {server.url: server.problem for server in site.pool.servers}["http://down"] == "it is down"
 
