@@ -12,7 +12,7 @@ from bench.catalogue import Entry
 from bench.memory import Memory, pss
 from bench.process import SubjectError, SubjectProcess
 from bench.results import Row
-from prorl_envs.testing.leaks import OpenResources, leaks_since
+from tests.support.leaks import OpenResources, leaks_since
 
 ANSWER_TIMEOUT_S = 120.0
 OPEN_TIMEOUT_S = 600.0

@@ -24,8 +24,8 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
-from prorl_envs.testing.leaks import OpenResources
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.leaks import OpenResources
 from tests.support.toy import ToyWorld, empty_node
 
 #: Largest accepted growth from the first quarter to the end.

@@ -9,8 +9,8 @@ import pytest
 from prorl_envs.env.node import Node
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.template.template import TemplateSpec
-from prorl_envs.testing.leaks import OpenResources, leaks_since
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
+from tests.support.leaks import OpenResources, leaks_since
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 #: NeMo Gym runs the tests of its server folders: tests/nemo/test_onboarding.py.
 collect_ignore_glob = ["*/nemo/*"]

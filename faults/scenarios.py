@@ -22,8 +22,8 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.audit import AuditCounts
-from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.leaks import OpenResources
+from tests.support.clock import FakeClock
+from tests.support.leaks import OpenResources
 from tests.support.toy import Fault
 
 type Scenario = Callable[[World], Coroutine[Any, Any, None]]

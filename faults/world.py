@@ -27,10 +27,10 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import Store
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
-from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.leaks import OpenResources, leaks_since
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 INSTRUCTION = "Write the sum of the numbers in numbers.txt to sum.txt."

@@ -12,9 +12,9 @@ from hypothesis import Phase, settings
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
-from prorl_envs.testing.leaks import OpenResources, leaks_since
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from tests.places import drivers_directory
+from tests.support.leaks import OpenResources, leaks_since
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 # Property tests have no deadline: a busy machine is no failure.
 settings.register_profile("no deadline", deadline=None)

@@ -119,9 +119,8 @@ ORDER: dict[str, tuple[str, ...]] = {
 #: Imports against that order, only for annotations.
 AGAINST_ORDER = {("sandbox.base", "sandbox.filesystem.snapshot.Snapshot")}
 
-#: Modules of `prorl_envs.testing` that users import, beside those that a command uses. Templates fork
-#: `sandbox_entry` in sandboxes, which see the package but not the tests; it comes with its leak check.
-FOR_USERS = {"clock", "openai_face", "leaks", "sandbox_entry"}
+#: Modules of `prorl_envs.testing` that users import, beside those that a command uses.
+FOR_USERS = {"openai_face"}
 #: Folders of `tests/` that test no single package: attacks, other programs, and parts outside the package.
 SUITES = {"attacks", "bench", "docs", "faults", "fuzz", "learn", "llamacpp", "mutation", "support", "vllm"}
 #: Packages without a folder of their own in `tests/`: `app` composes all others, and the tests of `cli` and

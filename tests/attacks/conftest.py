@@ -11,11 +11,11 @@ from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
 from prorl_envs.sandbox.linux.cgroups import Mechanism
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.attacks.attempts import Driver, OpenBox
 from tests.conftest import existing_driver
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 LIMITS = SandboxLimits(
     memory_bytes=256 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000

@@ -22,10 +22,10 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.filesystem.directories import sweep
-from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
+from tests.support.leaks import OpenResources, leaks_since
 from tests.support.vllm_server import free_port
 
 pytestmark = [

@@ -10,9 +10,9 @@ from prorl_envs.conformance.runner import PromiseOutcome, run_suite
 from prorl_envs.conformance.subject import DRIVERS, Subject
 from prorl_envs.conformance.suite import PROMISES
 from prorl_envs.sandbox.template.template import TEMPLATES
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from tests.conformance.images import write_image
 from tests.sandbox.rootfs import build_sif, missing_for_sif
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 type Outcomes = Callable[[str], list[PromiseOutcome]]
 

@@ -16,8 +16,8 @@ from prorl_envs.conformance.suite import PROMISES, RETIRED, THEMES, chosen
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import InputError
 from prorl_envs.sandbox.drivers.local import LocalDriver
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from tests.conformance.conftest import SUBJECTS, Outcomes
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -23,10 +23,10 @@ from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.serving import served
 from tests.support.kernel import ROW, write_kernel_files
 from tests.support.resources import ResourcesDesk, desk_row
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 GREETING = {"task": "greeting"}
 SOLVE = json.dumps({"name": "bash", "arguments": {"command": "echo 'hello, world' > greeting.txt"}})

@@ -25,9 +25,9 @@ from prorl_envs.images.template import ImageTemplate
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.sif import labels
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.images.conftest import SAYING, Writer, names, write_docker_archive, write_oci_archive
 from tests.sandbox.rootfs import missing_for_sif
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES, run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -7,9 +7,9 @@ import pytest
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.images.conftest import write_oci_archive
 from tests.sandbox.rootfs import missing_for_sif
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES, run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,6 @@ from prorl_envs.images.registry.puller import ImagePuller, PullSettings
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.select import LAYERED_DRIVERS, make_driver
 from prorl_envs.sandbox.filesystem.layered import LayeredImage, LayerTree, is_whiteout, read_layered
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.cli.test_image import run as image_command
 from tests.images.registry_server import (
     PASSWORD,
@@ -31,6 +30,7 @@ from tests.images.registry_server import (
     write_layered_layout,
 )
 from tests.support.overlay import show_overlay
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES, run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -17,9 +17,9 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.routing.resumable_turn import MAX_PARTS
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.types import InFlight, Sampled, Sampling, VersionSpan
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

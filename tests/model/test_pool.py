@@ -18,10 +18,10 @@ from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling, ServerHealth
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.server import ScriptedServer, scripted_app
 from tests.model.listing import BOOK, PROMPT, RENDERER
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

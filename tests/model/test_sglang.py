@@ -9,10 +9,10 @@ import pytest
 from prorl_envs.model.answer_checks import ServerUnavailable
 from prorl_envs.model.servers.sglang import SglangClient
 from prorl_envs.model.types import Sampling, VersionSpan
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -16,12 +16,12 @@ from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, ServerDialect
 from prorl_envs.testing.server import ScriptedServer, scripted_app
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -14,11 +14,11 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.routing.state import Router
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.types import Sampled, Sampling
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.window import AimdWindow
+from tests.support.clock import FakeClock
 
 RENDERER = builtin_renderer()
 BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})

@@ -20,7 +20,7 @@ from nemo_gym.sandbox.providers import create_provider, list_providers
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxStatus
 
 from prorl_envs.errors import InputError
-from prorl_envs.testing.leaks import OpenResources, leaks_since
+from tests.support.leaks import OpenResources, leaks_since
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import prorl_envs
-from prorl_envs.testing.leaks import OpenResources
+from tests.support.leaks import OpenResources
 
 #: `prorl-envs serve --llm MODEL --port PORT --store FILE`, with the built-in tokenizer.
 SERVE = """

@@ -19,7 +19,7 @@ from prorl_envs.rollout.api.types import JobState, Selection
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.http.auth import JOB_ROUTES, TENANT_ROUTES
-from prorl_envs.testing.clock import FakeClock
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

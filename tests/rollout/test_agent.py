@@ -16,9 +16,9 @@ from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import AgentLimits, StopReason, Trajectory
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Call
 from prorl_envs.testing.tokenizer import CHAT_TEMPLATE, builtin_renderer
+from tests.support.clock import FakeClock
 from tests.support.toy import Fault, Play, ToyModel, ToyTask, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio

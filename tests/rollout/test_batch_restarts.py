@@ -20,12 +20,12 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import StoredBatch
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.audit import AuditCounts
-from prorl_envs.testing.leaks import OpenResources
 from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.server import ScriptedServer
 from tests.rollout.batch_bench import PacedModel, batch, rows
 from tests.rollout.killed import free_port, sandboxes_gone, service
 from tests.rollout.test_end_to_end import BOOK, TASK
+from tests.support.leaks import OpenResources
 from tests.support.toy import ToyWorld, empty_node
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]

@@ -15,8 +15,8 @@ from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavail
 from prorl_envs.rollout.api.types import JobState
 from prorl_envs.rollout.store.base import NewGroup
 from prorl_envs.rollout.store.sqlite import MemoryStore
-from prorl_envs.testing.clock import FakeClock
 from tests.rollout.batch_bench import PacedModel, batch, rows
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

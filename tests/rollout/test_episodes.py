@@ -25,8 +25,8 @@ from prorl_envs.rollout.api.types import StopReason
 from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import as_message
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

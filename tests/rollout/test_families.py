@@ -21,9 +21,9 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 pytestmark = pytest.mark.anyio
 

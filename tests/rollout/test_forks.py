@@ -6,8 +6,8 @@ from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import AgentLimits
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.clock import FakeClock
 from tests.support.toy import ToyModel, ToyTask, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio

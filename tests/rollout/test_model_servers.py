@@ -20,11 +20,11 @@ from prorl_envs.rollout.api.types import JobState, Result, StopReason, Trajector
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.openai_face import scripted_openai
 from prorl_envs.testing.scripted import Call, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from tests.rollout.conftest import OpenStore
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS
 from prorl_envs.rollout.store.base import NewGroup
 from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
-from prorl_envs.testing.clock import FakeClock
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -22,9 +22,9 @@ from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service import read_tracker
 from prorl_envs.rollout.service.read_tracker import WARN_S
 from prorl_envs.rollout.store.sqlite import SqliteStore
-from prorl_envs.testing.clock import FakeClock
 from tests.rollout.batch_bench import PacedModel, batch
 from tests.rollout.test_streams import EVENTS, lines_of, over_tcp
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -27,7 +27,7 @@ from prorl_envs.rollout.api.types import GroupRequest, JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.testing.clock import FakeClock
+from tests.support.clock import FakeClock
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ from prorl_envs.errors import FailureKind, InputError, ModelError
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavailable
 from prorl_envs.rollout.api.types import JobState, Stage, StopReason
-from prorl_envs.testing.clock import FakeClock
+from tests.support.clock import FakeClock
 from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio

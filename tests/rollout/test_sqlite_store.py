@@ -22,8 +22,8 @@ from prorl_envs.rollout.api.types import Selection
 from prorl_envs.rollout.store.base import UnreadResults
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.rollout.store.sqlite_schema import FORMATS, deflate, pack, type_of
-from prorl_envs.testing.clock import FakeClock
 from tests.rollout.test_store import group, result
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

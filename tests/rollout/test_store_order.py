@@ -10,8 +10,8 @@ from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.episode.engine import STORE_PAUSE_S
 from prorl_envs.rollout.store.base import NewGroup
 from prorl_envs.rollout.store.sqlite import MemoryStore
-from prorl_envs.testing.clock import FakeClock
 from tests.rollout.conftest import Bench
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.http.routes.results import HEARTBEAT_S
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.clock import FakeClock
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

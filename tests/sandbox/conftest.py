@@ -1,4 +1,4 @@
-"""Drivers whose templates fork the minimal tool server of `prorl_envs.testing.sandbox_entry`.
+"""Drivers whose templates fork the minimal tool server of `tests.support.sandbox_entry`.
 
 Each test that uses one runs once per isolating driver.
 """
@@ -10,7 +10,7 @@ import pytest
 
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.select import make_driver
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES
 
 
 def scripted_driver(name: str) -> BubblewrapDriver:

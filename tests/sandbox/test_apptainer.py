@@ -22,9 +22,9 @@ from prorl_envs.sandbox.drivers.apptainer_wrapper import doorway_environment, ex
 from prorl_envs.sandbox.drivers.local import NoIsolationWarning
 from prorl_envs.sandbox.drivers.probe import find_bwrap
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
-from prorl_envs.testing.leaks import OpenResources
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_rootfs
+from tests.support.leaks import OpenResources
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES, run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -18,10 +18,10 @@ from prorl_envs.conformance.static_program import static_program
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.leaks import OpenResources, leaks_since
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.places import drivers_directory
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_rootfs
+from tests.support.leaks import OpenResources, leaks_since
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES, run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -23,12 +23,12 @@ from prorl_envs.sandbox.filesystem.images import Images
 from prorl_envs.sandbox.filesystem.layered import LayerTree
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.filesystem.sif_mounts import find_program, mount, sweep_mounts
-from prorl_envs.testing.leaks import OpenResources, leaks_since
-from prorl_envs.testing.sandbox_entry import IMPORT_LATE, RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.places import drivers_directory
 from tests.sandbox.conftest import scripted_driver
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootfs, write_rootfs
+from tests.support.leaks import OpenResources, leaks_since
+from tests.support.sandbox_entry import IMPORT_LATE, RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 
 pytestmark = pytest.mark.anyio
 
@@ -214,7 +214,7 @@ import asyncio, sys
 from pathlib import Path
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.select import make_driver
-from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
+from tests.support.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
 
 async def main():
     driver = make_driver(sys.argv[2], templates=SCRIPT_TEMPLATES)

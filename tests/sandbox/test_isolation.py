@@ -9,7 +9,7 @@ import pytest
 
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, ask, run_script
+from tests.support.sandbox_entry import RUN_SCRIPTS, ask, run_script
 
 pytestmark = pytest.mark.anyio
 

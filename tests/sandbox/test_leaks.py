@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from prorl_envs.testing.leaks import OpenResources, leaks_since
+from tests.support.leaks import OpenResources, leaks_since
 
 
 def test_a_clean_state_is_no_leak(run_dir: Path) -> None:

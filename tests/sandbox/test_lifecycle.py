@@ -18,9 +18,9 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.sandbox.drivers.probe import find_bwrap
-from prorl_envs.testing.leaks import OpenResources, leaks_since
-from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
 from tests.places import drivers_directory
+from tests.support.leaks import OpenResources, leaks_since
+from tests.support.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
 
 pytestmark = pytest.mark.anyio
 
@@ -231,7 +231,7 @@ SERVICE = """\
 import asyncio, signal, sys
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.select import make_driver
-from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
+from tests.support.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 
@@ -257,7 +257,7 @@ FORKING = """\
 import asyncio, os, signal, sys
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.select import make_driver
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES
 
 async def main():
     driver = make_driver(sys.argv[1], templates=SCRIPT_TEMPLATES)

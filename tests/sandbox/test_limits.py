@@ -25,8 +25,8 @@ from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.limits.enforcement import NodeLimits, rlimits
 from prorl_envs.sandbox.limits.watchdog import FAULTS_LIMIT, Watchdog
 from prorl_envs.sandbox.linux.cgroups import Mechanism, find_groups
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.tools.client.toolbox import Toolbox
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
 

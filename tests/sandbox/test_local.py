@@ -8,7 +8,7 @@ import pytest
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
-from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
+from tests.support.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 
 pytestmark = pytest.mark.anyio
 

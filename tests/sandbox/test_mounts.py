@@ -7,7 +7,7 @@ import pytest
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.sandbox_entry import run_script
+from tests.support.sandbox_entry import run_script
 
 pytestmark = pytest.mark.anyio
 

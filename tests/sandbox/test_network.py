@@ -13,7 +13,7 @@ from prorl_envs.sandbox.base import PROXY_PORT, Network, Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.filesystem.mount_plan import check
-from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
+from tests.support.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from prorl_envs.sandbox.filesystem.python_runtime import (
     python_runtime,
     system_masks,
 )
-from prorl_envs.testing.sandbox_entry import run_script
+from tests.support.sandbox_entry import run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.linux.seccomp import filter_program
 from prorl_envs.sandbox.linux.syscall_rules import ARCHITECTURES
-from prorl_envs.testing.sandbox_entry import run_script
+from tests.support.sandbox_entry import run_script
 
 CALL = (
     "import ctypes, sys; libc = ctypes.CDLL(None, use_errno=True); "

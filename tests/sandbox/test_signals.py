@@ -16,7 +16,7 @@ import asyncio, json, shlex, signal, sys
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
-from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.tools.client.toolbox import Toolbox
 
 LOOK = ["grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status"]

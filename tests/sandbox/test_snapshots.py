@@ -12,8 +12,8 @@ from prorl_envs.sandbox.base import Mount, Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.sandbox.rootfs import PROGRAMS, write_rootfs
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES, run_script
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,7 @@ from prorl_envs.sandbox.limits.monitor import (
 )
 from prorl_envs.sandbox.limits.usage import MachineUse, MemoryFiles, open_proc
 from prorl_envs.sandbox.limits.watchdog import _suspicious, half_way, is_due
-from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
+from tests.support.sandbox_entry import SCRIPT_TEMPLATES
 
 DUE_S = 10.0
 

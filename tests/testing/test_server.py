@@ -9,10 +9,10 @@ import pytest
 from prorl_envs.errors import InputError
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -14,8 +14,8 @@ from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask
 from prorl_envs.rollout.api.types import GroupRequest, JobState
 from prorl_envs.rollout.batches.leases import TICK_S, Leases, named
-from prorl_envs.testing.clock import FakeClock
 from prorl_envs.trainers.asking import LEASE, GroupTemplate, connect_sync
+from tests.support.clock import FakeClock
 from tests.trainers.conftest import ToyService, task
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.nodes.handle import ServerChoice, TurnRequested
 from prorl_envs.rollout.nodes.remote_sampling import RoutedModel
-from prorl_envs.testing.clock import FakeClock
+from tests.support.clock import FakeClock
 from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from prorl_envs.clock import Clock
-from prorl_envs.testing.clock import FakeClock
+from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

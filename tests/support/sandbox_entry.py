@@ -14,9 +14,9 @@ from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
 OUTPUT_LIMIT = 1 << 20
 
-RUN_SCRIPTS = "prorl_envs.testing.sandbox_entry:run_scripts"
-FAIL = "prorl_envs.testing.sandbox_entry:fail"
-IMPORT_LATE = "prorl_envs.testing.sandbox_entry:import_late"
+RUN_SCRIPTS = "tests.support.sandbox_entry:run_scripts"
+FAIL = "tests.support.sandbox_entry:fail"
+IMPORT_LATE = "tests.support.sandbox_entry:import_late"
 
 #: Templates whose forks run the entries below.
 SCRIPT_TEMPLATES = {"base": TemplateSpec(entries=(RUN_SCRIPTS, FAIL, IMPORT_LATE))}
