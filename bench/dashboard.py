@@ -27,6 +27,7 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.scripted import as_message
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -84,7 +85,7 @@ async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, st
     settings = ServiceSettings(
         init=64, run=running, eval=64, max_jobs_with_sandbox=2 * running, queue=jobs + GROUPS * SAMPLES
     )
-    service = RolloutService(empty_node(), {"toy": world.family()}, model.renderer, model, settings)
+    service = build_service(empty_node(), {"toy": world.family()}, model.renderer, model, settings)
     names = itertools.count()
 
     def group(number: int) -> GroupRequest:
@@ -137,14 +138,14 @@ async def watched(browser: Any, service: RolloutService, url: str, seconds: floa
     await asyncio.sleep(3)
     await page.evaluate(_RECORD)
     received.clear()
-    began, before, ended = time.perf_counter(), await busy_s(), service.watch.newest
+    began, before, ended = time.perf_counter(), await busy_s(), service.dashboard.newest
     await asyncio.sleep(seconds)
     took, spent = time.perf_counter() - began, await busy_s() - before
     frames, long = await page.evaluate("[window.frames_s, window.long_s]")
     nodes = await page.evaluate("document.getElementsByTagName('*').length")
     await page.close()
     return {
-        "results a second": (service.watch.newest - ended) / took,
+        "results a second": (service.dashboard.newest - ended) / took,
         "processor share of the page's thread, %": 100 * spent / took,
         "median frame, ms": 1000 * statistics.median(frames),
         "99th percentile frame, ms": 1000 * (p99(frames) or max(frames)),
@@ -161,10 +162,10 @@ async def looks(service: RolloutService) -> dict[str, float]:
     took: dict[str, list[float]] = {"the snapshot of the stream": [], "a page of jobs": []}
     for _ in range(LOOKS):
         began = time.process_time()
-        size = len(service.watch.view(fresh_s=0).model_dump_json())
+        size = len(service.dashboard.view(fresh_s=0).model_dump_json())
         took["the snapshot of the stream"].append(time.process_time() - began)
         began = time.process_time()
-        service.steering.jobs(limit=1000).model_dump_json()
+        service.live_jobs.page(limit=1000).model_dump_json()
         took["a page of jobs"].append(time.process_time() - began)
         await asyncio.sleep(0)
     return {
@@ -180,7 +181,7 @@ async def bench(jobs: int, rate: float, seconds: float) -> None:
 
     print(f"{machine()}\n\n{jobs:,} jobs in flight\n\n| | |\n|---|---|")
     async with chromium() as browser, busy(jobs, rate) as (service, url):
-        while service.watch.newest < FIRST or service.status().unfinished < 0.9 * jobs:
+        while service.dashboard.newest < FIRST or service.status().unfinished < 0.9 * jobs:
             await asyncio.sleep(0.5)
         tell("service", await looks(service))
         if browser is None:

@@ -38,6 +38,7 @@ from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.nodes.handle import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 from tests.support.nodes import LocalNode
@@ -236,7 +237,7 @@ async def site(
     fleet = Fleet(pool, terms, clock)
     families: Any = {"waiting": WaitingEnvironment}
     settings = ServiceSettings(queue=10_000_000, retention=RetentionSettings(max_tokens=2_000_000))
-    service = RolloutService(empty_node(), families, renderer, pool, settings, clock=clock, fleet=fleet)
+    service = build_service(empty_node(), families, renderer, pool, settings, clock=clock, fleet=fleet)
     prepared = NodeResources(empty_node(), families, renderer, servers.__getitem__)
 
     node_side = contextvars.copy_context()

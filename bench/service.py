@@ -37,6 +37,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
@@ -166,7 +167,7 @@ class Subject:
         settings = ServiceSettings(
             init=2, run=AT_ONCE, eval=2, max_jobs_with_sandbox=AT_ONCE, queue=1_000_000
         )
-        return RolloutService(
+        return build_service(
             self._node, {"shell": self._family}, self._renderer, self._model, settings, store
         )
 

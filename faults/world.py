@@ -23,6 +23,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Re
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import Store
 from prorl_envs.rollout.store.sqlite import SqliteStore
@@ -113,7 +114,7 @@ class World:
             store = SqliteStore(self.path("store.db"))
             stack.push_async_callback(store.aclose)
             sizes = {"init": 2, "run": 4, "eval": 2, "attempts": 3, **settings}
-            service = RolloutService(
+            service = build_service(
                 node, {"bash": BashEnvironment}, renderer, pool, ServiceSettings(**sizes), store
             )
             await service.start()
@@ -209,6 +210,6 @@ def _toys(
     families: dict[str, Family] = {"toy": toys.family()}
     model: ModelClient = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
     return (
-        RolloutService(empty_node(), families, renderer, model, ServiceSettings(**settings), store, clock),
+        build_service(empty_node(), families, renderer, model, ServiceSettings(**settings), store, clock),
         toys,
     )

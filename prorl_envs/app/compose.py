@@ -34,6 +34,7 @@ from prorl_envs.model.tokens.loading import load_renderer
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.episode.defaults import Defaults
 from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
 from prorl_envs.sandbox.base import Driver, Network, SandboxSpec
@@ -293,7 +294,7 @@ async def rollout_service(
             from prorl_envs.app.ray import fleet_of  # an extra
 
             fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
-        yield RolloutService(
+        yield build_service(
             opened, offered, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
         )
 

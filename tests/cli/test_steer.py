@@ -15,7 +15,7 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.cli.conftest import Cli, Done, FastCli
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -41,7 +41,7 @@ class Steered:
         pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
         pool.add("http://127.0.0.1:8000")
         settings = ServiceSettings(run=2, max_jobs_with_sandbox=4)
-        self.service = RolloutService(empty_node(), {"toy": self.world.family()}, renderer, pool, settings)
+        self.service = build_service(empty_node(), {"toy": self.world.family()}, renderer, pool, settings)
         async with serving(self.service, self._server) as self.url:
             self._ready.set()
             await self._over.wait()
@@ -138,7 +138,7 @@ def test_top_shows_everything_and_fits(steered: Steered, cli: Cli) -> None:
     shown = cli("top", "--service", steered.url).stdout
     assert all(text in shown for text in ("serving", "RUN", "2/2 active", "healthy", "g/0")), shown
     assert all(len(line) <= 100 for line in shown.splitlines())
-    view = steered.service.watch.view()
+    view = steered.service.dashboard.view()
     for height in (24, 50):
         console = Console(width=120, height=height, record=True, quiet=True)
         assert len(console.render_lines(picture(view, height=height))) <= height

@@ -24,7 +24,7 @@ from prorl_envs.loggers.reporting import RunReport
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolCall
@@ -248,7 +248,7 @@ async def service() -> AsyncIterator[str]:
     """A service whose `bash` runs every command at once."""
     pool = ModelPool(lambda _: ToyModel(builtin_renderer(), lambda *_: [{"tool": "finish", "arguments": {}}]))
     pool.add("http://127.0.0.1:8000")  # no request is sent to it
-    served = RolloutService(empty_node(), {"bash": ToyWorld().family()}, builtin_renderer(), pool)
+    served = build_service(empty_node(), {"bash": ToyWorld().family()}, builtin_renderer(), pool)
     async with serving(served) as url:
         yield url
 

@@ -23,6 +23,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import blank, nemo_row
 from prorl_envs.remote.servers import OwnServer
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Result
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.toy import Play, ToyModel, empty_node
@@ -53,7 +54,7 @@ def offering(**entries: Any) -> Catalog:
 async def service(catalog: Catalog, node: Node, play: Play) -> AsyncIterator[RolloutService]:
     renderer = builtin_renderer()
     async with catalog:
-        serving = RolloutService(node, catalog, renderer, ToyModel(renderer, play), ServiceSettings())
+        serving = build_service(node, catalog, renderer, ToyModel(renderer, play), ServiceSettings())
         await serving.start()
         try:
             yield serving

@@ -16,6 +16,7 @@ from prorl_envs.extras import install_extras
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import GroupRequest, Result
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import Store
 from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
@@ -134,7 +135,7 @@ async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., 
     ) -> Bench:
         world = ToyWorld()
         done: ModelClient = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
-        service = RolloutService(
+        service = build_service(
             empty_node(),
             {"toy": world.family()},
             renderer,

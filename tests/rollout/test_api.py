@@ -18,6 +18,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.errors import WIRE_ERRORS
 from prorl_envs.rollout.api.types import RESULT_VERSION, Result, parse_result
 from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from tests.rollout.batch_bench import PacedModel
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -214,7 +215,7 @@ async def test_no_id_is_reported_unknown_before_the_store_is_read(
 ) -> None:
     """A reader of a killed service asks the restarted one at once."""
     store = (await make_bench()).service.store
-    service = RolloutService(
+    service = build_service(
         empty_node(), {"toy": ToyWorld().family()}, renderer, PacedModel(renderer), store=store
     )
     async with http(service) as client:
@@ -361,7 +362,7 @@ almost = st.fixed_dictionaries(
 def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     model = ToyModel(renderer, lambda *_: "done")
-    service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model)
+    service = build_service(empty_node(), {"toy": world.family()}, renderer, model)
     client = http(service)
     with asyncio.Runner() as runner:
 

@@ -16,6 +16,7 @@ from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask, 
 from prorl_envs.rollout.api.types import AgentLimits, JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import StoredBatch
 from prorl_envs.rollout.store.sqlite import SqliteStore
@@ -77,7 +78,7 @@ class Photographed(SqliteStore):
 
 
 async def started(store: SqliteStore, model: PacedModel) -> RolloutService:
-    service = RolloutService(
+    service = build_service(
         empty_node(), {"toy": ToyWorld().family()}, model.renderer, model, ServiceSettings(), store
     )
     await service.start()
@@ -204,7 +205,7 @@ async def test_a_batch_whose_environment_is_gone_fails_and_blocks_nothing(
     bench = await make_bench(model=model)
     await bench.service.batches.submit(batch(in_flight=1))
     await bench.world.until(lambda: bench.world.open == 2)
-    other = RolloutService(empty_node(), {}, renderer, model, store=bench.service.store)
+    other = build_service(empty_node(), {}, renderer, model, store=bench.service.store)
     await other.start()
     view = await other.batches.view("a", wait_s=60)
     assert (view.state, view.started) == (BatchState.CANCELLED, 1)
@@ -224,7 +225,7 @@ async def test_settings_inherited_from_the_environment_stay_inherited_over_a_res
     asked = batch(groups=3, tasks=[*rows(2), with_own_limits], in_flight=1, sampling={"top_p": 0.5})
     for last in (False, True):
         store = SqliteStore(tmp_path / "store.db")
-        service = RolloutService(empty_node(), family, renderer, model, None, store, defaults=own)
+        service = build_service(empty_node(), family, renderer, model, None, store, defaults=own)
         await service.start()
         await service.batches.submit(asked)
         if last:

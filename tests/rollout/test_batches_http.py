@@ -19,7 +19,7 @@ from prorl_envs.rollout.api.errors import Conflict, NotFound
 from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
-from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.build import build_service
 from tests.rollout.batch_bench import PacedModel, batch, rows
 from tests.rollout.test_api import anything, error_of, http
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -71,7 +71,7 @@ async def test_the_documented_trainer_trains(renderer: TemplateRenderer) -> None
     names: dict[str, Any] = {}
     exec(small, names)
     toy = ToyWorld().family()
-    service = RolloutService(empty_node(), {"bash": toy}, renderer, PacedModel(renderer))
+    service = build_service(empty_node(), {"bash": toy}, renderer, PacedModel(renderer))
     await service.start()
     steps: list[list[Result]] = []
 
@@ -169,7 +169,7 @@ almost = st.fixed_dictionaries(
 def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     model = ToyModel(renderer, lambda *_: "done")
-    service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model)
+    service = build_service(empty_node(), {"toy": world.family()}, renderer, model)
     client = http(service)
     with asyncio.Runner() as runner:
         runner.run(service.start())

@@ -16,7 +16,7 @@ from prorl_envs.env.registry import environments
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.api.types import GroupRequest
-from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import as_message
@@ -77,7 +77,7 @@ async def test_a_job_leaves_no_reference_cycle(
     driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     store = SqliteStore(tmp_path / "store.db", max_results=JOBS)
-    service = RolloutService(
+    service = build_service(
         Node(driver, tmp_path, warm_pool_size=2),
         {"bash": environments()["bash"]},
         renderer,

@@ -294,13 +294,13 @@ async def test_a_client_reads_a_batch(batches: Any) -> None:
 async def test_samples_that_a_read_batch_cancelled_are_read_when_they_end(batches: Any) -> None:
     service, model = batches.service.batches, batches.model
     model.hold("a/0")
-    cancel, held = batches.service.cancel_jobs, asyncio.Event()
+    cancel, held = batches.service.groups.cancel_jobs, asyncio.Event()
 
     async def cancel_later(jobs: Any) -> None:
         await held.wait()
         await cancel(jobs)
 
-    batches.service.cancel_jobs = cancel_later
+    batches.service.groups.cancel_jobs = cancel_later
     await service.submit(batch(groups=1, in_flight=2, tasks=2))
     assert (await service.view("a", wait_s=60)).state.over
     assert (await service.results("a", 2, limit=9)).results == []

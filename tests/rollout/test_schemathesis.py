@@ -22,7 +22,7 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.build import build_service
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough, pytest.mark.timeout(300)]
@@ -114,7 +114,7 @@ async def test_no_generated_request_is_answered_with_a_500(renderer: TemplateRen
     world = ToyWorld()
     pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
     pool.add(SERVER)
-    service = RolloutService(
+    service = build_service(
         empty_node(), {"toy": world.family()}, renderer, pool, ServiceSettings(episodes=100)
     )
 

@@ -51,7 +51,8 @@ async def test_a_lease_expires_unless_a_client_asks_or_waits() -> None:
         if name == "odd":
             raise RuntimeError("and the others end all the same")
 
-    leases = Leases(clock, {"groups": end})
+    leases = Leases(clock)
+    leases.on_expiry("groups", end)
     leases.start()
     for name in ("left", "odd", "asked", "waited"):
         leases.grant("groups", name, 10.0)

@@ -7,7 +7,7 @@ lease does not expire while such a request is open, for example a long poll.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
@@ -41,18 +41,21 @@ class Leases:
 
     Args:
         clock: measures them.
-        ends: by kind (`groups` or `batches`), the function that cancels the item with a given id.
     """
 
-    def __init__(self, clock: Clock, ends: Mapping[str, Callable[[str], Awaitable[object]]]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ends = ends
+        self._cancel: dict[str, Callable[[str], Awaitable[object]]] = {}
         self._leases: dict[tuple[str, str], _Lease] = {}
         self._some = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def on_expiry(self, kind: str, cancel: Callable[[str], Awaitable[object]]) -> None:
+        """Call `cancel` with the id of each item of a kind (`groups` or `batches`) whose lease expires."""
+        self._cancel[kind] = cancel
 
     def start(self) -> None:
         """Start the task that cancels items with expired leases."""
@@ -98,7 +101,7 @@ class Leases:
     async def _end(self, kind: str, name: str, seconds: float) -> None:
         log.info("%s %s: no request about it for %g s; its unfinished work is cancelled", kind, name, seconds)
         try:
-            await self._ends[kind](name)
+            await self._cancel[kind](name)
         except Exception:
             log.exception("%s %s could not be cancelled", kind, name)
 

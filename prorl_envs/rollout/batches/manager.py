@@ -20,7 +20,7 @@ from prorl_envs.rollout.api.views import ResultPage
 from prorl_envs.rollout.batches import record
 from prorl_envs.rollout.batches.plan import BatchPlan, GroupDecision, GroupEnded
 from prorl_envs.rollout.batches.record import Batch
-from prorl_envs.rollout.batches.worker import BatchWorker, Host, unneeded
+from prorl_envs.rollout.batches.worker import BatchGroups, BatchWorker, unneeded
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.store.base import PAGE_TOKENS, Store, StoredBatch, token_count
 
@@ -31,34 +31,36 @@ class Batches:
     """All stored batches.
 
     Args:
-        host: the service.
+        groups: of the service.
         store: keeps batches, groups and results.
         settings: bounds.
         clock: measures waits.
         lock: held while batches change, so that submissions of callers come before or after a change.
-        decided: called with each decision on a group.
     """
 
     def __init__(
         self,
-        host: Host,
+        groups: BatchGroups,
         store: Store,
         settings: ServiceSettings,
         clock: Clock,
         lock: asyncio.Lock,
-        decided: Callable[[GroupDecision], None],
     ) -> None:
-        self._decided = decided
-        self._host = host
+        self._decided: list[Callable[[GroupDecision], None]] = []
+        self._groups = groups
         self._store = store
         self._settings = settings
         self._clock = clock
         self._lock = lock
         self._batches: dict[str, Batch] = {}
         self._owners: dict[str, Batch] = {}  # by group id
-        self._worker = BatchWorker(host, clock, self._owners.__setitem__)
+        self._worker = BatchWorker(groups, clock, self._owners.__setitem__)
         self._news = asyncio.Event()
         self._stopped = False
+
+    def on_decision(self, observe: Callable[[GroupDecision], None]) -> None:
+        """Call `observe` with each decision on a group."""
+        self._decided.append(observe)
 
     # Lifecycle.
 
@@ -78,7 +80,7 @@ class Batches:
                     plan = self._batches[origin].plan
                     plan.started = max(plan.started, index + 1)
             if not batch.plan.state.over:
-                self._host.leases.grant("batches", batch.id, batch.request.lease_s)
+                self._groups.leases.grant("batches", batch.id, batch.request.lease_s)
                 await self._check_rest(batch)
 
     def start(self) -> None:
@@ -227,7 +229,8 @@ class Batches:
             kind = result.failure.kind.value if result.failure else ""
             outcome = GroupEnded(result.cursor, result.reward, kind)
             if judgement := batch.plan.ended(result.group_id, result.sample, outcome):
-                self._decided(judgement)
+                for observe in self._decided:
+                    observe(judgement)
             if batch.read_to_the_end and result.group_id not in {one.id for one in batch.plan.carriable}:
                 self._store.acknowledge([result.cursor])  # a cancelled sample of a group that is not needed
             self._changed(batch)
@@ -245,14 +248,14 @@ class Batches:
                 if known.request != request:
                     raise Conflict(f"batch {request.id!r} is known with another request", hint="use a new id")
                 return
-            self._host.check_open()
+            self._groups.check_open()
             for prefix, bound in (("", self._settings.batches), *([most] if most else [])):
                 if (running := self._running(prefix)) >= bound:
                     raise QueueFull(f"{running} batches are running", hint="try again when one is over")
             source = self._source(request)
             stored = record.new(request, source)
             await self._store.open_batch(stored)
-            self._host.leases.grant("batches", request.id, request.lease_s)
+            self._groups.leases.grant("batches", request.id, request.lease_s)
             batch = self._add(stored)
             if source is not None:
                 batch.plan.adopt(source.plan.pass_on(stored.carried))
@@ -293,7 +296,7 @@ class Batches:
                 await self._end(batch)
                 self._acknowledge_rest(batch)
                 self._changed(batch)
-        await self._host.cancel_jobs(unneeded(plan))
+        await self._groups.cancel_jobs(unneeded(plan))
 
     async def _end(self, batch: Batch) -> None:
         at = await self._store.cancel_batch(batch.id)
@@ -339,7 +342,7 @@ class Batches:
 
     def _check_bounds(self, request: BatchRequest) -> None:
         settings = self._settings
-        quota = self._host.room.quota_of(request.id)
+        quota = self._groups.admission.quota_of(request.id)
         bounds = {
             "groups": (request.groups, settings.batch_groups, "service.batch_groups"),
             "in_flight": (request.in_flight or 1, settings.batch_groups, "service.batch_groups"),
@@ -355,7 +358,7 @@ class Batches:
     async def _check_tasks(self, request: BatchRequest, tasks: Sequence[BatchTask], first: int) -> None:
         for index, row in enumerate(tasks, first):
             try:
-                self._host.offer.load(record.group_request(request, row, index))
+                self._groups.environments.load(record.group_request(request, row, index))
             except InputError as error:
                 raise InputError(f"task {index}: {error.message}", hint=error.hint) from error
             if index % 32 == 0:

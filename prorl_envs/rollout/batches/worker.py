@@ -40,14 +40,14 @@ class Capacity(Protocol):
         ...
 
 
-class Host(Protocol):
-    """Interface of the service that batches use."""
+class BatchGroups(Protocol):
+    """The groups of the service, as batches use them."""
 
     leases: Leases
-    offer: EnvironmentRegistry
+    environments: EnvironmentRegistry
 
     @property
-    def room(self) -> Capacity: ...
+    def admission(self) -> Capacity: ...
 
     def check_open(self) -> None:
         """Check that the service accepts work.
@@ -76,13 +76,13 @@ class BatchWorker:
     """Works on batches that have changed.
 
     Args:
-        host: the service.
+        groups: of the service.
         clock: waits between tries.
         on_start: called with each group that was started, and its batch.
     """
 
-    def __init__(self, host: Host, clock: Clock, on_start: Callable[[str, Batch], None]) -> None:
-        self._host = host
+    def __init__(self, groups: BatchGroups, clock: Clock, on_start: Callable[[str, Batch], None]) -> None:
+        self._groups = groups
         self._clock = clock
         self._on_start = on_start
         self._news: dict[str, Batch] = {}  # batches that may have pending actions
@@ -129,14 +129,14 @@ class BatchWorker:
     async def _advance(self, batch: Batch) -> None:
         """Carry out the pending actions of a batch."""
         if jobs := unneeded(batch.plan):
-            await self._host.cancel_jobs(jobs)
+            await self._groups.cancel_jobs(jobs)
         indices = batch.plan.to_start()
         try:
-            self._host.check_open()
+            self._groups.check_open()
         except Unavailable:  # until the service accepts work again
             self._blocked[batch.id] = batch
             return
-        fitting = indices[: min(CHUNK, self._host.room.left_for(batch.id) // batch.request.samples)]
+        fitting = indices[: min(CHUNK, self._groups.admission.left_for(batch.id) // batch.request.samples)]
         if len(fitting) < len(indices):
             self._blocked[batch.id] = batch
         if not fitting:
@@ -145,7 +145,7 @@ class BatchWorker:
             await self._start(batch, fitting)
         except QueueFull:  # another caller took the room meanwhile
             self._blocked[batch.id] = batch
-            if self._host.room.left_for(batch.id) >= batch.request.samples:  # and has released it
+            if self._groups.admission.left_for(batch.id) >= batch.request.samples:  # and has released it
                 self.freed()
         else:
             self.look_at(batch)
@@ -153,7 +153,7 @@ class BatchWorker:
     async def _start(self, batch: Batch, indices: range) -> None:
         request = batch.request
         requests = [group_request(request, batch.rows[index], index) for index in indices]
-        tasks = [self._host.offer.load(group) for group in requests]
+        tasks = [self._groups.environments.load(group) for group in requests]
         groups = [
             NewGroup(group, task.id, batch.id, request.weight_version)
             for group, task in zip(requests, tasks, strict=True)
@@ -165,7 +165,7 @@ class BatchWorker:
                 self._on_start(group.id, batch)
 
         # Cancelling this task must not leave a group that is stored and never started.
-        accepting = self._host.accept(groups, tasks, share=batch.share, kept=kept)
+        accepting = self._groups.accept(groups, tasks, share=batch.share, kept=kept)
         await asyncio.shield(asyncio.create_task(accepting))
 
 

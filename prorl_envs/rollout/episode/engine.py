@@ -58,7 +58,6 @@ class Engine:
         store: keeps results.
         clock: measures waiting.
         announce: called with each result when it is stored, in the order of the cursors.
-        freed: called when a job has left the engine.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Engine:
         store: Store,
         clock: Clock,
         announce: Callable[[Result], None],
-        freed: Callable[[], None],
     ) -> None:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
@@ -81,13 +79,17 @@ class Engine:
         self._store = store
         self._clock = clock
         self._announce = announce
-        self._freed = freed
+        self._freed: list[Callable[[], None]] = []
         self._episodes: dict[str, Job] = {}
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
         self._grants: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = False  # on shutdown: unfinished jobs stay unfinished, for the next start
+
+    def on_free(self, notify: Callable[[], None]) -> None:
+        """Call `notify` whenever a job has left the engine."""
+        self._freed.append(notify)
 
     def admit(
         self, request: GroupRequest, task: Task, *, batch_id: str | None = None, share: Share = COMMON
@@ -336,7 +338,8 @@ class Engine:
             self.unfinished_of[owner] -= 1
             if not self.unfinished_of[owner]:
                 del self.unfinished_of[owner]
-        self._freed()
+        for notify in self._freed:
+            notify()
 
     def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

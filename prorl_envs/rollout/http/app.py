@@ -80,9 +80,9 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
         """Check that the store has been read; before that, stored items would seem not to exist."""
         path = request.url.path
         if path.startswith("/v1/") and path != "/v1/status":
-            service.check_started()
+            service.gate.check_started()
 
-    service.room.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
+    service.groups.admission.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
     # Only declares the token; `TokenGuard` checks it, before the body is read.
     declared = [Depends(HTTPBearer(auto_error=False))] if keyring.locked else []
     app = FastAPI(
@@ -107,7 +107,7 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
     add_operation(app, service, settings)
     add_models(app, service, settings)
     add_nodes(app, service)
-    app.add_middleware(Following, leases=service.leases)
+    app.add_middleware(Following, leases=service.groups.leases)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, keyring=keyring)
     add_endpoint(app, service)  # last, so that it is in front of the token guard
@@ -150,7 +150,7 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
     ) -> Response:
         """Return the result of a finished job."""
         result = await service.store.result(job_id)
-        return json_response(result, BackgroundTask(service.read, result) if acknowledge else None)
+        return json_response(result, BackgroundTask(service.feed.read, result) if acknowledge else None)
 
     @app.post("/v1/jobs/{job_id:path}/token")
     async def make_job_token(job_id: str) -> JobToken:
@@ -178,7 +178,7 @@ def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/environments")
     async def get_environments() -> EnvironmentList:
         """Return the environments on offer, with the JSON schema of their task rows."""
-        return EnvironmentList(environments=service.offer.views())
+        return EnvironmentList(environments=service.groups.environments.views())
 
     @app.get(
         "/metrics",
@@ -197,7 +197,7 @@ def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/ready", openapi_extra=_OPEN)
     async def get_ready() -> Health:
         """Answer if the service accepts submissions."""
-        service.check_open()
+        service.gate.check_open()
         return Health(status="ok")
 
 

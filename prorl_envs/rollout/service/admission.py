@@ -1,6 +1,6 @@
 """Admission control: limits of the job queue and quotas of tenants."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from prorl_envs.rollout.api.errors import NotFound, QueueFull
 from prorl_envs.rollout.api.types import GroupRequest
@@ -16,16 +16,14 @@ class AdmissionControl:
     """Admission control of a service.
 
     Args:
-        bound: returns the number of unfinished jobs that the queue may hold now.
+        queue: number of unfinished jobs that the queue may hold.
         engine: counts the unfinished jobs.
         episodes: the interactive episodes.
         store: knows which groups exist.
     """
 
-    def __init__(
-        self, bound: Callable[[], int], engine: Engine, episodes: InteractiveEpisodes, store: Store
-    ) -> None:
-        self._bound = bound
+    def __init__(self, queue: int, engine: Engine, episodes: InteractiveEpisodes, store: Store) -> None:
+        self.queue = queue
         self._engine = engine
         self._episodes = episodes
         self._store = store
@@ -43,7 +41,7 @@ class AdmissionControl:
 
     def left(self, quota: Quota | None) -> int:
         """Return the number of jobs that may still be accepted under a quota."""
-        room = self._bound() - len(self._engine.scheduler)
+        room = self.queue - len(self._engine.scheduler)
         if quota is not None:
             room = min(room, self._left_of(quota))
         return max(0, room)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from prorl_envs.clock import Clock
 from prorl_envs.model.routing.pool import ModelPool, ServerAck
 from prorl_envs.model.servers.detect import split_protocol
-from prorl_envs.model.types import ModelClient
+from prorl_envs.model.types import ModelClient, ServerHealth
 from prorl_envs.rollout.api.errors import Conflict, NotFound
 from prorl_envs.rollout.api.views import (
     ModelServerList,
@@ -66,6 +66,16 @@ class ModelServers:
             log.info("model servers of the service before: %s", ", ".join(kept.servers))
             self._model.restore(kept.servers, kept.weight_version)
             self._added = {split_protocol(url)[1]: url for url in kept.servers}
+
+    def can_sample(self) -> bool:
+        """Return whether turns can be sampled: the model is fixed, or a server of the pool takes turns."""
+        return not isinstance(self._model, ModelPool) or any(
+            server.state is not ServerHealth.DRAINING for server in server_views(self._model)
+        )
+
+    def router(self) -> RouterView | None:
+        """Return the view of the router; None if the model is not a pool."""
+        return router_view(self._model) if isinstance(self._model, ModelPool) else None
 
     def all(self) -> ModelServerList:
         """Return the servers in use; none if the model is not a pool."""

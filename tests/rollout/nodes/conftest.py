@@ -18,6 +18,7 @@ from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.nodes.handle import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.nodes import LocalNode
@@ -116,7 +117,7 @@ async def make_site(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., A
             head_takes_jobs=head,
         )
         here = ToyWorld()
-        service = RolloutService(
+        service = build_service(
             empty_node(),
             {"toy": here.family()},
             renderer,

@@ -83,12 +83,12 @@ def _file(asset: Asset) -> Response:
 
 
 def _add_watching(app: FastAPI, service: RolloutService) -> None:
-    watch = service.watch
+    dashboard = service.dashboard
 
     @app.get("/v1/dashboard")
     async def get_dashboard() -> DashboardView:
         """Return the current state of the service, and its last ten minutes."""
-        return watch.view()
+        return dashboard.view()
 
     @app.get(
         "/v1/dashboard/stream",
@@ -100,7 +100,7 @@ def _add_watching(app: FastAPI, service: RolloutService) -> None:
     ) -> StreamingResponse:
         """Stream the state at an interval as server-sent events, until the service stops: `now` is the
         service, `results` the new summaries, the newest 500 at most."""
-        watch.check_room()
+        dashboard.check_room()
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(service, every_s), media_type=_EVENTS, headers=headers)
 
@@ -112,7 +112,7 @@ def _add_watching(app: FastAPI, service: RolloutService) -> None:
     ) -> Response:
         """Return summaries of results, for lists: those since the start of the service and the last ones
         before it. `next` is the cursor of the next request."""
-        found = await watch.page(after, limit, Selection(prefix=caller.prefix))
+        found = await dashboard.page(after, limit, Selection(prefix=caller.prefix))
         body = msgspec.json.encode({"summaries": found.summaries, "next": found.next})
         return Response(body, media_type="application/json")
 
@@ -120,23 +120,23 @@ def _add_watching(app: FastAPI, service: RolloutService) -> None:
     async def set_limits(body: LimitsRequest) -> StatusView:
         """Change the concurrency limits of the service's own machine until the service stops. Work above a
         lowered limit runs to its end."""
-        service.steering.resize(body)
+        service.lifecycle.resize(body)
         return service.status()
 
 
 async def _events(service: RolloutService, every_s: float) -> AsyncIterator[bytes]:
-    watch, cursor, goes_on = service.watch, service.watch.newest, True
-    with watch.followed():
+    dashboard, cursor, goes_on = service.dashboard, service.dashboard.newest, True
+    with dashboard.followed():
         while goes_on:
-            yield b"event: now\ndata: " + watch.view().model_dump_json().encode() + b"\n\n"
-            if fresh := watch.since(cursor, MOST_NEWS):
+            yield b"event: now\ndata: " + dashboard.view().model_dump_json().encode() + b"\n\n"
+            if fresh := dashboard.since(cursor, MOST_NEWS):
                 cursor = fresh[-1].cursor
                 yield b"event: results\ndata: " + msgspec.json.encode(fresh) + b"\n\n"
-            goes_on = await watch.wait(every_s)
+            goes_on = await dashboard.wait(every_s)
 
 
 def _add_jobs(app: FastAPI, service: RolloutService) -> None:
-    steering = service.steering
+    live = service.live_jobs
 
     @app.get("/v1/jobs")
     async def get_jobs(
@@ -146,16 +146,16 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
     ) -> JobPage:
         """Return unfinished jobs, those with a running stage first."""
         states = frozenset(JobState(name) for name in state)
-        return steering.jobs(prefix=caller.prefix, states=states, limit=limit)
+        return live.page(prefix=caller.prefix, states=states, limit=limit)
 
     @app.get("/v1/jobs/{job_id:path}/partial", response_model=Result)
     async def get_partial(job_id: str) -> Response:
         """Return the partial result of an unfinished job."""
-        return json_response(steering.partial(job_id))
+        return json_response(live.partial(job_id))
 
     async def result_so_far(job_id: str) -> Result:
         view = await service.job(job_id)
-        return await service.store.result(job_id) if view.state.final else steering.partial(job_id)
+        return await service.store.result(job_id) if view.state.final else live.partial(job_id)
 
     @app.get("/v1/jobs/{job_id:path}/tokens")
     async def get_tokens(job_id: str) -> TokenTexts:
@@ -180,7 +180,7 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
     async def retry_job(job_id: str, caller: CurrentCaller) -> GroupView:
         """Repeat a finished job, as a group of its own with `:retry-<sample>` appended to its id; the
         existing result stays."""
-        return await steering.retry(job_id, quota=caller.quota)
+        return await service.groups.retry(job_id, quota=caller.quota)
 
 
 def _texts(service: RolloutService, result: Result) -> list[list[str]]:

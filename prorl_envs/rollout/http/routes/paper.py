@@ -32,8 +32,9 @@ from prorl_envs.rollout.api.types import (
 )
 from prorl_envs.rollout.api.views import ErrorBody, ModelServerRequest
 from prorl_envs.rollout.http.routes.paper_sources import environment_of
+from prorl_envs.rollout.service.gate import ServiceState
 from prorl_envs.rollout.service.model_servers import ModelServers
-from prorl_envs.rollout.service.service import RolloutService, ServiceState
+from prorl_envs.rollout.service.service import RolloutService
 
 #: The environment of an instance that names none, as in the reference.
 DEFAULT_SOURCE = "swebench"
@@ -111,7 +112,7 @@ def add_paper_routes(app: FastAPI, service: RolloutService, sources: Mapping[str
         InputError: an environment in `sources` is not on offer.
     """
     for name, environment in sources.items():
-        if environment not in service.offer:
+        if environment not in service.groups.environments:
             raise InputError(
                 f"server.paper_sources: {name!r} stands for {environment!r}, which is not on offer",
                 hint="name one of the service's environments",
@@ -228,11 +229,11 @@ class _Paper:
             await self._service.cancel_group(_group_id(name))
 
     async def read(self, result: Result) -> None:
-        await self._service.read(result)
+        await self._service.feed.read(result)
 
     async def process(self, body: ProcessRequest) -> tuple[Result, dict[str, Any]]:
         self._check_running()
-        if not self._service.has_model():
+        if not self._service.model_servers.can_sample():
             raise PaperError(503, "there is no model server; add one first", 5)
         # A row of a merged table has a null or, from pandas, a NaN in the columns of other data sets.
         instance = {key: value for key, value in body.instance.items() if not _missing(value)}
@@ -264,7 +265,7 @@ class _Paper:
             raise InputError("instance: not JSON: a NaN, an infinity or a lone surrogate is in it")
         row = {key: value for key, value in instance.items() if key not in ("data_source", "trajectory_id")}
         source = str(instance.get("data_source") or DEFAULT_SOURCE)
-        environment = environment_of(source, self._service.offer, self._sources)
+        environment = environment_of(source, self._service.groups.environments, self._sources)
         params = {key: value for key, value in body.sampling_params.items() if value is not None}
         if "max_output_tokens" in params:
             params.setdefault("max_tokens", params["max_output_tokens"])
@@ -272,7 +273,7 @@ class _Paper:
             return GroupRequest(
                 id=_group_id(body.job_id or uuid.uuid4().hex),
                 environment=environment,
-                task=self._service.offer.row_of(environment, row),
+                task=self._service.groups.environments.row_of(environment, row),
                 sampling=Sampling.model_validate(_only(params, Sampling)),
                 limits=AgentLimits(max_turns=params.get("max_iterations", AgentLimits().max_turns)),
             )

@@ -13,7 +13,8 @@ from prorl_envs.rollout.api.errors import CursorExpired
 from prorl_envs.rollout.api.types import JobState, Result, Selection
 from prorl_envs.rollout.api.views import AcknowledgeRequest, Health, ResultPage
 from prorl_envs.rollout.http.auth import CurrentCaller
-from prorl_envs.rollout.service.service import RolloutService, ServiceState
+from prorl_envs.rollout.service.gate import ServiceState
+from prorl_envs.rollout.service.service import RolloutService
 
 #: Seconds without results after which a stream sends a heartbeat, so that a dead reader is noticed.
 HEARTBEAT_S = 15.0
@@ -83,7 +84,7 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
             environments=frozenset(body.environments),
             states=frozenset(JobState(name) for name in body.states),
         )
-        await service.acknowledge(body.after, body.up_to, only)
+        await service.feed.acknowledge(body.after, body.up_to, only)
         return Health(status="ok")
 
     @app.get(
@@ -105,7 +106,7 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
         once; to resume, request the results after the last cursor read."""
         after = after if last_event_id is None else last_event_id
         if acknowledge:
-            service.readers.confirmed(only, after)
+            service.feed.readers.confirmed(only, after)
         # An expired cursor is an error, not an empty stream.
         await service.results(after, limit=1, only=only, acknowledge=False)
         pages = _pages(service, after, only, acknowledge=acknowledge)
@@ -148,7 +149,7 @@ async def _pages(
         if stopped and not page.results:
             return
         if acknowledge:  # a connection may break: the results are read when the reader comes back
-            service.readers.sent(only, start, page)
+            service.feed.readers.sent(only, start, page)
         yield page
         after = page.next
 

@@ -1,0 +1,146 @@
+"""Composition of the rollout service: creates its parts, lowest first, and connects them."""
+
+from collections.abc import Mapping
+
+from prorl_envs.clock import Clock, SystemClock
+from prorl_envs.config import ServiceSettings
+from prorl_envs.env.node import Node
+from prorl_envs.listener.connection import ConnectionCounts
+from prorl_envs.model.types import ModelClient, Renderer
+from prorl_envs.rollout.agent.agent_loop import Agent
+from prorl_envs.rollout.batches.leases import Leases
+from prorl_envs.rollout.batches.manager import Batches
+from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.episode.engine import Engine
+from prorl_envs.rollout.episode.environments import EnvironmentRegistry
+from prorl_envs.rollout.episode.stages import Family
+from prorl_envs.rollout.episode.worker import Worker
+from prorl_envs.rollout.monitoring.dashboard_state import DashboardSnapshot, DashboardState
+from prorl_envs.rollout.monitoring.metrics import Metrics
+from prorl_envs.rollout.monitoring.sandbox_memory import SandboxMemory
+from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.scheduling.scheduler import Scheduler
+from prorl_envs.rollout.service.admission import AdmissionControl
+from prorl_envs.rollout.service.gate import ServiceGate
+from prorl_envs.rollout.service.groups import Groups
+from prorl_envs.rollout.service.interactive import InteractiveEpisodes
+from prorl_envs.rollout.service.lifecycle import Lifecycle
+from prorl_envs.rollout.service.live_jobs import LiveJobs
+from prorl_envs.rollout.service.model_servers import ModelServers
+from prorl_envs.rollout.service.notifier import Notifier
+from prorl_envs.rollout.service.read_tracker import ReadTracker
+from prorl_envs.rollout.service.result_feed import ResultFeed
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.status import StatusReader
+from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import MemoryStore
+
+#: Number of running jobs that the dashboard shows.
+SHOWN_JOBS = 50
+
+
+def build_service(
+    node: Node,
+    environments: Mapping[str, Family],
+    renderer: Renderer,
+    model: ModelClient,
+    settings: ServiceSettings | None = None,
+    store: Store | None = None,
+    clock: Clock | None = None,
+    defaults: Mapping[str, Defaults] | None = None,
+    fleet: Fleet | None = None,
+) -> RolloutService:
+    """Build the rollout service of one machine. The caller starts and stops it.
+
+    Args:
+        node: this machine's sandboxes. The service closes each sandbox it starts, not the node.
+        environments: environment classes by name.
+        renderer: the model's tokenizer and chat template.
+        model: the model servers. The service does not close it.
+        settings: pool sizes and bounds.
+        store: keeps groups and results; None keeps them in memory.
+        clock: measures deadlines and timings.
+        defaults: by environment, the limits and the sampling of a request that sets none.
+        fleet: further nodes that run jobs, or None. The service does not close it.
+    """
+    settings, clock = settings or ServiceSettings(), clock or SystemClock()
+    store = store or MemoryStore(**settings.retention.of_results)
+    gate, notifier, leases = ServiceGate(), Notifier(clock), Leases(clock)
+    registry = EnvironmentRegistry(environments, defaults)
+    model_servers = ModelServers(model, store, clock)
+    feed = ResultFeed(store, ReadTracker(store, settings.retention, clock), notifier)
+
+    agent = Agent(renderer, model, clock, settings.reasoning)
+    worker = Worker(node, environments, agent, clock, grace_s=settings.grace_s, close_s=settings.close_s)
+    limits = StageLimits.of_settings(settings)
+    scheduler = Scheduler(limits, here=fleet is None or fleet.head_takes_jobs)
+    engine = Engine(scheduler, fleet or worker, store, clock, feed.recorded)
+    if fleet is not None:
+        fleet.attach(worker, engine)
+
+    episodes = InteractiveEpisodes(
+        worker, agent, engine, clock, most=settings.episodes, idle_s=settings.episode_idle_s
+    )
+    admission = AdmissionControl(settings.queue, engine, episodes, store)
+    groups = Groups(gate, registry, admission, store, engine, leases, notifier)
+    batches = Batches(groups, store, settings, clock, gate.lock)
+
+    memory = SandboxMemory(clock, node.memory)
+    status = StatusReader(gate, engine, admission, episodes, feed, model_servers, clock)
+    live_jobs = LiveJobs(engine, memory.look, clock)
+
+    def snapshot() -> DashboardSnapshot:
+        return DashboardSnapshot(
+            status=status.read(),
+            attempts_limit=scheduler.attempts,
+            use=node.use,
+            memory=memory.look(),
+            batches=batches.views(),
+            nodes=fleet.views() if fleet is not None else [],
+            running=live_jobs.running(SHOWN_JOBS),
+        )
+
+    dashboard = DashboardState(clock, store, snapshot, settings.retention.max_results)
+    connections = ConnectionCounts()
+    metrics = Metrics(status.read, lambda: node.use, batches.views, lambda: store.unread, fleet, connections)
+
+    groups.reserve(batches.owns)
+    leases.on_expiry("groups", groups.cancel)
+    leases.on_expiry("batches", batches.cancel)
+    engine.on_free(batches.freed)
+    batches.on_decision(metrics.decided)
+    feed.subscribe(metrics.observe, dashboard.observe, batches.ended)
+
+    lifecycle = Lifecycle(
+        gate,
+        settings,
+        store,
+        engine,
+        groups,
+        batches,
+        episodes,
+        feed,
+        model_servers,
+        (dashboard, memory, notifier),
+        clock,
+    )
+    return RolloutService(
+        settings=settings,
+        renderer=renderer,
+        model=model,
+        store=store,
+        gate=gate,
+        groups=groups,
+        feed=feed,
+        batches=batches,
+        episodes=episodes,
+        lifecycle=lifecycle,
+        model_servers=model_servers,
+        fleet=fleet,
+        live_jobs=live_jobs,
+        status_reader=status,
+        dashboard=dashboard,
+        metrics=metrics,
+        connections=connections,
+    )

@@ -1,0 +1,225 @@
+"""Groups and their jobs: submission, state, cancellation, repetition."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from prorl_envs.env.base import Task
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.errors import Conflict, NotFound
+from prorl_envs.rollout.api.types import GroupRequest, job_id, split_job_id
+from prorl_envs.rollout.api.views import GroupView, JobView
+from prorl_envs.rollout.batches.leases import Leases
+from prorl_envs.rollout.episode.engine import Engine
+from prorl_envs.rollout.episode.environments import EnvironmentRegistry
+from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
+from prorl_envs.rollout.service.admission import AdmissionControl, Quota
+from prorl_envs.rollout.service.gate import ServiceGate
+from prorl_envs.rollout.service.group_views import group_view, job_view
+from prorl_envs.rollout.service.notifier import Notifier
+from prorl_envs.rollout.store.base import NewGroup, Store, StoredGroup
+
+
+class Groups:
+    """The groups of a service.
+
+    Args:
+        gate: whether the service accepts groups now.
+        environments: load their tasks.
+        admission: limits their jobs.
+        store: keeps them.
+        engine: runs their jobs.
+        leases: cancel those whose client has gone.
+        notifier: wakes requests that wait for a result.
+    """
+
+    def __init__(
+        self,
+        gate: ServiceGate,
+        environments: EnvironmentRegistry,
+        admission: AdmissionControl,
+        store: Store,
+        engine: Engine,
+        leases: Leases,
+        notifier: Notifier,
+    ) -> None:
+        self.environments = environments
+        self.admission = admission
+        self.leases = leases
+        self._gate = gate
+        self._store = store
+        self._engine = engine
+        self._notifier = notifier
+        self._reserved: Callable[[str], bool] = lambda _: False
+
+    def reserve(self, reserved: Callable[[str], bool]) -> None:
+        """Refuse submissions of callers under the ids for which `reserved` is true."""
+        self._reserved = reserved
+
+    def check_open(self) -> None:
+        """See `ServiceGate.check_open`."""
+        self._gate.check_open()
+
+    async def submit(
+        self, requests: Sequence[GroupRequest], *, quota: Quota | None = None
+    ) -> list[GroupView]:
+        """Accept groups, all or none. The same request under the same id is the same submission.
+
+        Args:
+            requests: the groups.
+            quota: prefix of ids, and the maximum of unfinished jobs and open episodes with this prefix.
+
+        Raises:
+            InputError: an environment is not known, or a task row is wrong.
+            Conflict: an id is taken by another request.
+            QueueFull: the queue, or the quota, has no room for all of them.
+            Unavailable: the service is not serving.
+        """
+        tasks = [self.environments.load(request) for request in requests]
+        groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
+        # A caller that disconnects must not leave a group that is stored and never started. The task starts
+        # eagerly, because each iteration of a busy event loop takes long.
+        accepting = asyncio.Task(
+            self.accept(groups, tasks, quota=quota), loop=asyncio.get_running_loop(), eager_start=True
+        )
+        fresh = await asyncio.shield(accepting)
+        return [
+            group_view(_accepted(group), self._engine) if new else await self.group(group.request.id)
+            for group, new in zip(groups, fresh, strict=True)
+        ]
+
+    async def accept(
+        self,
+        groups: Sequence[NewGroup],
+        tasks: Sequence[Task],
+        *,
+        quota: Quota | None = None,
+        share: Share = COMMON,
+        kept: Callable[[], None] = lambda: None,
+    ) -> list[bool]:
+        """Store groups, all or none, and start those that are new.
+
+        Args:
+            tasks: of the groups.
+            quota: as of `submit`.
+            share: scheduling share of their jobs.
+            kept: called when they are stored, before any of their results.
+
+        Returns:
+            for each group, whether it is new.
+
+        Raises:
+            Conflict, QueueFull, Unavailable: as for `submit`.
+        """
+        groups = [replace(group, request=self.environments.settled(group.request)) for group in groups]
+        async with self._gate.lock:
+            self._gate.check_open()
+            for group in groups:
+                if group.batch_id is None and self._reserved(group.request.id):
+                    raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")
+            started_by = groups[0].batch_id if groups else None
+            quota = quota or (self.admission.quota_of(started_by) if started_by else None)
+            await self.admission.check([group.request for group in groups], quota)
+            fresh = await self._store.submit(groups)
+            kept()
+            for group, task, new in zip(groups, tasks, fresh, strict=True):
+                if new:
+                    self._engine.admit(group.request, task, batch_id=group.batch_id, share=share)
+                    self.leases.grant("groups", group.request.id, group.request.lease_s)
+        return fresh
+
+    async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
+        """Return the state of a group.
+
+        Args:
+            group_id: the caller's.
+            wait_s: seconds to wait until it is complete.
+
+        Raises:
+            NotFound: no such group.
+        """
+
+        async def look() -> tuple[GroupView, bool]:
+            view = group_view(await self._store.group(group_id), self._engine)
+            return view, view.complete
+
+        return await self._notifier.follow(look, group_id, wait_s)
+
+    async def job(self, job: str, *, wait_s: float = 0.0) -> JobView:
+        """Return the state of a job.
+
+        Args:
+            job: its id.
+            wait_s: seconds to wait until it is finished.
+
+        Raises:
+            NotFound: no such job.
+        """
+        group_id, sample = split_job_id(job)
+
+        async def look() -> tuple[JobView, bool]:
+            group = await self._store.group(group_id) if group_id else None
+            if group is None or sample >= group.request.samples:
+                raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
+            view = job_view(group, sample, self._engine)
+            return view, view.state.final
+
+        return await self._notifier.follow(look, group_id, wait_s)
+
+    async def cancel_job(self, job: str) -> JobView:
+        """Cancel a job in any state. Returns once its result is recorded; its sandbox is closed after that.
+
+        Raises:
+            NotFound: no such job.
+        """
+        await self.job(job)
+        await self.cancel_jobs([job])
+        return await self.job(job)
+
+    async def cancel_jobs(self, jobs: Iterable[str]) -> None:
+        """Cancel the unfinished jobs among these; return once their results are recorded."""
+        await self._engine.cancel(jobs)
+
+    async def cancel(self, group_id: str) -> GroupView:
+        """Cancel the unfinished jobs of a group.
+
+        Raises:
+            NotFound: no such group.
+        """
+        group = await self._store.group(group_id)
+        await self.cancel_jobs(job_id(group_id, sample) for sample in range(group.request.samples))
+        return await self.group(group_id)
+
+    async def retry(self, job: str, *, quota: Quota | None = None) -> GroupView:
+        """Repeat a finished job as a group of its own; the existing result stays. Idempotent.
+
+        Args:
+            job: its task, limits and sampling are used again.
+            quota: as of `submit`.
+
+        Raises:
+            NotFound: there is no such job.
+            Conflict: it is not finished.
+            QueueFull, Unavailable: as for a submission.
+        """
+        view = await self.job(job)
+        if not view.state.final:
+            raise Conflict(f"job {job!r} is not finished", hint="cancel it first")
+        group_id, sample = split_job_id(job)
+        request = (await self._store.group(group_id)).request
+        again = request.model_dump(exclude_unset=True)
+        again |= {"id": f"{group_id}:retry-{sample}", "samples": 1}
+        again["metadata"] = {**request.metadata, "retry_of": job}
+        if request.sampling.seed is not None:
+            again["sampling"] = {**again["sampling"], "seed": request.sampling.seed + sample}
+        try:
+            retried = GroupRequest.model_validate(again)
+        except ValueError as error:  # after several retries of retries the id is too long
+            raise InputError(f"job {job!r} cannot be retried under an id of its own") from error
+        return (await self.submit([retried], quota=quota))[0]
+
+
+def _accepted(group: NewGroup) -> StoredGroup:
+    """Return a newly accepted group as the store has it."""
+    nothing = (0,) * group.request.samples
+    return StoredGroup(group.request, group.task_id, (None,) * len(nothing), nothing, nothing)

@@ -1,0 +1,173 @@
+"""Start and stop of a service, and what its operator changes while it runs."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from prorl_envs.clock import Clock
+from prorl_envs.config import ServiceSettings
+from prorl_envs.rollout.api.dashboard import LimitsRequest
+from prorl_envs.rollout.api.views import Pause
+from prorl_envs.rollout.batches.manager import Batches
+from prorl_envs.rollout.episode.engine import Engine
+from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.service.gate import ServiceGate, ServiceState
+from prorl_envs.rollout.service.groups import Groups
+from prorl_envs.rollout.service.interactive import InteractiveEpisodes
+from prorl_envs.rollout.service.model_servers import ModelServers
+from prorl_envs.rollout.service.recovery import sort_out
+from prorl_envs.rollout.service.result_feed import ResultFeed
+from prorl_envs.rollout.store.base import Store
+
+log = logging.getLogger(__name__)
+
+
+class Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+class Lifecycle:
+    """Starts and stops the work of a service.
+
+    Args:
+        gate: state of the service.
+        settings: initial concurrency limits, and timeouts.
+        store: has the unfinished jobs of an earlier service.
+        engine, groups, batches, episodes, feed, model_servers: parts of the service.
+        monitors: closed when everything else has stopped.
+        clock: measures the waits.
+    """
+
+    def __init__(
+        self,
+        gate: ServiceGate,
+        settings: ServiceSettings,
+        store: Store,
+        engine: Engine,
+        groups: Groups,
+        batches: Batches,
+        episodes: InteractiveEpisodes,
+        feed: ResultFeed,
+        model_servers: ModelServers,
+        monitors: Sequence[Closable],
+        clock: Clock,
+    ) -> None:
+        self._gate = gate
+        self._settings = settings
+        self._store = store
+        self._engine = engine
+        self._groups = groups
+        self._batches = batches
+        self._episodes = episodes
+        self._feed = feed
+        self._model_servers = model_servers
+        self._monitors = monitors
+        self._clock = clock
+
+    async def start(self) -> None:
+        """Resume the unfinished jobs of the store, each as a further attempt, and start to serve. Jobs that
+        cannot continue fail and do not block others."""
+        self._feed.newest = await self._store.newest()
+        await self._model_servers.restore()
+        unfinished = await self._store.unfinished()
+        await self._batches.restore()  # before any result of their groups arrives
+        leases = self._groups.leases
+        for group in unfinished:
+            left = sort_out(group, self._groups.environments.load)
+            for result in left.given_up:
+                self._engine.give_up(result)
+            if left.task is not None:
+                share = self._batches.share(group.batch_id)
+                self._engine.readmit(group, left.task, left.samples, share=share)
+                leases.grant("groups", group.request.id, group.request.lease_s)
+        self._gate.state = ServiceState.SERVING  # only now: submitted groups are unfinished too
+        self._batches.start()
+        leases.start()
+
+    async def stop(self, *, drain_s: float = 0.0) -> None:
+        """Stop. Accepts nothing from now on; results can still be read. Idempotent.
+
+        Args:
+            drain_s: seconds to let accepted jobs finish. Remaining jobs are then cancelled, or left for the
+                next start if the store is durable; every sandbox is closed before this returns.
+        """
+        if self._gate.state is ServiceState.STOPPED:
+            return
+        self._gate.stopping = True
+        async with self._gate.lock:  # groups that are being accepted are admitted first
+            self._gate.state = ServiceState.DRAINING
+        try:
+            await self._stop_batches()
+            async with self._clock.timeout(drain_s):
+                await self._engine.settled()
+        except TimeoutError:
+            log.info("stopping: %d unfinished jobs are ended", len(self._engine.scheduler))
+        finally:  # also if the drain itself is interrupted
+            self._engine.cancel_all()
+            await asyncio.shield(self._close())
+
+    def pause(self, mode: Pause) -> None:
+        """Keep accepting groups, but hold jobs back until `resume`. A restarted service is not paused.
+
+        Args:
+            mode: which stages are held back.
+        """
+        log.warning("paused: %s", mode)
+        self._engine.pause(mode)
+
+    async def drain(self, wait_s: float = 0.0) -> None:
+        """Accept nothing more, and finish the accepted jobs, until `resume`. Idempotent.
+
+        Args:
+            wait_s: seconds to wait until everything is finished and closed.
+
+        Raises:
+            Unavailable: the service has not started, or is stopping.
+        """
+        async with self._gate.lock:  # groups that are being accepted are admitted first
+            self._gate.check_operable()
+            if self._gate.state is ServiceState.SERVING:
+                log.warning("draining")
+                self._gate.state = ServiceState.DRAINING
+        with contextlib.suppress(TimeoutError):  # the caller reads the status
+            async with self._clock.timeout(wait_s):
+                await self._engine.settled()
+
+    def resume(self) -> None:
+        """End a pause or a drain.
+
+        Raises:
+            Unavailable: the service has not started, or is stopping.
+        """
+        self._gate.check_operable()
+        log.warning("resumed")
+        self._gate.state = ServiceState.SERVING
+        self._engine.resume()
+        self._batches.freed()
+
+    def resize(self, request: LimitsRequest) -> None:
+        """Change the concurrency limits until the service stops. Work above a lowered limit continues."""
+        named = request.model_dump(exclude_none=True)
+        changed = self._settings.model_copy(update=named)
+        log.warning("limits: %s", ", ".join(f"{name} {value}" for name, value in named.items()))
+        self._settings = ServiceSettings.model_validate(changed.model_dump())
+        self._groups.admission.queue = self._settings.queue
+        self._engine.resize(StageLimits.of_settings(self._settings))
+
+    async def _stop_batches(self) -> None:
+        await self._batches.aclose()
+        await self._groups.leases.aclose()
+
+    async def _close(self) -> None:
+        await self._stop_batches()  # if it was interrupted above
+        try:
+            async with self._clock.timeout(2 * self._settings.close_s):  # an interrupt, then a close
+                await self._episodes.aclose()
+                await self._engine.settled()
+        except TimeoutError:
+            log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
+        self._gate.state = ServiceState.STOPPED
+        for monitor in self._monitors:
+            await monitor.aclose()

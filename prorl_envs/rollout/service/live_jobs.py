@@ -1,0 +1,85 @@
+"""Views of unfinished jobs."""
+
+import heapq
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain, islice
+
+from prorl_envs.clock import Clock
+from prorl_envs.env.node import MemoryUse
+from prorl_envs.rollout.api.dashboard import JobLine, JobPage
+from prorl_envs.rollout.api.errors import NotFound
+from prorl_envs.rollout.api.types import JobState, Result
+from prorl_envs.rollout.episode.engine import Engine
+from prorl_envs.rollout.episode.job import Job
+
+
+class LiveJobs:
+    """The unfinished jobs of a service.
+
+    Args:
+        engine: runs them.
+        memory: returns the recent memory use of their sandboxes.
+        clock: measures how long they run.
+    """
+
+    def __init__(self, engine: Engine, memory: Callable[[], MemoryUse], clock: Clock) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._clock = clock
+
+    def running(self, limit: int) -> list[JobLine]:
+        """Return the jobs whose stage has been running for the longest, oldest first; at most `limit`."""
+        jobs = (self._engine.episodes[job] for job in self._engine.running)
+        return [self._line(job) for job in heapq.nsmallest(limit, jobs, key=lambda job: job.started_at)]
+
+    def page(self, *, prefix: str = "", states: Collection[JobState] = (), limit: int = 100) -> JobPage:
+        """Return unfinished jobs.
+
+        Args:
+            prefix: prefix of their ids.
+            states: only jobs in these states; empty for all.
+            limit: maximum number of jobs.
+        """
+        jobs, scheduler = self._engine.episodes, self._engine.scheduler
+
+        def wanted() -> Iterator[Job]:
+            running = self._engine.running
+            for job in chain(running, (job for job in jobs if job not in running)):
+                state = scheduler.state(job)
+                if state is not None and job.startswith(prefix) and (not states or state in states):
+                    yield jobs[job]
+
+        found = wanted()
+        lines = [self._line(job) for job in islice(found, limit)]
+        whole = not prefix and not states
+        return JobPage(jobs=lines, total=len(jobs) if whole else len(lines) + sum(1 for _ in found))
+
+    def partial(self, job: str) -> Result:
+        """Return the partial result of an unfinished job. It is never stored and has no reward.
+
+        Raises:
+            NotFound: the job is not known, or has a result.
+        """
+        known, state = self._engine.episodes.get(job), self._engine.scheduler.state(job)
+        if known is None or state is None:
+            raise NotFound(f"no job {job!r} is under way", hint="a finished one has a result")
+        return known.result(state)
+
+    def _line(self, job: Job) -> JobLine:
+        active, now = job.id in self._engine.running, self._clock.monotonic()
+        ledger, environment = job.attempt.transcript.ledger, job.attempt.environment
+        sandbox = None if environment is None else environment.sandbox_id
+        return JobLine(
+            id=job.id,
+            group_id=job.request.id,
+            environment=job.request.environment,
+            task_id=job.task.id,
+            state=self._engine.scheduler.state(job.id) or JobState.CANCELLED,
+            active=active,
+            attempts=job.attempts,
+            since_s=now - (job.started_at if active else job.waiting_since),
+            turns=0 if ledger is None else ledger.turns,
+            tokens=0 if ledger is None else len(ledger),
+            node=job.node,
+            memory_bytes=self._memory().busy.get(sandbox) if sandbox else None,
+        )

@@ -1,0 +1,87 @@
+"""Stored results in the order of their cursors: notification of each, and pages for readers."""
+
+from collections.abc import Callable
+
+from prorl_envs.rollout.api.types import ALL, Result, Selection
+from prorl_envs.rollout.api.views import ResultPage
+from prorl_envs.rollout.service.notifier import EVERYTHING, Notifier
+from prorl_envs.rollout.service.read_tracker import ReadTracker
+from prorl_envs.rollout.store.base import Store
+
+
+class ResultFeed:
+    """The results of the service.
+
+    Args:
+        store: keeps them.
+        readers: tracks which of them are read.
+        notifier: wakes requests that wait for a result.
+
+    Attributes:
+        newest: cursor of the newest stored result.
+    """
+
+    def __init__(self, store: Store, readers: ReadTracker, notifier: Notifier) -> None:
+        self.newest = 0
+        self.readers = readers
+        self._store = store
+        self._notifier = notifier
+        self._observers: list[Callable[[Result], None]] = []
+
+    def subscribe(self, *observers: Callable[[Result], None]) -> None:
+        """Call these functions, in this order, with each result that is stored from now on."""
+        self._observers.extend(observers)
+
+    def recorded(self, result: Result) -> None:
+        """Announce a stored result. Must be called in the order of the cursors."""
+        self.newest = max(self.newest, result.cursor)
+        for observe in self._observers:
+            observe(result)
+        self.readers.check()
+        self._notifier.notify(EVERYTHING, result.group_id)
+
+    async def page(
+        self,
+        after: int,
+        *,
+        limit: int,
+        wait_s: float = 0.0,
+        only: Selection = ALL,
+        acknowledge: bool = True,
+    ) -> ResultPage:
+        """Return results after a cursor.
+
+        Args:
+            after: a cursor; 0 starts with the oldest stored result.
+            limit: maximum number of results.
+            wait_s: seconds to wait for the first result if there is none.
+            only: which results; `next` skips the others.
+            acknowledge: the reader has processed what it was sent up to `after`; it is read.
+
+        Raises:
+            CursorExpired: results after `after` that the filter accepts are no longer stored.
+        """
+        start = after
+        if acknowledge:
+            self.readers.confirmed(only, after)
+
+        async def look() -> tuple[ResultPage, bool]:
+            nonlocal after
+            # Read before the results, so that all results up to `newest` have been seen.
+            newest = await self._store.newest() if only != ALL else 0
+            found = await self._store.results(after, limit, only=only)
+            after = found[-1].cursor if found else max(after, newest)
+            return ResultPage(results=found, next=after), bool(found)
+
+        page = await self._notifier.follow(look, EVERYTHING, wait_s)
+        if acknowledge:
+            self.readers.sent(only, start, page)
+        return page
+
+    async def read(self, result: Result) -> None:
+        """Mark a result as read."""
+        self._store.acknowledge([result.cursor])
+
+    async def acknowledge(self, after: int, up_to: int, only: Selection = ALL) -> None:
+        """Mark the stored results after `after`, up to and including `up_to`, as read."""
+        self._store.acknowledge(await self._store.cursors(after, up_to, only))
