@@ -61,7 +61,8 @@ class RetentionSettings(_Section):
         max_tokens: likewise, maximum tokens of the newest results
         ttl_s: likewise, retention of results in seconds; older ones are deleted when the next result
             arrives, the newest is kept
-        max_batches: finished batches that are stored, with the statistics of their groups
+        max_batches: finished batches that are stored, with the statistics of their groups; a batch with
+            unread results is kept beyond it
     """
 
     max_results: int = Field(default=100_000, ge=1)

@@ -296,6 +296,21 @@ async def test_finished_batches_are_forgotten_with_their_groups(make: Any) -> No
         await bench.service.group("a/0")
 
 
+async def test_finished_batches_with_unread_results_are_kept(make: Any) -> None:
+    bench, _ = await make(retention=RetentionSettings(max_batches=1))
+    batches = bench.service.batches
+    for name in ("a", "b", "c"):
+        await batches.submit(batch(name))
+        await over(bench, name)
+    await bench.gone()
+    page = await batches.results("b", 0, limit=100)
+    await batches.results("b", page.next, limit=100)
+    await bench.service.store.keep("flush", "")  # the acknowledgements before it are stored
+    await batches.submit(batch("d"))
+    assert [view.id for view in batches.views()] == ["a", "c", "d"]
+    assert (await batches.results("a", 0, limit=100)).results
+
+
 async def test_a_higher_priority_goes_first(make: Any) -> None:
     bench, model = await make(init=1, run=1, eval=1, max_jobs_with_sandbox=1)
     model.hold("low/0")

@@ -325,12 +325,28 @@ class Batches:
         return batch
 
     async def _drop_oldest(self) -> None:
-        """Drop the oldest batches over the bound, among those that have nothing in flight or to do."""
-        over = [name for name, batch in self._batches.items() if batch.idle]
-        for name in over[: max(0, len(over) - self._settings.retention.max_batches)]:
-            await self._store.drop_batch(name)
-            for group in self._batches.pop(name).plan.groups:
+        """Drop the oldest batches over the bound, among those that have nothing in flight or to do and whose
+        results are read."""
+        idle = [batch for batch in self._batches.values() if batch.idle]
+        excess = len(idle) - self._settings.retention.max_batches
+        for batch in idle:
+            if excess <= 0:
+                break
+            if await self._is_unread(batch):
+                continue
+            excess -= 1
+            await self._store.drop_batch(batch.id)
+            del self._batches[batch.id]
+            for group in batch.plan.groups:
                 self._owners.pop(group, None)
+
+    async def _is_unread(self, batch: Batch) -> bool:
+        """Return whether the store has a chosen result of the batch that no reader has acknowledged."""
+        plan = batch.plan
+        chosen = {plan.groups[group].ended[sample].cursor for group, sample in plan.chosen}
+        if batch.read_to_the_end or not chosen:
+            return False
+        return not chosen.isdisjoint(await self._store.cursors(min(chosen) - 1, max(chosen), unread=True))
 
     # Helpers.
 

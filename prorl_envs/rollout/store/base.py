@@ -199,8 +199,11 @@ class Store(Protocol):
         """Number of unread results."""
         ...
 
-    async def cursors(self, after: int, up_to: int, only: Selection = ALL) -> list[int]:
-        """Return the cursors of the stored results after `after`, up to and including `up_to`."""
+    async def cursors(
+        self, after: int, up_to: int, only: Selection = ALL, *, unread: bool = False
+    ) -> list[int]:
+        """Return the cursors of the stored results after `after`, up to and including `up_to`; with `unread`,
+        only of those that no reader has acknowledged."""
         ...
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:

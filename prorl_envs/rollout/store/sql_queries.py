@@ -72,9 +72,13 @@ def bodies(
         after, limit = rows[-1][0], limit - len(rows)
 
 
-def cursors(view: DbConnection, after: int, up_to: int, only: Selection = ALL) -> list[int]:
+def cursors(
+    view: DbConnection, after: int, up_to: int, only: Selection = ALL, *, unread: bool = False
+) -> list[int]:
     """Return the cursors of results: see `Store.cursors`."""
     where, values = condition(only)
+    if unread:
+        where += " AND cursor NOT IN (SELECT cursor FROM read_results)"
     rows = view.execute(
         f"SELECT cursor FROM results WHERE cursor > ? AND cursor <= ?{where} ORDER BY cursor",
         (after, up_to, *values),

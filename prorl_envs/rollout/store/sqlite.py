@@ -184,8 +184,10 @@ class SqlStore:
             return first_page((result for result in recent if result in only), limit, max_tokens)
         return await self._read(partial(self._results, after, limit, max_tokens, only))
 
-    async def cursors(self, after: int, up_to: int, only: Selection = ALL) -> list[int]:
-        return await self._read(partial(sql_queries.cursors, self._view, after, up_to, only))
+    async def cursors(
+        self, after: int, up_to: int, only: Selection = ALL, *, unread: bool = False
+    ) -> list[int]:
+        return await self._read(partial(sql_queries.cursors, self._view, after, up_to, only, unread=unread))
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
         return await self._read(partial(sql_queries.summaries, self._view, after, limit, only))
