@@ -6,6 +6,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +178,25 @@ async def test_a_slow_answer_is_waited_for() -> None:
 
     async with server(talk) as url, client(url) as link:
         assert await link.request("POST", "/x", b"{}") == b"ok"
+
+
+async def test_an_answer_that_ends_while_the_connection_is_checked_is_complete() -> None:
+    class Content:
+        """Body of an answer whose end arrives together with the timeout of a read."""
+
+        ended = False
+
+        async def readany(self) -> bytes:
+            if not self.ended:
+                self.ended = True
+                await asyncio.sleep(60)
+            return b""
+
+        def is_eof(self) -> bool:
+            return self.ended
+
+    response: Any = SimpleNamespace(content=Content(), connection=None)  # released at the end of an answer
+    assert await model_client._next_part(response) == b""
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,8 @@ async def _next_part(response: aiohttp.ClientResponse) -> bytes:
             async with asyncio.timeout(_LOOK_S):
                 return await response.content.readany()
         except TimeoutError:
+            if response.content.is_eof():  # arrived together with the timeout
+                continue
             # aiohttp 3.14 closes the connection after a malformed chunk, but its reader waits on.
             connection = response.connection
             if connection is None or connection.transport is None or connection.transport.is_closing():
