@@ -45,7 +45,7 @@ async def work(client: RolloutClient, episode: str, prompt: Any, model: openai.A
 async def solve(service: str, task: dict[str, Any]) -> Result:
     """Run one episode: start it, let the agent work, grade it."""
     async with RolloutClient(service) as client:
-        request = EpisodeRequest(id=f"outside/{task['id']}", environment="bash", task=task)
+        request = EpisodeRequest(id=f"outside/{task['id']}", environment="bash", task=task, endpoint=True)
         begun = await client.start_episode(request)
         if begun.prompt is None:
             raise SystemExit(f"it did not begin: {begun.failure}")

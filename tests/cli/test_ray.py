@@ -19,6 +19,7 @@ from prorl_envs.config import LimitSettings, NodeSettings, SandboxSection, Servi
 from prorl_envs.errors import InputError
 from prorl_envs.extras import install_extras
 from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.rollout.api.interactive import CallRequest, CallStep, EpisodeRequest, EpisodeState
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.filesystem.directories import sweep
@@ -43,14 +44,11 @@ TASK = {
     "instruction": "Write hello to hello.txt.",
     "checks": [{"type": "file_equals", "path": "hello.txt", "text": "hello\n"}],
 }
-BOOK = ScriptBook.from_tapes(
-    {
-        TASK["instruction"]: [  # type: ignore[dict-item]
-            [{"tool": "bash", "arguments": {"command": "echo hello >hello.txt; sleep 2"}}],
-            [{"tool": "finish", "arguments": {}}],
-        ]
-    }
-)
+PLAYED: list[list[dict[str, Any]]] = [
+    [{"tool": "bash", "arguments": {"command": "echo hello >hello.txt; sleep 2"}}],
+    [{"tool": "finish", "arguments": {}}],
+]
+BOOK = ScriptBook.from_tapes({TASK["instruction"]: PLAYED})  # type: ignore[dict-item]
 MEMORY = 80 << 20
 
 
@@ -176,6 +174,25 @@ async def test_turns_wait_for_new_weights_on_every_node(service: RolloutService)
     found = await results(service, 2)
     assert [result.reward for result in found] == [1.0] * 2
     assert all(result.timings.held_s > 1 for result in found)
+
+
+async def test_an_episode_is_driven_step_by_step_on_a_node(service: RolloutService) -> None:
+    await until(lambda: ready(service))
+    [node] = ready(service)
+    episodes = service.episodes
+    view = await service.start_episode(EpisodeRequest(id="e", environment="bash", task=TASK), wait_s=60)
+    assert view.state is EpisodeState.READY, view.failure
+    assert len(node.orders) == 1
+    calls = [turn[0] for turn in PLAYED]
+    for call in calls:
+        step = CallStep(tool_calls=[CallRequest(name=call["tool"], arguments=call["arguments"])])
+        view = await episodes.step("e", step, wait_s=60)
+        assert view.failure is None and view.last is not None
+    assert view.state is EpisodeState.STOPPED
+    view = await episodes.evaluate("e", wait_s=60)
+    assert view.result is not None and view.result.reward == 1.0
+    await episodes.close("e")
+    assert not node.orders
 
 
 def working(node: Any) -> bool:

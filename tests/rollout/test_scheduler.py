@@ -339,10 +339,17 @@ def test_a_stage_that_stopped_while_its_node_was_lost_fails_with_the_next() -> N
     assert len(scheduler) == 1
 
 
-def test_external_episodes_run_on_this_machine() -> None:
+def test_external_episodes_run_on_any_node_unless_they_must_run_here() -> None:
     scheduler = nodes(a=1)
-    assert scheduler.reserve("guest") == [AdmitExternal("guest")]
-    assert [(place.name, place.jobs_with_sandbox) for place in scheduler.nodes] == [(HERE, 1), ("a", 0)]
+    assert scheduler.reserve("x") == [AdmitExternal("x", "a")]
+    assert scheduler.reserve("waits") == [], "this machine takes no jobs"
+    assert scheduler.reserve("y", here=True) == [AdmitExternal("y", HERE)]
+    assert [(place.name, place.jobs_with_sandbox) for place in scheduler.nodes] == [(HERE, 1), ("a", 1)]
+    assert scheduler.prepared("x") == []
+    assert scheduler.release("x") == [AdmitExternal("waits", "a")]
+    scheduler.lost("a")
+    assert scheduler.release("waits") == []
+    assert [(place.name, place.jobs_with_sandbox) for place in scheduler.nodes] == [(HERE, 1)]
 
 
 def test_many_nodes_fill_evenly_and_the_heap_stays_small() -> None:
@@ -424,6 +431,7 @@ class World:
     stages: defaultdict[str, list[tuple[int, Stage]]] = field(default_factory=lambda: defaultdict(list))
     most: Counter[str] = field(default_factory=Counter)
     guests: dict[str, bool] = field(default_factory=dict)  # by name, whether still in INIT
+    tied: set[str] = field(default_factory=set)  # guests that must run on this machine
     invited: int = 0
     nodes: dict[str, StageLimits] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
@@ -457,7 +465,10 @@ class World:
                 case Finish(job, state):
                     assert job not in self.finished, "finished twice"
                     self.finished[job] = state
-                case AdmitExternal(guest):
+                case AdmitExternal(guest, node):
+                    assert node in self.nodes and (guest not in self.tied or node == HERE)
+                    assert guest in self.tied or node not in self.drained
+                    self.at[guest] = node
                     assert self.scheduler.paused is None
                     assert guest not in self.guests, "let in twice"
                     self.guests[guest] = True
@@ -474,15 +485,16 @@ class World:
             assert not any(place.open and place.room for place in self.scheduler.nodes), "room, and one waits"
 
     def check_node(self, place: Place) -> None:
-        limits, here = self.nodes[place.name], place.name == HERE
+        limits = self.nodes[place.name]
+        guests = {name: init for name, init in self.guests.items() if self.at[name] == place.name}
         active = Counter(stage for job, stage in self.running.items() if self.at[job] == place.name)
-        active[Stage.INIT] += sum(self.guests.values()) if here else 0
+        active[Stage.INIT] += sum(guests.values())
         for stage in Stage:
             assert active[stage] <= limits.of(stage)
             assert active[stage] == place.active[stage]
             self.most[stage] = max(self.most[stage], active[stage])
         held = {job for job in (*self.running, *self.closing) if self.at[job] == place.name}
-        held |= set(self.guests) if here else set()
+        held |= set(guests)
         assert len(held) <= place.jobs_with_sandbox <= limits.max_jobs_with_sandbox
         if self.scheduler.paused is Pause.HOLD:
             return
@@ -544,7 +556,9 @@ class World:
         guests = list(self.guests)
         if not guests or self.chance.random() < 0.3:
             self.invited += 1
-            self.apply(self.scheduler.reserve(f"guest {self.invited}"))
+            guest, here = f"guest {self.invited}", self.chance.random() < 0.3
+            self.tied |= {guest} if here else set()
+            self.apply(self.scheduler.reserve(guest, here=here))
             return
         guest = self.chance.choice(guests)
         if self.guests[guest] and self.chance.random() < 0.5:

@@ -47,6 +47,7 @@ class EpisodeRequest(_Wire):
         limits: as for a job. `run_s` counts only the seconds of steps, not the time between them.
         idle_s: seconds without a request after which the episode is closed; None, or a value above the
             service's limit, takes the service's limit.
+        endpoint: the caller will open the episode's model endpoint, so it runs on the service's own machine.
     """
 
     id: JobId
@@ -55,6 +56,7 @@ class EpisodeRequest(_Wire):
     sampling: Sampling = Sampling()
     limits: AgentLimits = AgentLimits()
     idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    endpoint: bool = False
 
     @field_validator("task")
     @classmethod

@@ -16,6 +16,7 @@ from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.agent import tracing
 from prorl_envs.rollout.api.errors import Unavailable
+from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
 from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.episode.job import Job
@@ -38,6 +39,11 @@ class StageExecutor(Protocol):
     async def perform(self, episode: Job, stage: Stage) -> Failure | None:
         """Carry out one stage and return its failure, or None. Returns only when no part of the stage runs
         any more, also after a cancellation."""
+        ...
+
+    async def step(self, episode: Job, request: StepRequest | None) -> Failure | None:
+        """Take a step of an episode that its caller drives, and return its failure, or None. The outcome is
+        the attempt's report. Without a request, render the prompt; that comes before the first step."""
         ...
 
     async def collect(self, episode: Job) -> None:
@@ -83,7 +89,7 @@ class Engine:
         self._episodes: dict[str, Job] = {}
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
-        self._grants: dict[str, asyncio.Future[None]] = {}
+        self._grants: dict[str, asyncio.Future[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = False  # on shutdown: unfinished jobs stay unfinished, for the next start
 
@@ -191,12 +197,21 @@ class Engine:
         for job in list(self._episodes):
             self._apply(self.scheduler.cancel(job))
 
-    async def reserve(self, guest: str) -> None:
-        """Return once an external holder may start its environment. A cancelled call releases its place."""
+    async def reserve(self, guest: str, *, here: bool) -> str:
+        """Return once an external holder may start its environment. A cancelled call releases its place.
+
+        Args:
+            guest: name of the holder.
+            here: only on this machine.
+
+        Returns:
+            name of the node.
+        """
         grant = self._grants[guest] = asyncio.get_running_loop().create_future()
-        self._apply(self.scheduler.reserve(guest))
+        self._apply(self.scheduler.reserve(guest, here=here))
         try:
-            await grant
+            node: str = await grant
+            return node
         except asyncio.CancelledError:
             self.release(guest)
             raise
@@ -232,7 +247,7 @@ class Engine:
                 case AdmitExternal():
                     grant = self._grants.pop(decision.guest)
                     if not grant.done():  # otherwise it was just cancelled and releases its place
-                        grant.set_result(None)
+                        grant.set_result(decision.node)
 
     def _start_stage(self, episode: Job, stage: Stage) -> None:
         episode.started_at = self._clock.monotonic()

@@ -9,7 +9,8 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.agent.agent_loop import Transcript
+from prorl_envs.rollout.agent.agent_loop import AgentLoop, Transcript
+from prorl_envs.rollout.api.interactive import PromptView, StepView
 from prorl_envs.rollout.api.types import (
     Failure,
     GroupRequest,
@@ -35,6 +36,20 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StepProgress:
+    """Progress of an episode that its caller drives.
+
+    Args:
+        room: number of tokens by which the context may still grow.
+        prompt: the prompt, if it was just rendered; else `last`, the outcome of the last step.
+    """
+
+    room: int
+    prompt: PromptView | None = None
+    last: StepView | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptReport:
     """Partial or final result of an attempt.
 
@@ -46,6 +61,7 @@ class AttemptReport:
         stop_reason: why the agent loop stopped, if it did.
         grade: the grade, if there is one.
         spent: time spent in the agent loop.
+        progress: of an episode that its caller drives.
     """
 
     prompted: bool = False
@@ -57,6 +73,7 @@ class AttemptReport:
     stop_reason: StopReason | None = None
     grade: Grade | None = None
     spent: Spent = field(default_factory=Spent)
+    progress: StepProgress | None = None
 
     @property
     def rows(self) -> list[Trajectory]:
@@ -75,6 +92,8 @@ class Attempt:
     """State of one attempt; a new attempt starts empty.
 
     Attributes:
+        loop, steps, progress: agent loop, number of started steps and progress of an attempt that its caller
+            drives, on the machine that runs it.
         remote_report: last report of the node that runs the attempt; None if it runs on this machine.
     """
 
@@ -84,6 +103,9 @@ class Attempt:
     stop_reason: StopReason | None = None
     grade: Grade | None = None
     failure: Failure | None = None
+    loop: AgentLoop | None = None
+    steps: int = 0
+    progress: StepProgress | None = None
     remote_report: AttemptReport | None = None
 
     def account(self) -> AttemptReport:
@@ -104,7 +126,13 @@ class Attempt:
             stop_reason=self.stop_reason,
             grade=self.grade,
             spent=self.spent(),
+            progress=self.progress,
         )
+
+    @property
+    def current_progress(self) -> StepProgress | None:
+        """Progress of an attempt that its caller drives, wherever it runs; None before the prompt."""
+        return self.remote_report.progress if self.remote_report is not None else self.progress
 
     def spent(self) -> Spent:
         """Return the seconds that the agent loop has used so far."""

@@ -12,8 +12,9 @@ from prorl_envs.env.node import Node
 from prorl_envs.errors import FailureKind, ProrlError, RolloutFailure, printable
 from prorl_envs.model.routing.pause_gate import ActiveTimeout
 from prorl_envs.rollout.agent.agent_loop import Agent, unicode
+from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, Stage
-from prorl_envs.rollout.episode import stages
+from prorl_envs.rollout.episode import caller_steps, stages
 from prorl_envs.rollout.episode.job import Job
 
 log = logging.getLogger(__name__)
@@ -52,30 +53,34 @@ class Worker:
         self._grace_s = grace_s
         self._close_s = close_s
 
-    async def perform(
-        self, episode: Job, stage: Stage, run: Coroutine[None, None, None] | None = None
-    ) -> Failure | None:
-        """Carry out one stage and return its failure, or None. Its time is added to the job's.
-
-        Args:
-            episode: the job.
-            stage: the stage.
-            run: the work of RUN; None runs the agent.
-        """
+    async def perform(self, episode: Job, stage: Stage) -> Failure | None:
+        """Carry out one stage and return its failure, or None. Its time is added to the job's."""
         limits = episode.request.limits
+        match stage:
+            case Stage.INIT:
+                work = stages.init(episode, self._node, self._families)
+                return await self._timed(episode, stage, work, limits.init_s)
+            case Stage.RUN:
+                work = stages.run(episode, self._agent)
+                return await self._timed(episode, stage, work, limits.run_s + self._grace_s)
+            case Stage.EVAL:
+                return await self._timed(episode, stage, stages.evaluate(episode), limits.eval_s)
+
+    async def step(self, episode: Job, request: StepRequest | None) -> Failure | None:
+        """See `StageExecutor.step`."""
+        if request is None:
+            work = caller_steps.render(episode, self._agent)
+        else:
+            work = caller_steps.take(episode, self._agent, request)
+        return await self._timed(episode, Stage.RUN, work, episode.request.limits.run_s + self._grace_s)
+
+    async def _timed(
+        self, episode: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float
+    ) -> Failure | None:
         held = episode.attempt.transcript.held  # pauses of turns during weight updates: not active time
         started = self._clock.monotonic()
         try:
-            match stage:
-                case Stage.INIT:
-                    work = stages.init(episode, self._node, self._families)
-                    return await self._guard(episode, stage, work, limits.init_s)
-                case Stage.RUN:
-                    work = run or stages.run(episode, self._agent)
-                    return await self._guard(episode, stage, work, limits.run_s + self._grace_s)
-                case Stage.EVAL:
-                    work = stages.evaluate(episode)
-                    return await self._guard(episode, stage, work, limits.eval_s)
+            return await self._guard(episode, stage, work, seconds)
         finally:
             elapsed = self._clock.monotonic() - started
             episode.active_s[stage] += elapsed - (held.seconds() if stage is Stage.RUN else 0.0)

@@ -18,6 +18,7 @@ from prorl_envs.errors import InputError, NodeLost
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.agent import tracing
 from prorl_envs.rollout.api.errors import NotFound
+from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.rollout.api.views import NodeView, PoolView
 from prorl_envs.rollout.episode.engine import Engine, StageExecutor
@@ -104,12 +105,25 @@ class Fleet:
         """See `StageExecutor.perform`."""
         if episode.node == HERE:
             return await self._crew.perform(episode, stage)
+        return await self._perform(episode, stage)
+
+    async def step(self, episode: Job, request: StepRequest | None) -> Failure | None:
+        """See `StageExecutor.step`."""
+        if episode.node == HERE:
+            return await self._crew.step(episode, request)
+        return await self._perform(episode, Stage.RUN, caller=True, step=request)
+
+    async def _perform(
+        self, episode: Job, stage: Stage, *, caller: bool = False, step: StepRequest | None = None
+    ) -> Failure | None:
         order = self._orders.get(episode.id) if stage is not Stage.INIT else self._new_order(episode)
         if order is None:  # INIT, on a node that was just lost
             return lost_failure(episode.node, "before the job started", stage)
         node = order.node
         request = episode.request if stage is Stage.INIT else None
-        asked = StageOrder(order.number, stage, episode.attempts, episode.sample, request, tracing.carried())
+        asked = StageOrder(
+            order.number, stage, episode.attempts, episode.sample, request, tracing.carried(), caller, step
+        )
         performing = asyncio.create_task(node.call(node.handle.perform(asked)))
         try:
             try:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from prorl_envs.errors import ModelError
 from prorl_envs.model.types import FinishReason
+from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, GroupRequest, Stage
 from prorl_envs.rollout.episode.job import AttemptReport
 from prorl_envs.rollout.scheduling.placement import StageLimits
@@ -72,6 +73,8 @@ class StageOrder:
         request: the group, with INIT; else None. `sample`: the job's index in it.
         attempt: of the job, from 1.
         trace: context of the stage's span, as W3C trace headers.
+        caller: RUN is driven by a caller, and this is one step of it: `step`, or without it the rendering of
+            the prompt.
     """
 
     order: int
@@ -80,6 +83,8 @@ class StageOrder:
     sample: int
     request: GroupRequest | None
     trace: Mapping[str, str]
+    caller: bool = False
+    step: StepRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ class StageOutcome:
     """Outcome of a stage, of which no part runs any more.
 
     Args:
-        seconds: active time of the stage.
+        seconds: active time of the stage, or of the step.
         failure: its failure, or None.
         report: of the attempt. Complete if the attempt is graded; else without messages and tokens.
     """

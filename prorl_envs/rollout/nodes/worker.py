@@ -123,14 +123,17 @@ class NodeWorker:
             unreadable = Failure(kind=FailureKind.ENVIRONMENT, stage=order.stage, message=problem)
             return StageOutcome(0.0, unreadable, AttemptReport())
         known.interrupted = False
-        with tracing.continued(known.job.id, dict(order.trace)):
-            stage = known.stage = asyncio.create_task(self._worker.perform(known.job, order.stage))
+        job, worker = known.job, self._worker
+        seconds_before = job.active_s[order.stage]
+        work = worker.step(job, order.step) if order.caller else worker.perform(job, order.stage)
+        with tracing.continued(job.id, dict(order.trace)):
+            stage = known.stage = asyncio.create_task(work)
         await asyncio.wait({stage})
         known.stage = None
         failure = None if stage.cancelled() else stage.result()
         graded = order.stage is Stage.EVAL and failure is None
-        report = known.job.attempt.account() if graded else _short_report(known.job.attempt)
-        return StageOutcome(known.job.active_s[order.stage], failure, report)
+        report = job.attempt.account() if graded else _short_report(job.attempt)
+        return StageOutcome(job.active_s[order.stage] - seconds_before, failure, report)
 
     async def interrupt(self, order: int) -> bool:
         """See `NodeHandle.interrupt`."""
@@ -230,7 +233,12 @@ def fingerprint(renderer: Renderer) -> str:
 
 def _short_report(attempt: Attempt) -> AttemptReport:
     """Return the report of an unfinished attempt, without messages and tokens."""
-    return AttemptReport(attempt.prompt is not None, stop_reason=attempt.stop_reason, spent=attempt.spent())
+    return AttemptReport(
+        attempt.prompt is not None,
+        stop_reason=attempt.stop_reason,
+        spent=attempt.spent(),
+        progress=attempt.progress,
+    )
 
 
 def _resident_bytes() -> int:

@@ -40,9 +40,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class AdmitExternal:
-    """Action: let the guest start its environment; the guest then reports `prepared`."""
+    """Action: let the guest start its environment on this node; the guest then reports `prepared`."""
 
     guest: str
+    node: str = HERE
 
 
 type Decision = Start | Interrupt | Finish | Close | AdmitExternal

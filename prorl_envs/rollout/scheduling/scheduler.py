@@ -61,6 +61,12 @@ class _Job:
         return self.place
 
 
+@dataclass(slots=True)
+class _Guest:
+    place: Place
+    preparing: bool = True  # it is in INIT
+
+
 class Scheduler:
     """State of every unfinished job, and the pools of every node.
 
@@ -69,7 +75,7 @@ class Scheduler:
 
     Args:
         limits: limits of concurrent work on this machine.
-        here: run jobs on this machine too. Guests always run here.
+        here: run jobs on this machine too.
     """
 
     def __init__(self, limits: StageLimits, *, here: bool = True) -> None:
@@ -80,8 +86,8 @@ class Scheduler:
         self._here = Place(HERE, limits, open=here)
         self._nodes.join(self._here)
         self._pause: Pause | None = None
-        self._guests_waiting: dict[str, None] = {}
-        self._guests: dict[str, bool] = {}  # by name; True while the guest is in INIT
+        self._guests_waiting: dict[str, bool] = {}  # by name, whether the guest must run here
+        self._guests: dict[str, _Guest] = {}
 
     # Inspection.
 
@@ -286,35 +292,40 @@ class Scheduler:
     # Guests: environments driven by an external caller. They share INIT and the limit of sandboxes with the
     # jobs.
 
-    def reserve(self, guest: str) -> list[Decision]:
+    def reserve(self, guest: str, *, here: bool = False) -> list[Decision]:
         """Reserve an environment for a guest. Guests come before every job that waits for INIT.
+
+        Args:
+            guest: name of the guest.
+            here: only on this machine, even if it takes no jobs.
 
         Raises:
             ValueError: the guest's name is in use.
         """
         if guest in self._guests or guest in self._guests_waiting:
             raise ValueError(f"guest {guest} is there already")
-        self._guests_waiting[guest] = None
+        self._guests_waiting[guest] = here
         return self._fill()
 
     def prepared(self, guest: str) -> list[Decision]:
         """Handle a guest's environment that has started, or has failed to start."""
-        if not self._guests[guest]:
+        known = self._guests[guest]
+        if not known.preparing:
             raise ValueError(f"guest {guest} was prepared already")
-        self._guests[guest] = False
-        self._here.active[Stage.INIT] -= 1
-        self._nodes.changed(self._here)
+        known.preparing = False
+        known.place.active[Stage.INIT] -= 1
+        self._nodes.changed(known.place)
         return self._fill()
 
     def release(self, guest: str) -> list[Decision]:
         """Remove a guest that no longer waits, or whose environment is gone. Unknown guests are ignored."""
         self._guests_waiting.pop(guest, None)
-        preparing = self._guests.pop(guest, None)
-        if preparing is None:
+        known = self._guests.pop(guest, None)
+        if known is None:
             return []
-        self._here.jobs_with_sandbox -= 1
-        self._here.active[Stage.INIT] -= preparing
-        self._nodes.changed(self._here)
+        known.place.jobs_with_sandbox -= 1
+        known.place.active[Stage.INIT] -= known.preparing
+        self._nodes.changed(known.place)
         return self._fill()
 
     # Steps.
@@ -360,14 +371,17 @@ class Scheduler:
             decisions.append(self._start(self._jobs[queue.pop()], place))
 
     def _admit_guests(self, decisions: list[Decision]) -> None:
-        while self._guests_waiting and self._here.room:
-            guest = next(iter(self._guests_waiting))
+        """Admit guests in order; one that must run here does not hold back others."""
+        for guest, here in list(self._guests_waiting.items()):
+            place = self._here if here else self._nodes.best()
+            if place is None or not place.room:
+                continue
             del self._guests_waiting[guest]
-            self._guests[guest] = True
-            self._here.jobs_with_sandbox += 1
-            self._here.active[Stage.INIT] += 1
-            self._nodes.changed(self._here)
-            decisions.append(AdmitExternal(guest))
+            self._guests[guest] = _Guest(place)
+            place.jobs_with_sandbox += 1
+            place.active[Stage.INIT] += 1
+            self._nodes.changed(place)
+            decisions.append(AdmitExternal(guest, place.name))
 
     def _begin(self, decisions: list[Decision]) -> None:
         """Start INIT of waiting jobs on the nodes with the most room; a retry on another node if possible."""

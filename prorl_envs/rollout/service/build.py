@@ -80,7 +80,7 @@ def build_service(
         fleet.attach(worker, engine)
 
     episodes = InteractiveEpisodes(
-        worker, agent, engine, clock, most=settings.episodes, idle_s=settings.episode_idle_s
+        fleet or worker, agent, engine, clock, most=settings.episodes, idle_s=settings.episode_idle_s
     )
     admission = AdmissionControl(settings.queue, engine, episodes, store)
     groups = Groups(gate, registry, admission, store, engine, leases, notifier)

@@ -14,14 +14,11 @@ from functools import partial
 from typing import Any
 
 from prorl_envs.clock import Clock
-from prorl_envs.env.base import Message, Task
-from prorl_envs.env.harness.family import HarnessedEnvironment
+from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind, InputError
-from prorl_envs.model.types import Sampled
-from prorl_envs.rollout.agent.agent_loop import Agent, AgentLoop, openai_call, unicode
+from prorl_envs.rollout.agent.agent_loop import Agent
 from prorl_envs.rollout.api.errors import Conflict, NotFound, OutOfOrder, QueueFull
 from prorl_envs.rollout.api.interactive import (
-    AgentStep,
     CallStep,
     EpisodeRequest,
     EpisodeState,
@@ -31,13 +28,11 @@ from prorl_envs.rollout.api.interactive import (
     StepView,
     TokenStep,
 )
-from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage, StopReason
+from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage
 from prorl_envs.rollout.endpoint.session import ModelSession
-from prorl_envs.rollout.episode import stages
-from prorl_envs.rollout.episode.engine import Engine
+from prorl_envs.rollout.episode.engine import Engine, StageExecutor
 from prorl_envs.rollout.episode.job import Job
-from prorl_envs.rollout.episode.worker import Worker
-from prorl_envs.tools.types import ToolCall
+from prorl_envs.rollout.scheduling.placement import HERE
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +46,7 @@ class _Driven:
     idle_s: float
     touched: float
     state: EpisodeState = EpisodeState.WAITING
-    loop: AgentLoop | None = None
+    room: int = 0  # tokens by which the context may still grow
     prompt: PromptView | None = None
     steps: int = 0
     by_tokens: bool | None = None  # whether steps give tokens; None before the first step
@@ -67,20 +62,13 @@ class _Driven:
         """Name of the episode as an external holder of an environment."""
         return f"episode {self.request.id}"
 
-    @property
-    def at(self) -> AgentLoop:
-        """Agent loop of the episode; INIT must have created it."""
-        if self.loop is None:
-            raise AssertionError("INIT has made it")
-        return self.loop
-
 
 class InteractiveEpisodes:
     """The episodes that callers drive.
 
     Args:
-        worker: carries stages out.
-        agent: parses answers, and plays agent steps.
+        executor: carries out stages and steps.
+        agent: answers the model endpoints of episodes.
         engine: limits the number of environments.
         clock: measures idleness.
         most: maximum number of open episodes.
@@ -88,11 +76,11 @@ class InteractiveEpisodes:
     """
 
     def __init__(
-        self, worker: Worker, agent: Agent, engine: Engine, clock: Clock, *, most: int, idle_s: float
+        self, executor: StageExecutor, agent: Agent, engine: Engine, clock: Clock, *, most: int, idle_s: float
     ) -> None:
         self.failures = 0
         self.internal_errors = 0
-        self._worker = worker
+        self._executor = executor
         self._agent = agent
         self._engine = engine
         self._clock = clock
@@ -163,11 +151,13 @@ class InteractiveEpisodes:
 
         Raises:
             NotFound: no such episode.
-            OutOfOrder: the episode is not ready, or is driven by tokens.
+            OutOfOrder: the episode is not ready, is driven by tokens, or runs on another machine.
         """
         driven = self._get(name)
         if driven.model is None:
             _check_state(driven, EpisodeState.READY)
+            if driven.job.node != HERE:
+                raise OutOfOrder("the episode runs on another machine", hint="start it with endpoint: true")
             if driven.by_tokens:
                 raise OutOfOrder("the episode is driven by tokens", hint="open the endpoint before any step")
             driven.by_tokens = False
@@ -225,100 +215,48 @@ class InteractiveEpisodes:
         return driven
 
     async def _init(self, driven: _Driven) -> None:
-        await self._engine.reserve(driven.guest)
         job = driven.job
+        job.node = await self._engine.reserve(driven.guest, here=driven.request.endpoint)
         driven.state = EpisodeState.INIT
         job.queued_s = self._clock.monotonic() - job.waiting_since
         job.attempts = 1
         try:
-            failure = await self._worker.perform(job, Stage.INIT)
+            failure = await self._executor.perform(job, Stage.INIT)
         finally:
             self._engine.prepared(driven.guest)
-        failure = failure or await self._worker.perform(job, Stage.RUN, self._render(driven))
-        if failure is None:
-            driven.state = EpisodeState.READY
-        else:
-            self._fail(driven, failure)
-
-    async def _render(self, driven: _Driven) -> None:
-        """Render the prompt to tokens."""
-        job, attempt = driven.job, driven.job.attempt
-        if attempt.environment is None or attempt.prompt is None:
-            raise AssertionError("INIT has made them")
-        driven.loop = loop = await self._agent.begin(
-            attempt.environment,
-            attempt.prompt,
-            attempt.transcript,
-            limits=job.request.limits,
-            sampling=job.sampling,
-            session=job.session,
-        )
-        loop.sleep()
-        tools = [tool.to_openai() for tool in attempt.prompt.tools]
-        driven.prompt = PromptView(
-            messages=list(attempt.prompt.messages), tools=tools, ids=list(loop.context)
-        )
+        failure = failure or await self._executor.step(job, None)
+        if failure is not None:
+            await self._fail(driven, failure)
+            return
+        progress = job.attempt.current_progress
+        assert progress is not None
+        driven.prompt, driven.room = progress.prompt, progress.room
+        driven.state = EpisodeState.READY
 
     async def _run(self, driven: _Driven, step: StepRequest) -> None:
-        loop, attempt = driven.at, driven.job.attempt
-        said, known = len(attempt.transcript.messages), len(loop.context)
-        loop.wake()
-        failure = await self._worker.perform(driven.job, Stage.RUN, self._act(driven, step))
-        loop.sleep()
+        failure = await self._executor.step(driven.job, step)
         if failure is not None:
-            self._fail(driven, failure)
+            await self._fail(driven, failure)
             return
-        reason = attempt.stop_reason
-        ids = loop.context[known + len(step.ids) :] if isinstance(step, TokenStep) else None
-        driven.last = StepView(
-            step=driven.steps - 1,
-            messages=attempt.transcript.messages[said:],
-            ids=ids,
-            stop_reason=reason,
-        )
-        driven.state = EpisodeState.READY if reason is None else EpisodeState.STOPPED
-
-    async def _act(self, driven: _Driven, step: StepRequest) -> None:
-        loop, attempt = driven.at, driven.job.attempt
-        match step:
-            case AgentStep() if isinstance(attempt.environment, HarnessedEnvironment):
-                await stages.run(driven.job, self._agent)
-            case AgentStep():
-                attempt.stop_reason = await loop.finish()
-            case TokenStep():
-                reason = await loop.answer(_sampled(step))
-                attempt.stop_reason = reason or loop.exhausted()
-            case CallStep():
-                attempt.stop_reason = await self._call(driven, step)
-
-    async def _call(self, driven: _Driven, step: CallStep) -> StopReason | None:
-        calls = [
-            ToolCall(call.id or f"call_{driven.steps - 1}_{index}", call.name, call.arguments)
-            for index, call in enumerate(step.tool_calls)
-        ]
-        said: Message = {
-            "role": "assistant",
-            "content": unicode(step.content),
-            "tool_calls": [openai_call(call) for call in calls],
-        }
-        transcript = driven.job.attempt.transcript
-        transcript.messages.append(said)
-        observations = await driven.at.act(calls)
-        if isinstance(observations, StopReason):
-            return observations
-        transcript.messages.extend(observations)
-        return StopReason.TURN_LIMIT if driven.steps >= driven.request.limits.max_turns else None
+        progress = driven.job.attempt.current_progress
+        assert progress is not None and progress.last is not None
+        driven.last, driven.room = progress.last, progress.room
+        driven.state = EpisodeState.READY if progress.last.stop_reason is None else EpisodeState.STOPPED
 
     async def _evaluate(self, driven: _Driven) -> None:
-        failure = await self._worker.perform(driven.job, Stage.EVAL)
+        failure = await self._executor.perform(driven.job, Stage.EVAL)
         if failure is not None:
-            self._fail(driven, failure)
+            await self._fail(driven, failure)
             return
         driven.result = driven.job.result(JobState.DONE)
         driven.state = EpisodeState.GRADED
         self._release(driven)
 
-    def _fail(self, driven: _Driven, failure: Failure) -> None:
+    async def _fail(self, driven: _Driven, failure: Failure) -> None:
+        await self._executor.collect(driven.job)
+        self._failed(driven, failure)
+
+    def _failed(self, driven: _Driven, failure: Failure) -> None:
         self.failures += 1
         self.internal_errors += failure.kind is FailureKind.INTERNAL
         driven.job.attempt.failure = failure
@@ -343,7 +281,7 @@ class InteractiveEpisodes:
     async def _close(self, driven: _Driven) -> None:
         await self._close_model(driven)
         self._agent.forget(driven.job.session)
-        if not await self._worker.close(driven.job):
+        if not await self._executor.close(driven.job):
             self._engine.close_failures += 1
         self._engine.release(driven.guest)
 
@@ -388,7 +326,7 @@ class InteractiveEpisodes:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.internal_errors += 1
             log.critical("episode %s met a bug", driven.request.id, exc_info=error)
-            self._fail(driven, _BUG)
+            self._failed(driven, _BUG)
 
     async def _answer(self, driven: _Driven, wait_s: float, *, prompt: bool = False) -> EpisodeView:
         driven.touched = self._clock.monotonic()
@@ -426,9 +364,8 @@ class InteractiveEpisodes:
                 "an episode is driven by tokens or by tool calls",
                 hint="after tool calls the service does not know the context",
             )
-        room = driven.at.room
-        if isinstance(step, TokenStep) and len(step.ids) > room:
-            raise InputError(f"{len(step.ids)} tokens are more than the {room} there is room for")
+        if isinstance(step, TokenStep) and len(step.ids) > driven.room:
+            raise InputError(f"{len(step.ids)} tokens are more than the {driven.room} there is room for")
 
 
 _BUG = Failure(
@@ -443,13 +380,3 @@ def _check_state(driven: _Driven, *wanted: EpisodeState) -> None:
     if driven.state not in wanted:
         allowed = " or ".join(wanted)
         raise OutOfOrder(f"the episode is {driven.state}, and has to be {allowed} for this")
-
-
-def _sampled(step: TokenStep) -> Sampled:
-    return Sampled(
-        ids=tuple(step.ids),
-        logprobs=tuple(step.logprobs if step.logprobs is not None else [0.0] * len(step.ids)),
-        finish_reason=step.finish_reason,
-        weight_version=step.weight_version,
-        server="",
-    )

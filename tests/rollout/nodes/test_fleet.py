@@ -11,12 +11,21 @@ from prorl_envs.config import ServerSettings
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.api.errors import NotFound
+from prorl_envs.rollout.api.errors import NotFound, OutOfOrder
+from prorl_envs.rollout.api.interactive import (
+    AgentStep,
+    CallRequest,
+    CallStep,
+    EpisodeRequest,
+    EpisodeState,
+    TokenStep,
+)
 from prorl_envs.rollout.api.types import JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.nodes.handle import ServerChoice, TurnRequested
 from prorl_envs.rollout.nodes.remote_sampling import RoutedModel
+from prorl_envs.testing.scripted import as_message
 from tests.support.clock import FakeClock
 from tests.support.toy import ToyModel
 
@@ -389,3 +398,89 @@ async def test_the_heads_metrics_show_each_node(make_site: Any) -> None:
     assert found["prorl_node_cpu_seconds_total", "a"] > 0
     assert found["prorl_node_resident_memory_bytes", "a"] > 1_000_000
     assert not any("b" in key[1:] for key in found if key[0] != "prorl_node_state"), "it is gone"
+
+
+async def steps(site: Any, *taken: Any) -> Any:
+    """Drive an episode with these steps, and grade it."""
+    task = {"id": "e", "instruction": "Do e."}
+    asked = EpisodeRequest(id="e", environment="toy", task=task)
+    view = await site.service.start_episode(asked, wait_s=30)
+    assert view.state is EpisodeState.READY, view.failure
+    for step in taken:
+        view = await site.service.episodes.step("e", step, wait_s=30)
+        assert view.failure is None
+    return await site.service.episodes.evaluate("e", wait_s=30)
+
+
+async def test_an_episode_driven_on_a_node_equals_a_local_one(make_site: Any, renderer: Any) -> None:
+    ids = renderer.assistant(as_message([{"tool": "say", "arguments": {"text": "hi"}}]))
+    by_tokens = [TokenStep(ids=list(ids), logprobs=[-0.5] * len(ids)), AgentStep(agent=True)]
+    by_calls = [
+        CallStep(tool_calls=[CallRequest(name="say", arguments={"text": "hi"})]),
+        CallStep(tool_calls=[CallRequest(name="finish", arguments={"reward": 0.25})]),
+    ]
+    for taken in (by_tokens, by_calls):
+        views = []
+        for head in (True, False):
+            site = await make_site(head=head)
+            if not head:
+                await site.join("a")
+            views.append(await steps(site, *taken))
+            assert (site.here.entered["e", "eval"] == 1) is head
+            await site.service.episodes.close("e")
+            assert site.service.status().jobs_with_sandbox == 0
+            assert head or not len(site.nodes["a"].worker)
+        local, remote = views
+        assert local.last is not None and remote.last == local.last
+        ignored = {"timings", "trajectory"}
+        assert remote.result.model_dump(exclude=ignored) == local.result.model_dump(exclude=ignored)
+        assert remote.result.timings.run_s > 0
+        if taken is by_tokens:
+            assert remote.result.trajectory.ids == local.result.trajectory.ids
+            assert remote.result.trajectory.logprobs == local.result.trajectory.logprobs
+
+
+async def test_an_episode_whose_node_is_lost_fails_with_the_reason(make_site: Any) -> None:
+    site = await make_site()
+    node = await site.join("a")
+    task = {"id": "e", "instruction": "Do e."}
+    await site.service.start_episode(EpisodeRequest(id="e", environment="toy", task=task), wait_s=30)
+    await node.cut()
+    say = CallStep(tool_calls=[CallRequest(name="say", arguments={"text": "hi"})])
+    view = await site.service.episodes.step("e", say, wait_s=30)
+    assert view.state is EpisodeState.FAILED
+    assert view.failure.kind is FailureKind.NODE and view.result.reward is None
+    await site.service.episodes.close("e")
+    assert site.service.status().jobs_with_sandbox == 0
+
+
+async def test_an_episode_with_an_endpoint_runs_on_the_head(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a")
+    task = {"id": "e", "instruction": "Do e."}
+    for name, endpoint in (("here", True), ("there", False)):
+        asked = EpisodeRequest(id=name, environment="toy", task=task, endpoint=endpoint)
+        await site.service.start_episode(asked, wait_s=30)
+    assert (site.here.open, site.worlds["a"].open) == (1, 1)
+    assert (await site.service.episodes.endpoint("here")).key
+    with pytest.raises(OutOfOrder, match="another machine"):
+        await site.service.episodes.endpoint("there")
+
+
+async def test_the_time_of_steps_on_a_node_is_counted_once(make_site: Any) -> None:
+    clock = FakeClock()
+    site = await make_site(clock=clock)
+    await site.join("a")
+    world, episodes = site.worlds["a"], site.service.episodes
+    task = {"id": "e", "instruction": "Do e."}
+    await site.service.start_episode(EpisodeRequest(id="e", environment="toy", task=task), wait_s=30)
+    say = CallStep(tool_calls=[CallRequest(name="say", arguments={"text": "hi"})])
+    gate = world.gates["call"] = asyncio.Event()
+    step = asyncio.create_task(episodes.step("e", say, wait_s=30))
+    await world.until(lambda: world.inside["call"] == 1)
+    clock.advance(5)
+    gate.set()
+    await step
+    await episodes.step("e", say, wait_s=30)
+    view = await episodes.evaluate("e", wait_s=30)
+    assert view.result is not None and view.result.timings.run_s == 5

@@ -1,0 +1,98 @@
+"""Steps of an episode that its caller drives. They run on the episode's node, next to its sandbox."""
+
+from prorl_envs.env.base import Message
+from prorl_envs.env.harness.family import HarnessedEnvironment
+from prorl_envs.errors import EnvironmentFault
+from prorl_envs.model.types import Sampled
+from prorl_envs.rollout.agent.agent_loop import Agent, AgentLoop, openai_call, unicode
+from prorl_envs.rollout.api.interactive import (
+    AgentStep,
+    CallStep,
+    PromptView,
+    StepRequest,
+    StepView,
+    TokenStep,
+)
+from prorl_envs.rollout.api.types import StopReason
+from prorl_envs.rollout.episode import stages
+from prorl_envs.rollout.episode.job import Job, StepProgress
+from prorl_envs.tools.types import ToolCall
+
+
+async def render(job: Job, agent: Agent) -> None:
+    """Render the prompt of an episode into the attempt's `progress`; this comes before the first step."""
+    attempt = job.attempt
+    if attempt.environment is None or attempt.prompt is None:
+        raise EnvironmentFault("RUN needs an initialised environment")
+    attempt.loop = loop = await agent.begin(
+        attempt.environment,
+        attempt.prompt,
+        attempt.transcript,
+        limits=job.request.limits,
+        sampling=job.sampling,
+        session=job.session,
+    )
+    loop.sleep()
+    prompt = PromptView(
+        messages=list(attempt.prompt.messages),
+        tools=[tool.to_openai() for tool in attempt.prompt.tools],
+        ids=list(loop.context),
+    )
+    attempt.progress = StepProgress(loop.room, prompt=prompt)
+
+
+async def take(job: Job, agent: Agent, request: StepRequest) -> None:
+    """Take a step. Its outcome is in the attempt's `progress`. The time limit does not run between steps."""
+    attempt, loop = job.attempt, job.attempt.loop
+    if loop is None:
+        raise EnvironmentFault("a step needs a rendered prompt")
+    first_message, context_before = len(attempt.transcript.messages), len(loop.context)
+    number, attempt.steps = attempt.steps, attempt.steps + 1
+    loop.wake()
+    try:
+        match request:
+            case AgentStep() if isinstance(attempt.environment, HarnessedEnvironment):
+                await stages.run(job, agent)
+            case AgentStep():
+                attempt.stop_reason = await loop.finish()
+            case TokenStep():
+                attempt.stop_reason = await loop.answer(_sampled(request)) or loop.exhausted()
+            case CallStep():
+                attempt.stop_reason = await _call(job, loop, request, number)
+    finally:
+        loop.sleep()
+    ids = None
+    if isinstance(request, TokenStep):
+        ids = loop.context[context_before + len(request.ids) :]
+    messages = attempt.transcript.messages[first_message:]
+    last = StepView(step=number, messages=messages, ids=ids, stop_reason=attempt.stop_reason)
+    attempt.progress = StepProgress(loop.room, last=last)
+
+
+async def _call(job: Job, loop: AgentLoop, request: CallStep, number: int) -> StopReason | None:
+    calls = [
+        ToolCall(call.id or f"call_{number}_{index}", call.name, call.arguments)
+        for index, call in enumerate(request.tool_calls)
+    ]
+    answer: Message = {
+        "role": "assistant",
+        "content": unicode(request.content),
+        "tool_calls": [openai_call(call) for call in calls],
+    }
+    messages = job.attempt.transcript.messages
+    messages.append(answer)
+    observations = await loop.act(calls)
+    if isinstance(observations, StopReason):
+        return observations
+    messages.extend(observations)
+    return StopReason.TURN_LIMIT if number + 1 >= job.request.limits.max_turns else None
+
+
+def _sampled(step: TokenStep) -> Sampled:
+    return Sampled(
+        ids=tuple(step.ids),
+        logprobs=tuple(step.logprobs if step.logprobs is not None else [0.0] * len(step.ids)),
+        finish_reason=step.finish_reason,
+        weight_version=step.weight_version,
+        server="",
+    )
