@@ -16,6 +16,7 @@ TESTING = "prorl_envs.testing."
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "__init__": frozenset({"*"}),  # the public API, imported on first use
     "errors": frozenset(),
+    "strict_json": frozenset(),
     "clock": frozenset(),
     "window": frozenset(),
     "extras": frozenset(),
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     "conformance": frozenset({"errors", "sandbox", "tools"}),
     # A task may name an image that must be pulled or built first.
-    "env": frozenset({"errors", "extras", "sandbox", "images", "tools"}),
+    "env": frozenset({"errors", "strict_json", "extras", "sandbox", "images", "tools"}),
     "envs": frozenset({"errors", "extras", "sandbox", "images", "tools", "env"}),
     "remote": frozenset({"errors", "clock", "tools.types", "env"}),  # NeMo Gym's servers, over HTTP only
     "catalog": frozenset({"errors", "config", "sandbox.base", "env", "remote"}),
@@ -70,6 +71,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "rollout": frozenset(
         {
             "errors",
+            "strict_json",
             "clock",
             "config",
             "extras",

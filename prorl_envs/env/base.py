@@ -10,6 +10,7 @@ server and through the rollout service. It follows the task handlers of the ProR
     await env.close()                      # release everything
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from prorl_envs.env.node import Node
+from prorl_envs.errors import EnvironmentFault, GraderError
+from prorl_envs.strict_json import json_problem
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 
 #: A chat message in OpenAI shape: {"role": ..., "content": ..., ["tool_calls"], ["tool_call_id"]}.
@@ -54,10 +57,18 @@ class Task(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Start of an episode: the first messages and the available tools."""
+    """Start of an episode: the first messages and the available tools.
+
+    Raises:
+        EnvironmentFault: it cannot be sent as JSON.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec]
+
+    def __post_init__(self) -> None:
+        if problem := json_problem([*self.messages, *(tool.to_openai() for tool in self.tools)]):
+            raise EnvironmentFault(f"the prompt is not JSON: {problem}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +79,26 @@ class Grade:
         reward: the scalar a trainer sees; in [0, 1] for every built-in family.
         components: named parts of the reward.
         evidence: the grader's observations (checks with their output, tests with their status); JSON.
+
+    Raises:
+        GraderError: the reward or a component is not a finite number, or the evidence is not JSON. An invalid
+            reward is the grader's failure, never a 0.
     """
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     evidence: JsonObject = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in {"reward": self.reward, **self.components}.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not abs(value) <= sys.float_info.max:  # false for NaN, too
+                shown = "an integer" if type(value) is int else repr(value)[:50]  # 5,000 digits have no repr
+                raise GraderError(f"the grader gave {shown} for {name}, which is not a finite number")
+        if not isinstance(self.evidence, dict):
+            raise GraderError("the grader's evidence is not a JSON object")
+        if problem := json_problem(self.evidence):
+            raise GraderError(f"the grader's evidence is not JSON: {problem}")
 
 
 class Environment[TaskT: Task](ABC):

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,7 +23,6 @@ from prorl_envs.env.responses import said_messages
 from prorl_envs.errors import (
     Cancelled,
     EnvironmentFault,
-    GraderError,
     InputError,
     ProrlError,
     RolloutFailure,
@@ -210,8 +208,6 @@ class Sessions:
             try:
                 _tell(session, output)
                 grade = await _within(session.environment.eval(), self._limits.eval_s, "The grader")
-                if not math.isfinite(grade.reward):
-                    raise GraderError(f"the grader answered {grade.reward}, which is no reward")
             except BaseException as error:
                 await self._end(session_id, session, _failure(error))
                 raise

@@ -10,7 +10,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.api.types import AgentLimits, BatchId, JobId, Lease, json_problem
+from prorl_envs.rollout.api.types import AgentLimits, BatchId, JobId, Lease
+from prorl_envs.strict_json import json_problem
 
 #: Most rows of one request.
 MAX_ROWS = 10_000

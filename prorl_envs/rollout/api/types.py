@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.types import Sampling, VersionSpan
+from prorl_envs.strict_json import json_problem
 
 RESULT_VERSION: Literal[2] = 2
 
@@ -31,15 +32,6 @@ Lease = Annotated[float | None, Field(ge=1, le=86_400)]
 
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def json_problem(value: object) -> str:
-    """Return why `value` cannot be sent as JSON in UTF-8 (NaN, a lone surrogate, an object), or ""."""
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
-    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        return str(error)
-    return ""
 
 
 def checked_json(value: dict[str, Any]) -> dict[str, Any]:

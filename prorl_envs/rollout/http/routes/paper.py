@@ -28,13 +28,13 @@ from prorl_envs.rollout.api.types import (
     Result,
     StopReason,
     job_id,
-    json_problem,
 )
 from prorl_envs.rollout.api.views import ErrorBody, ModelServerRequest
 from prorl_envs.rollout.http.routes.paper_sources import environment_of
 from prorl_envs.rollout.service.gate import ServiceState
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.strict_json import json_problem
 
 #: The environment of an instance that names none, as in the reference.
 DEFAULT_SOURCE = "swebench"
