@@ -12,6 +12,7 @@ from prorl_envs.envs.code.rows import own_row
 from prorl_envs.envs.code.task import MAX_SOLUTION_BYTES, SOLUTION, CodeTask
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH, PYTHON
 
@@ -21,7 +22,7 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
 
     name = "code"
     task_type = CodeTask
-    python = True
+    python = PythonEngine.FORKED
     sandbox_tools = (BASH, EDITOR, PYTHON)
     finish_spec = FINISH
     system_prompt = (

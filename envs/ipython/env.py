@@ -45,7 +45,7 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
 
     name = "ipython"
     task_type = IPythonTask
-    python: ClassVar[PythonEngine | bool] = True
+    python: ClassVar[PythonEngine] = PythonEngine.FORKED
     sandbox_options = SandboxedEnvironment.sandbox_options | {"image"}
     sandbox_tools = (PYTHON,)
     finish_spec = ANSWER

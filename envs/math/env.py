@@ -17,6 +17,7 @@ from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
 from prorl_envs.extras import install_extras
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
@@ -52,7 +53,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
     name = "math"
     needs_isolation = False
     task_type = MathTask
-    python = True
+    python = PythonEngine.FORKED
     sandbox_tools = (PYTHON,)
     finish_spec = ANSWER
     system_prompt = (

@@ -18,6 +18,7 @@ from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_spec
 from prorl_envs.tools.client.arguments import complaint
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, PYTHON
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
@@ -66,7 +67,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
     name = "stem"
     needs_isolation = False
     task_type = StemTask
-    python = True
+    python = PythonEngine.FORKED
     host_tools = (SEARCH,)
     sandbox_tools = (BASH, PYTHON)
     finish_spec = ANSWER

@@ -125,7 +125,9 @@ class Node:
         """Start a sandbox. The caller closes it."""
         return await self.driver.start(spec)
 
-    async def open_session(self, spec: SandboxSpec, *, python: PythonEngine | bool = False) -> SandboxSession:
+    async def open_session(
+        self, spec: SandboxSpec, *, python: PythonEngine = PythonEngine.NONE
+    ) -> SandboxSession:
         """Open a sandbox with its tools, as `sandbox_session` does. The caller closes it."""
         asked = time.monotonic()
         try:

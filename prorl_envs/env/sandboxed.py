@@ -37,14 +37,14 @@ class Phase(StrEnum):
 
 @asynccontextmanager
 async def sandbox_session(
-    node: Node, spec: SandboxSpec, *, python: PythonEngine | bool = False
+    node: Node, spec: SandboxSpec, *, python: PythonEngine = PythonEngine.NONE
 ) -> AsyncIterator[SandboxSession]:
     """Start a sandbox with tools; both are closed at the end of the block.
 
     Args:
         node: the node on which it starts.
         spec: specification of the sandbox.
-        python: engine of its Python session; True selects the forked one.
+        python: engine of its Python session.
 
     Raises:
         SandboxError, ToolError.
@@ -67,8 +67,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     host_tools: ClassVar[tuple[ToolSpec, ...]] = ()
     #: Tool with which the agent finishes and, if the family wants one, submits an answer.
     finish_spec: ClassVar[ToolSpec]
-    #: Engine of the sandbox's Python session; True selects the forked one.
-    python: ClassVar[PythonEngine | bool] = False
+    #: Engine of the sandbox's Python session.
+    python: ClassVar[PythonEngine] = PythonEngine.NONE
     #: Image that replaces the one of `sandbox_spec`, if `with_options` set one.
     image: ClassVar[Path | None] = None
     #: Properties of the sandboxes that `with_options` may change: limits, network, image, python. A family

@@ -11,6 +11,7 @@ from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
 from prorl_envs.sandbox.linux.cgroups import Mechanism
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.attacks.attempts import Driver, OpenBox
@@ -49,7 +50,8 @@ async def open_box(attacked: Driver) -> AsyncIterator[OpenBox]:
             mounts, masks, env = python_runtime() if python else ((), (), {})
             sandbox = await attacked.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
             opened.push_async_callback(sandbox.close)
-            box = await Toolbox.open(sandbox, python=python, limits=ToolLimits(grace_s=0.3))
+            engine = PythonEngine.FORKED if python else PythonEngine.NONE
+            box = await Toolbox.open(sandbox, python=engine, limits=ToolLimits(grace_s=0.3))
             opened.push_async_callback(box.aclose)
             return box
 

@@ -23,6 +23,7 @@ from prorl_envs.sandbox.drivers.instance.command import InstanceFiles, apptainer
 from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver, InstanceSandbox, shows_python
 from prorl_envs.sandbox.drivers.instance.probe import instance_check
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.sandbox import setuid_machine
@@ -251,7 +252,7 @@ async def test_a_python_session_without_the_hosts_python_is_refused(driver: Inst
     sandbox = await driver.start(SandboxSpec())
     try:
         with pytest.raises(SandboxError, match="needs the host's Python") as caught:
-            await Toolbox.open(sandbox, python=True)
+            await Toolbox.open(sandbox, python=PythonEngine.FORKED)
         assert "python_runtime" in caught.value.hint
     finally:
         await sandbox.close()

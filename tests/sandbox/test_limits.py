@@ -25,6 +25,7 @@ from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.limits.enforcement import NodeLimits, rlimits
 from prorl_envs.sandbox.limits.watchdog import FAULTS_LIMIT, Watchdog
 from prorl_envs.sandbox.linux.cgroups import Mechanism, find_groups
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
@@ -80,7 +81,8 @@ async def open_box() -> AsyncIterator[OpenBox]:
         async def open_one(driver: Driver, spec: SandboxSpec = SPEC, *, python: bool = False) -> Toolbox:
             sandbox = await driver.start(spec)
             opened.push_async_callback(sandbox.close)
-            box = await Toolbox.open(sandbox, python=python)
+            engine = PythonEngine.FORKED if python else PythonEngine.NONE
+            box = await Toolbox.open(sandbox, python=engine)
             opened.push_async_callback(box.aclose)
             return box
 

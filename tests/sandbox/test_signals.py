@@ -13,6 +13,7 @@ from tests.conftest import existing_driver
 #: A small service: prints the signals that a program of each tool ignores and blocks.
 SERVICE = """\
 import asyncio, json, shlex, signal, sys
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
@@ -27,7 +28,7 @@ async def main():
     try:
         mounts, masks, env = python_runtime()
         sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
-        tools = await Toolbox.open(sandbox, python=True)
+        tools = await Toolbox.open(sandbox, python=PythonEngine.FORKED)
         said = [
             (await tools.run(LOOK, timeout_s=60)).output.decode(),
             (await tools.bash(shlex.join(LOOK), timeout_s=60)).text,

@@ -7,6 +7,7 @@ import pytest
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 
@@ -30,7 +31,7 @@ async def python_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     mounts, masks, _ = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks)
     sandbox = await shared_driver.start(spec)
-    toolbox = await Toolbox.open(sandbox, python=True, limits=LIMITS)
+    toolbox = await Toolbox.open(sandbox, python=PythonEngine.FORKED, limits=LIMITS)
     yield toolbox
     await toolbox.aclose()
     await sandbox.close()

@@ -10,6 +10,7 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ENTRY
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.pool.warm_pool import WarmPool
@@ -111,7 +112,7 @@ async def test_another_kind_is_not_handed_out(pool: WarmPool) -> None:
     assert (await place.tools.bash("hostname", timeout_s=20)).text == "other\n"
     assert pool.ready == 2
     await place.aclose()
-    with_python = await pool.take(PLAIN, python=True)
+    with_python = await pool.take(PLAIN, python=PythonEngine.FORKED)
     assert (await with_python.tools.python("1 + 1", timeout_s=20)).text == "2\n"
     await with_python.aclose()
 
@@ -187,7 +188,9 @@ async def test_closing_during_a_start_leaks_nothing(driver: CountingDriver, run_
 
 
 async def test_a_session_whose_tools_fail_leaks_no_sandbox(driver: CountingDriver) -> None:
-    opening = asyncio.create_task(SandboxSession.open(driver, PLAIN, python=True))  # waits for `changed`
+    opening = asyncio.create_task(
+        SandboxSession.open(driver, PLAIN, python=PythonEngine.FORKED)
+    )  # waits for `changed`
     await driver.changed.wait()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -70,7 +70,7 @@ class Toolbox:
         cls,
         sandbox: Sandbox,
         *,
-        python: PythonEngine | bool = False,
+        python: PythonEngine = PythonEngine.NONE,
         limits: ToolLimits | None = None,
         interpreter: str = "python3",
     ) -> Self:
@@ -80,7 +80,7 @@ class Toolbox:
 
         Args:
             sandbox: the running sandbox; its owner still closes it.
-            python: engine for Python cells; True selects the forked session.
+            python: engine for Python cells.
             limits: bounds of outputs and times.
             interpreter: for a Jupyter kernel, the image's Python: a name in its PATH, or an absolute path.
 
@@ -89,8 +89,7 @@ class Toolbox:
             ToolError: a server does not answer.
             EnvironmentFault: the sandbox lacks what a Jupyter kernel needs.
         """
-        engine = PythonEngine.FORKED if python is True else PythonEngine(python or PythonEngine.NONE)
-        toolbox = cls(sandbox, engine, limits or ToolLimits(), interpreter)
+        toolbox = cls(sandbox, python, limits or ToolLimits(), interpreter)
         try:
             if toolbox._python is not None:
                 await toolbox._python.start()
@@ -179,7 +178,7 @@ class Toolbox:
         """
         check_timeout(timeout_s)
         if self._python is None:
-            raise InputError("this toolbox has no Python session", hint="open it with python=True")
+            raise InputError("this toolbox has no Python session", hint="open it with a Python engine")
         if not is_unicode(code):
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
         return self._noted(await self._python.run(code, timeout_s=timeout_s))
@@ -192,7 +191,7 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         if self._python is None:
-            raise InputError("this toolbox has no Python session", hint="open it with python=True")
+            raise InputError("this toolbox has no Python session", hint="open it with a Python engine")
         await self._python.restart()
 
     def jupyter_connection_file(self) -> Path:

@@ -16,13 +16,15 @@ class SandboxSession:
     tools: Toolbox
 
     @classmethod
-    async def open(cls, driver: Driver, spec: SandboxSpec, *, python: PythonEngine | bool = False) -> Self:
+    async def open(
+        cls, driver: Driver, spec: SandboxSpec, *, python: PythonEngine = PythonEngine.NONE
+    ) -> Self:
         """Start a sandbox and open its tools.
 
         Args:
             driver: starts the sandbox.
             spec: specification of the sandbox.
-            python: engine of its Python session; True selects the forked one.
+            python: engine of its Python session.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.

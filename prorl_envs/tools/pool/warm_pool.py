@@ -33,7 +33,7 @@ class _Kind:
     """Key of interchangeable sandboxes."""
 
     spec: SandboxSpec
-    python: PythonEngine | bool
+    python: PythonEngine
 
     def __hash__(self) -> int:
         return hash((self.spec.image, self.spec.workdir, self.spec.mounts, self.python))
@@ -83,7 +83,7 @@ class WarmPool:
         """Ids of the idle sandboxes."""
         return frozenset(place.sandbox.id for stock in self._stocks.values() for _, place in stock.ready)
 
-    async def take(self, spec: SandboxSpec, *, python: PythonEngine | bool = False) -> SandboxSession:
+    async def take(self, spec: SandboxSpec, *, python: PythonEngine = PythonEngine.NONE) -> SandboxSession:
         """Return an unused session: an idle one, or a new one. The caller closes it.
 
         Raises:
