@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from prorl_envs.env.answers import parse_number
 from prorl_envs.env.expressions import ExpressionError, parse_expression
+from prorl_envs.envs.math.units import split_unit
 
 #: Longest answer that is judged.
 MAX_CHARS = 2_000
@@ -20,11 +21,26 @@ _THOUSANDS = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:(?:{_SPACE}|\{{,\}})\d{{3}})+(
 _MIXED = re.compile(rf"(?<![\w.^_{{\\])(\d+){_SPACE}(\d+)\s*/\s*(\d+)(?![\w.^({{/])")
 _TWO_DIGITS = re.compile(r"\\([dt]?frac|[dt]?binom)\s*(\d)\s*(\d)")
 _BASE = re.compile(r"[\d.,\s]*\d\s*_\s*\{?\s*(?:\\text\{)?(\d+|[a-z]+)\}*")
+_NO_SPACE = re.compile(r"(?<!\\)\\!\s*")
+_GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
+_QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
+_PRIME = re.compile(r"\s*\^\s*\{?\s*\\prime\s*\}?|′")
+_RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|ne|neq)(?![a-z])")
+_AND, _OR = (
+    re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])")
+    for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
+)
+_PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
 
 
 def canonical(answer: str) -> str:
-    r"""Return an answer with one spelling of numbers: `1 000` is `1000`, `2 1/4` is `2\frac{1}{4}`."""
-    text = _TWO_DIGITS.sub(r"\\\1{\2}{\3}", answer.replace("−", "-"))
+    r"""Return an answer with one spelling of numbers: `1 000` is `1000`, `2 1/4` is `2\frac{1}{4}`, and
+    `0.\overline{3}` is `\frac{3}{9}`. The unit of a number and quotes are left out."""
+    text = _NO_SPACE.sub("", _PRIME.sub("'", answer.strip().replace("−", "-")))
+    if quoted := _QUOTED.fullmatch(text):
+        text = next(filter(None, quoted.groups()[1:]), "")
+    text = _REPEATING.sub(_repeating, _TWO_DIGITS.sub(r"\\\1{\2}{\3}", split_unit(text)[0]))
     text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     return _MIXED.sub(_mixed, _WIDE_SPACE.sub(" ", text))
 
@@ -34,14 +50,40 @@ def quick(answer: str, right: str) -> bool | None:
 
     Two numbers are compared exactly: a problem states if its answer should be rounded.
     """
+    if different(answer, right):
+        return False
     answer, right = canonical(answer), canonical(right)
     if _squeezed(answer) == _squeezed(right):
-        return True
+        return bool(_GROUPED.fullmatch(answer)) == bool(_GROUPED.fullmatch(right))  # `1, 234` is not 1234
     left, expected = _exact(answer), _exact(right)
     if left is not None and expected is not None:
         return left == expected
-    bases = [match[1] for text in (answer, right) if (match := _BASE.fullmatch(text))]
-    return False if len(set(bases)) == 2 else None  # the library ignores the bases of numbers
+    parts = [_PERCENT.fullmatch(text) for text in (answer, right)]
+    numbers = [_exact(part[1] if part else text) for part, text in zip(parts, (answer, right), strict=True)]
+    value, wanted = numbers
+    if any(parts) and value is not None and wanted is not None:
+        # The library accepts a percentage as the number before the sign.
+        return value == wanted or (not all(parts) and value == (wanted * 100 if parts[0] else wanted / 100))
+    return None
+
+
+def different(answer: str, right: str) -> bool:
+    """Return true if two answers differ in a part that the library ignores: the unit, the base, primes, and
+    whether inequalities are joined by `and` or `or`."""
+    units = [split_unit(text)[1] for text in (answer, right)]
+    if all(units) and units[0] != units[1]:
+        return True
+    answer, right = canonical(answer), canonical(right)
+    base, wanted = (match and match[1] for match in (_BASE.fullmatch(answer), _BASE.fullmatch(right)))
+    if base != wanted and base and (wanted or int(base) != 10 if base.isdecimal() else True):
+        return True  # a base that only the right answer names is that of the problem
+    if answer.count("'") != right.count("'"):
+        return True
+    related = _RELATION.search(answer) and _RELATION.search(right)
+    return bool(
+        related
+        and ((_AND.search(answer) and _OR.search(right)) or (_OR.search(answer) and _AND.search(right)))
+    )
 
 
 def unfinished(answer: str, right: Sequence[str]) -> bool:
@@ -63,6 +105,12 @@ def is_plain(text: str) -> bool:
 def _mixed(match: re.Match[str]) -> str:
     whole, above, below = match.groups()
     return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else match[0]
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, once, repeated = match.groups()
+    above = int(whole + once + repeated) - int(f"0{whole}{once}")
+    return rf"\frac{{{above}}}{{{'9' * len(repeated)}{'0' * len(once)}}}"
 
 
 def _exact(text: str) -> Fraction | None:

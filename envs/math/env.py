@@ -98,6 +98,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
             return any(plain), "plain"
         if _FORMULAS.search(answer):
             return False, "several expressions"
+        right = [text for text, verdict in zip(right, plain, strict=True) if verdict is None]
         if unfinished(answer, right):
             return False, "not worked out"
         return await self._verify(answer, right, spec)

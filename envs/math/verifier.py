@@ -4,10 +4,11 @@ The library parses LaTeX with a grammar, and sympy reads plain expressions; a ho
 take arbitrarily long. The library's own time limits are alarms, which do not stop a long step in C: they are
 off, and the kernel enforces a limit of processor time instead. The address space is limited likewise.
 
-Two parts of the library are not used as they are, since they reward wrong answers:
+Three parts of the library are not used as they are, since they reward wrong answers:
 
 - Its search for an answer in a text: it judges a part of a text that it cannot parse as a whole.
 - Its absolute tolerances (15 decimals; six for a decimal number), below which all small numbers are equal.
+- Its units, some of which are variables elsewhere. `prorl_envs.envs.math.units` knows those of short names.
 """
 
 import functools
@@ -24,12 +25,19 @@ _MEMORY = 2 << 30
 _EXACT = "1e-40"
 #: Relative tolerance of a decimal number for a fraction or root, besides the library's six decimals.
 _DECIMAL = "5e-5"
-_PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|percent)")
+_PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
 _PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d")
+#: Fewest letters of a unit that the library may drop.
+_UNIT_LETTERS = 3
 _NAME = re.compile(r"\b[A-Za-z]\b")
+_NO_UNITS = (
+    r"or|and|no|not|if|than|least|most|about|around|over|under|above|below|minus|plus|negative|nearly|almost|"
+    r"approx\w*|rough\w*|half|dozen|hundred|thousand|\w*illion"
+)
 #: Texts of which the library would skip a part: an ellipsis, and a text at the end that is no unit.
 _SKIPPED = re.compile(
-    r"\\[lc]?dots|\\(?:text|mbox|math)\w*\s*\{[^{}]*(?:\d|\b(?:or|and|no|not)\b)[^{}]*\}\s*$"
+    rf"\\[lc]?dots|\\(?:text|mbox|math)\w*\s*\{{[^{{}}]*(?:\d|\b(?:{_NO_UNITS})s?\b)[^{{}}]*\}}\s*$",
+    re.IGNORECASE,
 )
 _TWO_NUMBERS = re.compile(r"\d\s+[\d.]")
 
@@ -62,9 +70,14 @@ def read(text: str, *, plain: bool) -> Any:
 
 
 def refine() -> None:
-    """Replace the comparisons of the library that have absolute tolerances, or hold for two empty sets."""
+    """Replace what the library does to reward wrong answers: comparisons that have absolute tolerances, or
+    hold for two empty sets; and units of one or two letters, as it drops the variable of `2t` or `2ab`."""
+    from latex2sympy2_extended import math_normalization
     from math_verify import grader
 
+    words = [unit for unit in math_normalization.units if len(re.sub(r"[\W\d_]", "", unit)) >= _UNIT_LETTERS]
+    names = "|".join(map(re.escape, words))
+    math_normalization.units_regex = re.compile(rf"(\d|\}}|\s)\s*(?:{names})(?:s|es)?\s*$")
     near, solutions = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 
     @functools.wraps(near)

@@ -9,9 +9,12 @@ from prorl_envs.envs.stem.task import ChoiceAnswer, NumberAnswer, StemTask, Text
 #: Longest answer that is judged.
 MAX_CHARS = 4_000
 
-_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:)]?")
-_LETTER_FIRST = re.compile(r"\(?([A-Z])(?:\)|\.|:)\s+(.+)", re.DOTALL)
+_CHOICE = r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?"
+_LETTER = re.compile(rf"{_CHOICE}\(?([A-Za-z])\)?[.:)]?")
+_LETTER_FIRST = re.compile(rf"{_CHOICE}\(?([A-Z])(?:[).:,]\s+|\)?\s+[-–—]\s+)(.+)", re.DOTALL)
 _POWER = re.compile(r"\s*(?:\\times|\\cdot|×|·|x|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})\s*\}?")
+_ONLY_POWER = re.compile(r"^([+-]?)10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})(?!\d)\s*\}?")
+_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: |\{,\})\d{3})+(?!\d)")
 _TEXT = re.compile(r"\\(?:text|math)(?:rm|bf|it)?\s*\{([^{}]*)\}")
 _SPACE = re.compile(r"\\(?:[,;:! ]|q?quad\b)|~")
 _EXPONENT = re.compile(r"\^\{([+-]?\d+)\}")
@@ -52,7 +55,8 @@ def _plain(text: str) -> str:
 
 
 def _number(answer: str, right: NumberAnswer) -> bool:
-    text = _POWER.sub(r"e\1", answer.replace("−", "-"), count=1)
+    text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), answer.replace("−", "-"))
+    text = _ONLY_POWER.sub(r"\g<1>1e\2", _POWER.sub(r"e\1", text, count=1), count=1)
     for unit in sorted((_plain(unit) for unit in right.units), key=len, reverse=True):
         if text.endswith(unit):
             text = text.removesuffix(unit).rstrip()

@@ -1,5 +1,6 @@
 """Extraction of answers from model output: a box, a line `Answer: ...`, a block of code. Pure and bounded."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,10 +16,19 @@ _FENCE = re.compile(
 _FENCES = 2_000
 _PYTHON = re.compile(r"i?python[0-9.]*|py3?|.*\.py")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_LEAD = r"(?:(?:so|thus|hence|then|therefore)\b\W*)?(?:(?:the|my|our|final|correct|right)\s+)*"
+_SO = "(?:so|thus|hence|then|therefore)"
+_LEAD = rf"(?:{_SO}\b\W*)?(?:(?:the|my|our|final|correct|right)\s+)*"
 _LABEL = re.compile(
-    rf"^\W*{_LEAD}answer\b\s*(?:\([^()]*\)\s*)?(?:is\b\s*)?(?P<colon>[:=：])?\s*", re.IGNORECASE
+    rf"^\W*{_LEAD}answer\b\s*(?:\([^()]*\)\s*)?(?:is\b\s*(?:{_SO}\b\s*)?)?(?P<colon>[:=：])?\s*",
+    re.IGNORECASE,
 )
+#: The mark of a list's item. The answer `- 73` on the line after `Answer:` is no negative number.
+_ITEM = re.compile(r"(?:[-*+•]|\d{1,2}[.)])\s+(?=\S)")
+#: The end of an answer in the format of Minerva (https://arxiv.org/abs/2206.14858, listing 1).
+_HOPE = re.compile(r"\.?\s*I hope it is correct\.?\s*$")
+_IS = re.compile(rf"\bis\s*(?:{_SO}\s*)?$", re.IGNORECASE)
+#: The start of a text, or of a sentence in it.
+_SENTENCE = re.compile(r"^|(?<=[.!?:;])\s+")
 _HEADING = re.compile(r"\s*(?:#+\s|\*\*|__)")
 _DISPLAY = re.compile(r"\s*(?:\$\$(.{1,500}?)\$\$|\\\[(.{1,500}?)\\\]|```\w*\n)", re.DOTALL)
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
@@ -132,11 +142,13 @@ def stated(words: str) -> str:
 
 
 def bare(answer: str) -> str:
-    """Strip the decoration of an answer: a box, emphasis, backquotes, the dollar signs of its only formula, a
-    full stop."""
+    """Strip the decoration of an answer: a box, a label `Answer:`, emphasis, backquotes, the dollar signs of
+    its only formula, a full stop."""
     text = _without_stop((last_boxed(answer) or answer).strip())
     for _ in range(3):
         text = _without_stop(_undecorated(text).strip())
+        if (label := _LABEL.match(text)) and label["colon"]:
+            text = text[label.end() :] or text
         if formula := _FORMULA.fullmatch(text):
             text = _without_stop(" ".join(part.strip() for part in formula.groups() if part.strip()))
     return text
@@ -150,10 +162,17 @@ def _statements(spoken: str) -> list[tuple[int, str, bool]]:
     for index in range(max(len(lines) - _LINES, 0), len(lines)):
         line = lines[index]
         text = _undecorated(line.strip()) if len(line) <= _LINE_CHARS else ""
-        if label := _LABEL.match(text):
-            rest = text[label.end() :]
-            said_is = not label["colon"] and label[0].lower().rstrip().endswith("is")
-            if label["colon"] or said_is or (not rest and _HEADING.match(line)):
+        text = text[item.end() :] if (item := _ITEM.match(text)) else text
+        starts = [match.end() for match in _SENTENCE.finditer(text) if _LABEL.match(text[match.end() :])]
+        for start, end in itertools.pairwise([*starts, len(text)]):
+            label = _LABEL.match(text[start:end])
+            if label is None:
+                continue
+            rest = _HOPE.sub("", text[start + label.end() : end]).strip()
+            said_is = not label["colon"] and _IS.search(label[0]) is not None
+            if (label["colon"] or said_is or (not rest and _HEADING.match(line))) and (
+                rest or end == len(text)
+            ):
                 answer = _first("".join((rest or "\n", *lines[index + 1 :])) if _opens(rest) else rest)
                 sure = bool(label["colon"] or not rest or not _WORD.search(rest) or _decorated(line, rest))
                 found += [(at, answer, sure)] if answer else []
@@ -173,7 +192,8 @@ def _first(text: str) -> str:
         return formula.strip()
     lines = text[display.end() if display else 0 :].strip().splitlines()
     answer = _undecorated(lines[0].strip()) if lines and len(lines[0]) <= _LINE_CHARS else ""
-    return answer.removeprefix("**").removesuffix("**").strip()
+    answer = answer.removeprefix("**").removesuffix("**").strip()
+    return answer[item.end() :] if (item := _ITEM.match(answer)) else answer
 
 
 def _decorated(line: str, rest: str) -> bool:

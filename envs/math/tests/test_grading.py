@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from latex2sympy2_extended import math_normalization
 from math_verify import grader
 
 from prorl_envs.env.base import Grade
@@ -78,6 +79,7 @@ def test_plain_answers_need_no_library(right: str, answer: str, verdict: bool | 
     [
         ("42", "$42$", 1),
         ("42", r"\boxed{42}", 1),
+        ("42", "Final answer: **42**", 1),
         ("42", "42.", 1),
         (r"\frac{1}{2}", "0.5", 1),
         ("5", r"$\$5$", 1),
@@ -207,6 +209,70 @@ PLAIN = [
     ("e^2", "exp(2)", 1),
 ]
 
+UNITS = [
+    ("5 m", "5 cm", 0),
+    ("5 m", "5 metres", 1),
+    ("5 m", "5", 1),
+    ("5", "5 km/h", 1),
+    (r"5 \text{ cm}^2", r"5 \text{ cm}^3", 0),
+    (r"5 \text{ cm}^2", "5 square centimeters", 1),
+    (r"\frac{5}{2}\text{ cm}", r"2.5\text{ mm}", 0),
+    (r"25\pi \text{ m}^2", r"25\pi \text{ cm}^2", 0),
+    (r"\text{5 cm}", "5 m", 0),
+    ("5", r"\text{5 cm}", 1),
+    ("60 mph", "60 miles per hour", 1),
+    ("60 mph", "60 km/h", 0),
+    (r"5\text{ hours}", r"5\text{ minutes}", 0),
+    (r"30^\circ", "30 degrees", 1),
+    (r"30^\circ", "30 radians", 0),
+    (r"20^\circ\text{C}", "20 degrees Fahrenheit", 0),
+    (r"20^\circ\text{C}", "20 degrees Celsius", 1),
+    (r"\$5", "$5", 1),
+    (r"\$5", "5 dollars", 1),
+    (r"\$5", "5 cents", 0),
+    (r"\$1,000.50", "1000.5", 1),
+    (r"3:45\text{ PM}", "3:45 a.m.", 0),
+    (r"3:45\text{ PM}", "3:45 p.m.", 1),
+    ("5", "5 units", 1),
+    ("5 students", "5", 1),
+    # variables, not units
+    ("2m", "2", 0),
+    ("6t", "6", 0),
+    ("6", "6t", 0),
+    ("2ab", "2", 0),
+    (r"2\pi h", r"2\pi", 0),
+    (r"\frac{1}{2}t", r"\frac{1}{2}", 0),
+    ("3x + 2t", "3x + 2", 0),
+    # quantities, not units
+    ("5", r"5\text{ million}", 0),
+    ("5", r"5\text{ at least}", 0),
+    ("5", r"5\text{ dozen}", 0),
+]
+IGNORED = [
+    ("4", "4'", 0),
+    ("4", "'4'", 1),
+    ("f'(x)", "f(x)", 0),
+    ("f'(x)", r"f^{\prime}(x)", 1),
+    ("5", "5_2", 0),
+    ("5", "5_{10}", 1),
+    ("101_2", "101", 1),
+    ("123,456", "123, 456", 0),
+    ("123,456", "123456", 1),
+    ("(1,234)", "(1, 234)", 1),
+    (r"10,\! 000", "10000", 1),
+    (r"x<1 \text{ or } x>2", r"x<1 \text{ and } x>2", 0),
+    (r"x<1 \text{ or } x>2", r"x>2 \text{ or } x<1", 1),
+    ("2.5%", "2.5", 1),
+    ("2.5%", "0.025", 1),
+    ("2.5%", "0.25", 0),
+    ("2.5%", "25%", 0),
+    (r"28\%", "28 pct", 1),
+    (r"0.\overline{3}", r"\frac{1}{3}", 1),
+    (r"0.1\overline{6}", "1/6", 1),
+    (r"1.\overline{36}", r"\frac{15}{11}", 1),
+    (r"0.\overline{3}", "0.3", 0),
+]
+
 
 @pytest.fixture(scope="module")
 def library_verdict() -> Iterator[Callable[[str, str], bool]]:
@@ -214,6 +280,7 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grader, "sympy_numeric_eq", grader.sympy_numeric_eq)
         patch.setattr(grader, "sympy_solve_and_compare", grader.sympy_solve_and_compare)
+        patch.setattr(math_normalization, "units_regex", math_normalization.units_regex)
         verifier.refine()
 
         def verdict(right: str, answer: str) -> bool:
@@ -225,7 +292,7 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
         yield verdict
 
 
-@pytest.mark.parametrize(("right", "answer", "reward"), [*SMALL, *WHOLE, *MIXED, *PLAIN])
+@pytest.mark.parametrize(("right", "answer", "reward"), [*SMALL, *WHOLE, *MIXED, *PLAIN, *UNITS, *IGNORED])
 def test_answers_that_the_library_judges(
     library_verdict: Callable[[str, str], bool], right: str, answer: str, reward: int
 ) -> None:
@@ -268,6 +335,15 @@ async def test_the_sandboxed_judge_gives_the_same_verdicts(
 async def test_answers_of_a_last_message(node: Node, words: str, reward: int) -> None:
     grade = await play(node, "42", words=words)
     assert grade.reward == reward, grade.evidence
+
+
+@pytest.mark.anyio
+async def test_an_alternative_that_is_ruled_out_is_not_compared_again(node: Node) -> None:
+    async with MathEnvironment(node) as env:
+        row = {"id": "t", "instruction": "Find it.", "answer": "x + 5", "alternatives": ["5 m"]}
+        await env.init(MathEnvironment.load(row))
+        await env.call(ToolCall(id="f", name="finish", arguments={"answer": "5 cm"}))
+        assert (await env.eval()).reward == 0
 
 
 @pytest.mark.anyio
