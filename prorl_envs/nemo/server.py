@@ -13,7 +13,6 @@ it:
 # NeMo Gym is an optional extra and ships no types.
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -50,7 +49,7 @@ from prorl_envs.nemo.wire import (
     graded,
     masked,
 )
-from prorl_envs.tools.types import JsonObject, ToolCall
+from prorl_envs.tools.types import STRICT_JSON, JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +207,7 @@ def parse_arguments(text: str | bytes) -> JsonObject | str:
     if len(text) > MAX_ARGUMENT_BYTES:
         return f"The arguments are longer than {MAX_ARGUMENT_BYTES} bytes."
     try:
-        arguments = json.loads(text or "{}")
+        arguments = STRICT_JSON.decode((text if isinstance(text, str) else text.decode()) or "{}")
     except (ValueError, RecursionError) as error:
         return f"The arguments are not valid JSON: {error}"
     if not isinstance(arguments, dict):

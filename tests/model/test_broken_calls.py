@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prorl_envs.model.tool_formats.choice import FORMATS
-from prorl_envs.model.tool_formats.reading import ReadCall
+from prorl_envs.model.tool_formats.reading import Declared, ReadCall
+from prorl_envs.tools.types import ToolSpec
 
 PLAN = "<tool_call>\n<function=plan>\n<parameter=text>\n{}\n</parameter>\n</function>\n</tool_call>"
 GLM_PLAN = "<tool_call>plan\n<arg_key>text</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
@@ -181,6 +182,16 @@ def test_calls_in_json_strings_stay_text() -> None:
     ]:
         turn = FORMATS[name].turn(text)
         assert turn.calls == ((plan(inner),) if name == "hermes" else ())
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity", "9" * 5_000])
+def test_a_number_beyond_the_range_is_malformed(number: str) -> None:
+    turn = FORMATS["hermes"].turn(
+        f'<tool_call>{{"name": "plan", "arguments": {{"n": {number}}}}}</tool_call>'
+    )
+    assert (turn.calls, len(turn.malformed)) == ((), 1)
+    declared = Declared.of([ToolSpec("plan", "", {"properties": {"text": {"type": "number"}}})])
+    assert FORMATS["coder"].turn(PLAN.replace("{}", number), declared=declared).calls == (plan(number),)
 
 
 # Property: damage to calls never mixes two of them.

@@ -18,6 +18,7 @@ from prorl_envs.model.answer_checks import ProtocolError
 from prorl_envs.model.http.client import LinkOptions, first_model, session_headers
 from prorl_envs.model.servers.base import Unsteered
 from prorl_envs.model.types import Conversation, FinishReason, Sampled, Sampling
+from prorl_envs.tools.types import STRICT_JSON
 
 #: Most tool calls of one answer.
 MAX_CALLS = 64
@@ -163,7 +164,7 @@ def read_answer(body: bytes, server: str) -> tuple[dict[str, Any], FinishReason]
 def _arguments(text: str) -> dict[str, Any] | None:
     """Return the arguments of a call; None if they are no JSON object."""
     try:
-        value = json.loads(text or "{}")
+        value = STRICT_JSON.decode(text or "{}")
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

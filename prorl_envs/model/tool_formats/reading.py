@@ -10,10 +10,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from prorl_envs.model.tool_formats.schema_types import ANY, SchemaTypes, type_name
-from prorl_envs.tools.types import JsonObject, ToolSpec
+from prorl_envs.tools.types import STRICT_JSON, JsonObject, ToolSpec
 
 #: Most calls read from one turn; the others are dropped, and the model receives a message.
 MAX_CALLS = 64
@@ -243,13 +243,13 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
         Malformed: there is no such value.
     """
     try:
-        return _DECODER.raw_decode(text, skip_space(text, start))
+        return STRICT_JSON.raw_decode(text, skip_space(text, start))
     except RecursionError:
         raise Malformed("The JSON of a tool call is nested too deeply.") from None
     except json.JSONDecodeError as error:
         raise Malformed(_what_is_wrong(text, error)) from None
-    except ValueError:  # a number with thousands of digits, or NaN
-        raise Malformed("A number in the JSON of a tool call cannot be read.") from None
+    except ValueError as error:
+        raise Malformed(f"The JSON of a tool call cannot be read: {str(error)[:80]}.") from None
 
 
 def read_object(text: str, start: int) -> tuple[JsonObject, int]:
@@ -304,7 +304,7 @@ def checked(name: Any, arguments: Any) -> ReadCall:
         raise Malformed("A tool call has no usable name.")
     if isinstance(arguments, str):  # some models encode the object as a string
         try:
-            arguments = _DECODER.decode(arguments)
+            arguments = STRICT_JSON.decode(arguments)
         except (ValueError, RecursionError):
             raise Malformed(f"The arguments of the call to {name!a} are not a JSON object.") from None
     if not isinstance(arguments, dict):
@@ -384,11 +384,3 @@ def _has_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-# strict=False admits raw newlines inside strings, which models write in shell commands.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)

@@ -16,7 +16,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.model.tokens.context import Context
 from prorl_envs.model.tokens.continuation import Append, next_prompt
 from prorl_envs.model.types import AssistantTurn, Reasoning, Renderer, Sampled
-from prorl_envs.rollout.agent.agent_loop import assistant_message
+from prorl_envs.rollout.agent.agent_loop import assistant_message, openai_call
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import Trajectory
 from prorl_envs.rollout.endpoint.conversation_key import key_of, key_of_tools, keys_of
@@ -147,6 +147,8 @@ class Recording:
         row.latest = number
         turn = self.renderer.parse(sampled.ids, pending.tools, prompt_ids=pending.ids[-PROMPT_END:])
         said = assistant_message(self.renderer, turn, sampled)
+        if turn.malformed and turn.tool_calls:
+            said = {**said, "tool_calls": [openai_call(call) for call in turn.tool_calls]}
         messages = [*pending.messages, said]
         context = pending.ids.fork()
         context.extend(sampled.ids)
@@ -221,14 +223,14 @@ class Recording:
         return message
 
     def _told(self, turn: AssistantTurn, said: Message, number: int) -> AssistantTurn:
-        """Return a turn as the harness receives it. Unreadable calls are sent as text."""
+        """Return a turn as the harness receives it. If a call is unreadable, the text is the whole turn."""
         calls = []
         for index, call in enumerate(turn.tool_calls):
             id_ = f"call_{number}_{index}_{blake2b(call.id.encode(), digest_size=4).hexdigest()}"
             self._call_ids[id_] = call.id
             calls.append(ToolCall(id_, call.name, call.arguments))
         if turn.malformed:
-            return AssistantTurn(said["content"], (), turn.malformed)
+            return AssistantTurn(said["content"], tuple(calls), turn.malformed)
         return AssistantTurn(said["content"], tuple(calls), (), said.get("reasoning_content", ""))
 
     # Rows for training.

@@ -91,6 +91,26 @@ def test_a_continued_conversation_is_one_row(family: str) -> None:
         assert prompt == row.ids[: record.start], "what was sent is what is recorded"
 
 
+@pytest.mark.parametrize("family", ["hermes", "coder"])
+def test_readable_calls_beside_an_unreadable_one_are_sent(family: str) -> None:
+    """The text holds the unreadable call; what comes back continues the same row."""
+    renderer = family_renderer(family)
+    broken = {
+        "hermes": '<tool_call>\n{"name": "ls", "arguments": {"command": "ls}}\n</tool_call>',
+        "coder": "<tool_call>\n<function=ls>\n<parameter=command>\nls\n</function>\n</tool_call>",
+    }[family]
+    ids = [*renderer.tokenizer.encode(broken).ids, *renderer.assistant(call("pwd"))]
+    talk = Talk(renderer)
+    history = [user("Look.")]
+    said = talk.ask(history, says=ids)
+    assert [json.loads(each["function"]["arguments"]) for each in said["tool_calls"]] == [{"command": "pwd"}]
+    assert broken in said["content"]
+    history += [said, *results(said)]
+    talk.ask(history, says=text("Done."))
+    (row,) = talk.rows
+    assert len(row.turns) == 2
+
+
 @pytest.mark.parametrize("reasoning", ["user_turn", "template"])
 def test_a_rewritten_history_is_sent_once(reasoning: str) -> None:
     """The template drops reasoning before a user message: the new prompt replaces the old one."""
