@@ -124,7 +124,7 @@ def _environment(files: Files, prefix: str) -> tuple[str, dict[str, Any], str]:
 
 def _lines(files: Files, name: str) -> Iterator[tuple[str, str]]:
     text = re.sub(r"\\\n", " ", _text(files, name, required=False))
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if line.strip() and not line.lstrip().startswith("#"):
             verb, _, rest = line.strip().partition(" ")
             yield verb.upper(), rest.strip()

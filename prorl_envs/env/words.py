@@ -156,8 +156,8 @@ def bare(answer: str) -> str:
 
 def _statements(spoken: str) -> list[tuple[int, str, bool]]:
     """Return the lines that state an answer: the position, the answer, and whether it is surely one."""
-    lines = spoken.splitlines(keepends=True)
-    at = sum(len(line) for line in lines[:-_LINES])
+    lines = spoken.split("\n")
+    at = sum(len(line) + 1 for line in lines[:-_LINES])
     found = []
     for index in range(max(len(lines) - _LINES, 0), len(lines)):
         line = lines[index]
@@ -173,10 +173,10 @@ def _statements(spoken: str) -> list[tuple[int, str, bool]]:
             if (label["colon"] or said_is or (not rest and _HEADING.match(line))) and (
                 rest or end == len(text)
             ):
-                answer = _first("".join((rest or "\n", *lines[index + 1 :])) if _opens(rest) else rest)
+                answer = _first("\n".join((rest, *lines[index + 1 :])) if _opens(rest) else rest)
                 sure = bool(label["colon"] or not rest or not _WORD.search(rest) or _decorated(line, rest))
                 found += [(at, answer, sure)] if answer else []
-        at += len(line)
+        at += len(line) + 1
     return found
 
 
@@ -190,7 +190,7 @@ def _first(text: str) -> str:
     display = _DISPLAY.match(text)
     if display and (formula := display[1] or display[2]):
         return formula.strip()
-    lines = text[display.end() if display else 0 :].strip().splitlines()
+    lines = text[display.end() if display else 0 :].strip().split("\n")
     answer = _undecorated(lines[0].strip()) if lines and len(lines[0]) <= _LINE_CHARS else ""
     answer = answer.removeprefix("**").removesuffix("**").strip()
     return answer[item.end() :] if (item := _ITEM.match(answer)) else answer

@@ -14,6 +14,7 @@ from prorl_envs.errors import InputError
 TEXT_LIMIT = 1 << 20
 _VARIABLE = re.compile(r"\{\{\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}\}")
 _SECTION = re.compile(r"%([A-Za-z]\w*)(.*)")
+_LINE_END = re.compile(r"\r\n?|\n")
 _HEADER = re.compile(r"\s*([A-Za-z]+)\s*:\s*(.*?)\s*")
 
 
@@ -69,7 +70,7 @@ def parse(text: str) -> list[BuildStage]:
         raise InputError(f"a definition of {len(text)} characters; at most {TEXT_LIMIT} are read")
     stages: list[BuildStage] = []
     section: Section | None = None
-    for line in text.splitlines():
+    for line in _LINE_END.split(text.removesuffix("\n")):
         header = _HEADER.fullmatch(line)
         if line.lower().startswith("bootstrap:"):  # anywhere in the file, as in Apptainer
             stages.append(BuildStage())

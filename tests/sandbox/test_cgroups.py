@@ -30,8 +30,12 @@ def unified_tree(tmp_path: Path, *, controllers: str = "cpu io memory pids", pro
     (group / "cgroup.controllers").write_text(controllers + "\n")
     (group / "cgroup.procs").write_text(processes)
     (group / "cgroup.subtree_control").touch()
-    (proc / "self/mountinfo").write_text(
-        f"30 1 0:2 / /dev rw - tmpfs tmpfs rw\n31 1 0:3 / {tree} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+    odd = os.fsdecode("/mnt/\r\x0b\x1c\u2028 x".replace(" ", "\\040").encode() + b"\xff")
+    (proc / "self/mountinfo").write_bytes(
+        os.fsencode(
+            f"30 1 0:2 / {odd} rw - tmpfs tmpfs rw\n"
+            f"31 1 0:3 / {tree} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+        )
     )
     (proc / "self/cgroup").write_text("0::/app.scope\n")
     return proc

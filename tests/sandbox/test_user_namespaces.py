@@ -39,6 +39,7 @@ def machine(
             "restrict_unprivileged_userns=0",
         ),
         ({}, "22 1 254:0 / /proc rw - proc proc rw\n", "chroot", "outside"),
+        ({}, "22 1 254:0 / /a\x0b\u2028b rw - proc proc rw\n", "chroot", "outside"),
         ({"user/max_user_namespaces": "90000"}, ROOT_MOUNT, "said so", "troubleshooting"),
     ],
 )  # fmt: skip

@@ -88,7 +88,7 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
         """
         place, recipe = self._here("run"), self.harness
         asked = await place.tools.run(["/bin/sh", "-c", "pwd; echo $HOME"], timeout_s=_FILE_S)
-        workdir, home, *_ = [*asked.output.decode("utf-8", "replace").splitlines(), "", ""]
+        workdir, home, *_ = [*asked.output.decode("utf-8", "replace").split("\n"), "", ""]
         values = {
             "instruction": str(prompt.messages[0]["content"]),
             "url": endpoint.url,

@@ -221,7 +221,7 @@ def _read_ignore(context: Path, dockerfile: Path | None) -> IgnoreRules:
                 data = opened.read(_IGNORE_LIMIT + 1)
             if len(data) > _IGNORE_LIMIT:
                 raise InputError(f"{path} has more than {_IGNORE_LIMIT} bytes")
-            return IgnoreRules(data.decode(errors="surrogateescape").splitlines())
+            return IgnoreRules(data.decode(errors="surrogateescape").split("\n"))
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -124,7 +124,10 @@ def lock(path: Path) -> int:
 def _shared_by_machines(folder: Path) -> str:
     """Return the type of a folder's file system if several machines may share it, otherwise ""."""
     try:
-        device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo").read_text("utf-8", "replace")
+        device, mounts = (
+            folder.stat().st_dev,
+            Path("/proc/self/mountinfo").read_bytes().decode(errors="replace"),
+        )
     except OSError:  # the folder is missing; opening the store reports it
         return ""
     kind = type_of(device, mounts)
@@ -139,9 +142,9 @@ def type_of(device: int, mounts: str) -> str:
         mounts: content of proc_pid_mountinfo(5).
     """
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts.splitlines():
+    for line in mounts.split("\n"):
         mount, _, source = line.partition(" - ")
-        if number in mount.split():
+        if number in mount.split(" "):
             return source.partition(" ")[0]
     return ""
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.filesystem.sif import Partition, system_partition
+from prorl_envs.sandbox.linux.proc_lines import proc_lines
 
 logger = logging.getLogger(__name__)
 
@@ -279,8 +280,8 @@ def _is_mounted(path: Path) -> bool:
 
 def mount_places() -> list[str]:
     """Return all mount points, from the kernel's list."""
-    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    return [os.fsdecode(_OCTAL.sub(_from_octal, line.split()[4])) for line in lines]
+    lines = map(os.fsencode, proc_lines(Path("/proc/self/mountinfo")))
+    return [os.fsdecode(_OCTAL.sub(_from_octal, line.split(b" ")[4])) for line in lines]
 
 
 def _from_octal(match: re.Match[bytes]) -> bytes:

@@ -14,6 +14,7 @@ from operator import add
 from pathlib import Path
 
 from prorl_envs.sandbox.limits.policy import ProcessUse
+from prorl_envs.sandbox.linux.proc_lines import proc_lines
 
 #: Bytes of kernel memory behind an empty file in memory.
 _INODE_BYTES = 1024
@@ -126,10 +127,10 @@ class MemoryFiles:
     def __init__(self, first: int, root: str) -> None:
         self._root = root
         self._places: dict[str, int] = {}
-        shared = {line.split()[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
-        for line in Path(f"/proc/{first}/mountinfo").read_text().splitlines():
+        shared = {line.split(" ")[2] for line in proc_lines(Path("/proc/self/mountinfo"))}
+        for line in proc_lines(Path(f"/proc/{first}/mountinfo")):
             before, _, after = line.partition(" - ")
-            device, _, target, options = before.split()[2:6]  # the device in decimal, unlike in maps
+            device, _, target, options = before.split(" ")[2:6]  # the device in decimal, unlike in maps
             if after.startswith("tmpfs ") and device not in shared and "rw" in options.split(","):
                 with contextlib.suppress(OSError):
                     seen = os.stat(f"{self._root}{target}").st_dev  # noqa: PTH116

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxLimits
+from prorl_envs.sandbox.linux.proc_lines import proc_lines
 
 logger = logging.getLogger(__name__)
 
@@ -234,9 +235,9 @@ def _is_descendant(pid: int) -> bool:
 
 def _mounts(proc: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield the path, kind and own options of every mount of a whole hierarchy."""
-    for line in (proc / "self/mountinfo").read_text().splitlines():
+    for line in proc_lines(proc / "self/mountinfo"):
         before, _, after = line.partition(" - ")
-        fields = before.split()
+        fields = before.split(" ")
         kind, _, options = after.split(" ", 2)
         if kind.startswith("cgroup") and fields[3] == "/":
             yield Path(fields[4]), kind, options
@@ -245,7 +246,7 @@ def _mounts(proc: Path) -> Iterator[tuple[Path, str, str]]:
 def _memberships(proc: Path) -> dict[str, str]:
     """Return the path of this process's group in each hierarchy, by controller (version 2: "")."""
     found = {}
-    for line in (proc / "self/cgroup").read_text().splitlines():
+    for line in proc_lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
         found.update(dict.fromkeys(controllers.split(","), path))
     return found

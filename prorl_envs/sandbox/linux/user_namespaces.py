@@ -112,10 +112,12 @@ def _has_capability(number: int, proc: Path) -> bool:
 def _in_chroot(proc: Path) -> bool:
     """Return whether the root directory is no mount point: then this process called chroot."""
     try:
-        lines = (proc / "self/mountinfo").read_text().splitlines()
+        lines = (
+            (proc / "self/mountinfo").read_bytes().split(b"\n")
+        )  # cut nowhere else: paths hold other line ends
     except OSError:
         return False
-    return all(line.split(" ")[4] != "/" for line in lines)
+    return all(line.split(b" ")[4] != b"/" for line in lines if line)
 
 
 def _try() -> str:
