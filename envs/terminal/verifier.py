@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -193,20 +193,37 @@ class _NoReward(Exception):
 
 
 async def _rewards(place: SandboxSession) -> dict[str, float]:
-    for path, parse in ((_REWARDS, _parse_json), (_REWARD, _parse_text)):
-        try:
-            data = await place.tools.read(path, limit=_REWARD_BYTES + 1)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise _NoReward(f"{path} cannot be read: {error.strerror}") from error
-        if len(data) > _REWARD_BYTES:
-            raise _NoReward(f"{path} has more than {_REWARD_BYTES} bytes")
-        try:
-            return parse(data.decode())
-        except (ValueError, RecursionError) as error:
-            raise _NoReward(f"{path} holds no reward: {str(error)[:200]}") from error
-    raise _NoReward(f"the tests wrote neither {_REWARD} nor {_REWARDS}")
+    """Return the rewards as Harbor reads them: `reward` may be in the text beside a JSON report."""
+    found = await _read(place, _REWARDS, _parse_json)
+    if found is not None and "reward" in found:
+        return found
+    try:
+        single = await _read(place, _REWARD, _parse_text)
+    except _NoReward:
+        if not found:
+            raise
+        single = None
+    if not found and single is None:
+        raise _NoReward(f"the tests wrote neither {_REWARD} nor {_REWARDS}, or no number")
+    return {**(found or {}), **(single or {})}
+
+
+async def _read(
+    place: SandboxSession, path: str, parse: Callable[[str], dict[str, float]]
+) -> dict[str, float] | None:
+    """Return the rewards in a file; None if it does not exist."""
+    try:
+        data = await place.tools.read(path, limit=_REWARD_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _NoReward(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > _REWARD_BYTES:
+        raise _NoReward(f"{path} has more than {_REWARD_BYTES} bytes")
+    try:
+        return parse(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise _NoReward(f"{path} holds no reward: {str(error)[:200]}") from error
 
 
 def _parse_json(text: str) -> dict[str, float]:
@@ -214,9 +231,15 @@ def _parse_json(text: str) -> dict[str, float]:
     values = found if isinstance(found, Mapping) else {"reward": found}
     if not 0 < len(values) <= _REWARDS_LIMIT:
         raise ValueError(f"{len(values)} numbers, not 1 to {_REWARDS_LIMIT}")
+    # A report may have texts and lists beside its numbers, but no other reward than a number.
+    values = {name: value for name, value in values.items() if name == "reward" or _is_number(value)}
     if not all(name.isprintable() and len(name) <= _NAME_LIMIT for name in values):
         raise ValueError(f"a name is not printable, or has more than {_NAME_LIMIT} characters")
     return {str(name): _number(value) for name, value in values.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parse_text(text: str) -> dict[str, float]:

@@ -88,6 +88,26 @@ async def test_an_honest_solution_plants_nothing(node: Node, make_row: MakeRow) 
         ('echo \'{"a": 1, "b": 0.5}\' > /logs/verifier/reward.json', 0.75, {"a": 1, "b": 0.5}),
         ("echo 0.5 > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", 0.5, {"reward": 0.5}),
         ("echo true > /logs/verifier/reward.json; exit 3", 1, {"reward": 1}),
+        (
+            'echo \'{"reward": 1, "passed": true, "tests": [], "why": null}\' > /logs/verifier/reward.json',
+            1,
+            {"reward": 1},
+        ),
+        (
+            "echo '{\"speed\": 0.5}' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt",
+            1,
+            {"speed": 0.5, "reward": 1},
+        ),
+        (
+            "echo '{\"speed\": 0.5}' > /logs/verifier/reward.json; echo > /logs/verifier/reward.txt",
+            0.5,
+            {"speed": 0.5},
+        ),
+        (
+            'echo \'{"why": "all passed"}\' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt',
+            1,
+            {"reward": 1},
+        ),
     ],
 )
 async def test_rewards_are_read_as_harbor_does(
@@ -104,6 +124,7 @@ async def test_rewards_are_read_as_harbor_does(
         ("echo 1e999 > /logs/verifier/reward.json", "holds no reward"),
         ('echo \'{"reward": "1"}\' > /logs/verifier/reward.json', "'1' is not a finite number"),
         ("echo '{}' > /logs/verifier/reward.json", "0 numbers, not 1 to 100"),
+        ("echo '{\"tests\": [1]}' > /logs/verifier/reward.json", "neither"),
         ("echo 1.5 > /logs/verifier/reward.txt", "the reward 1.5 is not from 0 to 1"),
         ("echo -1 > /logs/verifier/reward.txt", "the reward -1 is not from 0 to 1"),
         (r"""printf '{"a":%0400d}' 1 | tr 0 1 > /logs/verifier/reward.json""", "is not a finite number"),
