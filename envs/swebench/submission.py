@@ -49,6 +49,7 @@ _RUNNER_NAMES = ("jest.config.", "vitest.config.", "karma.conf.", ".mocharc.")
 # In a repository, this file takes precedence over each .gitattributes: git converts nothing. Its other
 # attributes of conversion have no effect on files without `text`.
 _RAW = (
+    "mkdir -p ${GIT_DIR:-.git}/info || exit 1\n"
     "echo '* -text !ident !filter !working-tree-encoding !diff'"
     " > ${GIT_DIR:-.git}/info/attributes || exit 1\n"
 )
@@ -61,6 +62,21 @@ export GIT_DIR=/testbed/.git GIT_WORK_TREE={SUBMISSION} GIT_INDEX_FILE=/tmp/subm
 cd {SUBMISSION} 2>/dev/null || {{ echo 'the tree cannot be read'; exit 3; }}
 """
 _REFUSED = 3
+# Git takes a directory in which the agent started a repository for a submodule, and reads none of its files.
+_NESTED = r"""
+find . -mindepth 2 -name .git -prune -printf '%h\0' 2>/dev/null | while IFS= read -r -d '' folder; do
+    [ -e "/testbed/$folder/.git" ] || printf '%s\0' "$folder"
+done > /tmp/nested
+if [ -s /tmp/nested ]; then
+    while IFS= read -r -d '' folder; do
+        git update-index --force-remove -- "$folder"
+        find "$folder" -name .git -prune -o \( -type l -o -type f -readable \) -print0
+    done < /tmp/nested | sort -z --unique > /tmp/inside
+    # It reads no literal paths; each of these begins with `./`.
+    GIT_LITERAL_PATHSPECS=0 git check-ignore -z --stdin < /tmp/inside > /tmp/ignored || [ $? -eq 1 ] || exit 1
+    sort -z /tmp/ignored | comm -z -23 /tmp/inside - | git update-index --add --replace -z --stdin || exit 1
+fi
+"""
 _LIST = f"""
 entries=$(find . -name .git -prune -o -printf x 2>/dev/null | head --bytes={MAX_ENTRIES + 1} | wc --bytes)
 [ "$entries" -le {MAX_ENTRIES} ] || {{ echo 'more than {MAX_ENTRIES} files'; exit {_REFUSED}; }}
@@ -76,6 +92,7 @@ pristine read-tree HEAD && pristine add --all . >/dev/null 2>&1 && pristine writ
 git read-tree "$(cat /tmp/base)" || exit 1
 # Unreadable files keep their base version, and git says so with status 1.
 git add --all --ignore-errors . >/dev/null 2>&1
+{_NESTED}
 # Files that only the pristine .gitignore names are not new, although the base lacks them so far.
 git diff --cached --no-renames --name-only --diff-filter=A -z "$(cat /tmp/base)" | sort -z > /tmp/added
 pristine ls-files --others -z | sort -z | comm -z -12 - /tmp/added | pristine update-index --add -z --stdin \
@@ -144,7 +161,10 @@ async def apply(patch: bytes, grader: SandboxSession, *, testbed: str) -> None:
     await grader.tools.write("/tmp/submission.patch", patch)
     # The test script finds the repository as it was.
     script = (
-        f"{_RAW}trap 'rm .git/info/attributes' EXIT\n"
+        "own=.git/info/attributes; kept=$own.kept\n"
+        '[ ! -e "$own" ] || mv "$own" "$kept" || exit 1\n'
+        f"{_RAW}"
+        """trap 'rm "$own"; [ ! -e "$kept" ] || mv "$kept" "$own"' EXIT\n"""
         "git -c core.fileMode=true apply --whitespace=nowarn /tmp/submission.patch"
     )
     done = await grader.tools.run(["/bin/bash", "-c", script], cwd=testbed, timeout_s=TIMEOUT_S)

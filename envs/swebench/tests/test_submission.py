@@ -194,6 +194,61 @@ async def test_any_tree_is_graded_byte_for_byte(
     assert await applied(node, root, submission.patch) == after
 
 
+@pytest.mark.parametrize("commits", [False, True])
+async def test_a_directory_that_the_agent_made_a_repository_is_graded(
+    tmp_path: Path, node: Node, task: SwebenchTask, commits: bool
+) -> None:
+    pristine, tree = tmp_path / "testbed", tmp_path / "submission"
+    for name in ("known/same", "known/changed", "known/gone", "known/kept.gen", "vendor/a"):
+        (pristine / name).parent.mkdir(parents=True, exist_ok=True)
+        (pristine / name).write_text("1\n")
+    (pristine / ".gitignore").write_text("*.gen\n")
+    start = "git init -q . && git config user.email a@b && git config user.name a"
+    make = f"{start} && git add . && git commit -q --allow-empty -m x"
+    folders = ("new", "known", "known/in\nner", "deep/er/new")
+
+    def repository(folder: Path, script: str) -> None:
+        subprocess.run(["bash", "-c", script], cwd=folder, check=True)
+
+    repository(pristine / "vendor", make)
+    root = commit(pristine)
+    shutil.copytree(pristine, tree)
+    (tree / "known/changed").write_text("2\r\n")
+    (tree / "known/gone").unlink()
+    for folder in folders:
+        (tree / folder).mkdir(parents=True, exist_ok=True)
+        (tree / folder / "file").write_text("3\n")
+        (tree / folder / "link").symlink_to("nowhere")
+        (tree / folder / "ignored.gen").write_text("4\n")
+    for folder in folders:
+        repository(tree / folder, make if commits else start)
+    submission = await submitted(node, task, root, tree)
+    changed = {f"{folder}/{name}" for folder in folders for name in ("file", "link")}
+    assert paths_of(submission.patch, tmp_path) == {*changed, "known/changed", "known/gone"}
+    graded = await applied(node, root, submission.patch)
+    assert {path: found for path, found in graded.items() if "/.git/" not in path} == {
+        path: found for path, found in entries(tree).items() if not path.endswith("ignored.gen")
+    }
+
+
+async def test_the_attributes_of_a_graded_repository_are_kept(
+    tmp_path: Path, node: Node, task: SwebenchTask
+) -> None:
+    pristine, tree = tmp_path / "testbed", tmp_path / "submission"
+    pristine.mkdir()
+    (pristine / "file.txt").write_bytes(b"1\r\n")
+    root = commit(pristine)
+    (pristine / ".git/info").mkdir(exist_ok=True)
+    (pristine / ".git/info/attributes").write_text("*.txt text\n")
+    shutil.copytree(pristine, tree)
+    (tree / "file.txt").write_bytes(b"2\r\n")
+    submission = await submitted(node, task, root, tree)
+    async with sandbox_session(node, root.comparing_spec()) as grader:
+        await apply(submission.patch, grader, testbed="/testbed")
+        assert await grader.tools.read("/testbed/file.txt") == b"2\r\n"
+        assert await grader.tools.read("/testbed/.git/info/attributes") == b"*.txt text\n"
+
+
 async def test_an_excluded_file_has_its_pristine_bytes(
     tmp_path: Path, node: Node, task: SwebenchTask
 ) -> None:
