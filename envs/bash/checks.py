@@ -160,9 +160,18 @@ async def _process(grader: SandboxSession, argv: Sequence[str], timeout_s: float
 
 def _same_json(text: str, value: object) -> bool:
     try:
-        return bool(json.loads(text) == value)
+        return _same(json.loads(text), value)
     except (ValueError, RecursionError):
         return False
+
+
+def _same(found: object, value: object) -> bool:
+    """Compare JSON values. Unlike in Python, `true` is not 1."""
+    if isinstance(found, dict) and isinstance(value, dict):
+        return found.keys() == value.keys() and all(_same(found[key], value[key]) for key in value)
+    if isinstance(found, list) and isinstance(value, list):
+        return len(found) == len(value) and all(map(_same, found, value))
+    return isinstance(found, bool) == isinstance(value, bool) and found == value
 
 
 def _absolute(path: str, grader: SandboxSession) -> str:

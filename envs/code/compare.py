@@ -10,6 +10,10 @@ from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests, T
 
 #: Longest token that is parsed as a number.
 _MAX_NUMBER = 400
+#: `float` alone would also read `1_0`, and digits of other scripts.
+_NUMBER = re.compile(
+    r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf(?:inity)?|nan)", re.ASCII | re.IGNORECASE
+)
 _LINE_END = re.compile(r"\r\n?|\n")
 
 
@@ -55,13 +59,9 @@ def _lines(text: str) -> list[str]:
 
 
 def _close_tokens(left: str, right: str, tests: StdioTests) -> bool:
-    if max(len(left), len(right)) > _MAX_NUMBER:
+    if max(len(left), len(right)) > _MAX_NUMBER or not (_NUMBER.fullmatch(left) and _NUMBER.fullmatch(right)):
         return False
-    try:
-        a, b = float(left), float(right)
-    except ValueError:
-        return False
-    return _near(a, b, tests.rel_tol, tests.abs_tol)
+    return _near(float(left), float(right), tests.rel_tol, tests.abs_tol)
 
 
 def _near(value: float, expected: float, rel_tol: float, abs_tol: float) -> bool:

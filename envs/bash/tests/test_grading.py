@@ -32,6 +32,12 @@ async def play(node: Node, checks: Sequence[dict[str, Any]], *commands: str, **m
         ({"type": "file_contains", "path": "a", "texts": ["x", "y"]}, "echo y.x > a", "echo x > a"),
         ({"type": "file_matches", "path": "a", "pattern": "^n=[0-9]+$"}, "echo n=42 > a", "echo n=4x > a"),
         ({"type": "file_json", "path": "a", "value": {"k": [1]}}, "echo '{\"k\": [1]}' > a", "echo '{' > a"),
+        (
+            {"type": "file_json", "path": "a", "value": [{"k": 1}]},
+            "echo '[{\"k\": 1.0}]' > a",
+            "echo '[{\"k\": true}]' > a",
+        ),
+        ({"type": "file_json", "path": "a", "value": False}, "echo false > a", "echo 0 > a"),
         ({"type": "file_absent", "path": "f"}, "rm f", "mv f g; ln -s nowhere f"),
         ({"type": "command", "command": "exit $(cat a)", "exit_code": 7}, "echo 7 > a", "echo 0 > a"),
         ({"type": "command", "command": "cat a; echo no >&2", "stdout": "1\n2\n"}, "seq 2 > a", "seq 3 > a"),

@@ -216,6 +216,9 @@ def test_a_packed_field_executes_nothing() -> None:
         ("floats", "1 2", "1", False),
         ("floats", "nan inf", "nan inf", True),
         ("floats", "inf", "1", False),
+        ("floats", "+Infinity .5 1.e1", "inf 0.5 10", True),
+        ("floats", "1_0", "10", False),
+        ("floats", "١٠", "10", False),
         ("floats", "9" * 5000, "1", False),
     ],
 )
