@@ -95,6 +95,8 @@ AFTER = "select 1;\n++ y\nselect 2;\n"
             "++ y\na\nb\nc\n++ z\n",
         ),
         # Wrong counts: the lines are changes as long as no heading follows.
+        ("a\n", "--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\n-- \n2.39.2\n", "b\n"),
+        ("- \na\n", "--- a/f\n+++ b/f\n@@ -1,2 +1 @@\n-- \n a\n", "a\n"),
         ("-- x\na\n", "--- a/f\n+++ b/f\n@@ -1,9 +1,9 @@\n--- x\n+++ y\n a\n", "++ y\na\n"),
     ],
 )

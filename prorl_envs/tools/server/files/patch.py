@@ -19,6 +19,8 @@ _BEGIN, _END = "*** Begin Patch", "*** End Patch"
 _ADD, _DELETE, _UPDATE = "*** Add File:", "*** Delete File:", "*** Update File:"
 _MOVE, _END_OF_FILE = "*** Move to:", "*** End of File"
 _RANGES = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
+#: Git's version, after a line `-- `, at the end of the output of `git format-patch`.
+_VERSION = re.compile(r"\d+\.\d")
 _NOT_TAKEN = ("rename ", "copy ", "GIT binary patch", "Binary files ")
 
 
@@ -226,6 +228,8 @@ def _unified_file(lines: list[str], number: int) -> Change:
     old, new = (line[4:].partition("\t")[0].strip() for line in lines[:2])
     hunks: list[Hunk] = []
     for offset, line in enumerate(lines[2:], 2):
+        if line == "-- " and any(map(_VERSION.match, lines[offset + 1 : offset + 2])):
+            break
         if ranges := _RANGES.match(line):
             start, count = int(ranges[1]), int(ranges[2] or 1)
             hunks.append(Hunk(hint=start - 1 if count else start))
