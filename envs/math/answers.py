@@ -20,10 +20,12 @@ _WIDE_SPACE = re.compile(r"(?:~|(?<!\\)\\(?:[,;: ]|q?quad\b))+")
 _THOUSANDS = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:(?:{_SPACE}|\{{,\}})\d{{3}})+(?![\d/])")
 _MIXED = re.compile(rf"(?<![\w.^_{{\\])(\d+){_SPACE}(\d+)\s*/\s*(\d+)(?![\w.^({{/])")
 _TWO_DIGITS = re.compile(r"\\([dt]?frac|[dt]?binom)\s*(\d)\s*(\d)")
-_BASE = re.compile(r"[\d.,\s]*\d\s*_\s*\{?\s*(?:\\text\{)?(\d+|[a-z]+)\}*")
+_BASE = re.compile(r"(?=[^_]*\d)[\dA-F.,\s]*[\dA-F]\s*_\s*\{?\s*(?:\\text\{)?(\d+|[a-z]+)\}*")
 _NO_SPACE = re.compile(r"(?<!\\)\\!\s*")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
+_NAMED = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
+_PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
 _PRIME = re.compile(r"\s*\^\s*\{?\s*\\prime\s*\}?|′")
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|ne|neq)(?![a-z])")
@@ -37,7 +39,8 @@ _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)
 def canonical(answer: str) -> str:
     r"""Return an answer with one spelling of numbers: `1 000` is `1000`, `2 1/4` is `2\frac{1}{4}`, and
     `0.\overline{3}` is `\frac{3}{9}`. The unit of a number and quotes are left out."""
-    text = _NO_SPACE.sub("", _PRIME.sub("'", answer.strip().replace("−", "-")))
+    text = _PERCENT_TEXT.sub("%", answer)
+    text = _NO_SPACE.sub("", _PRIME.sub("'", text.strip().replace("−", "-")))
     if quoted := _QUOTED.fullmatch(text):
         text = next(filter(None, quoted.groups()[1:]), "")
     text = _REPEATING.sub(_repeating, _TWO_DIGITS.sub(r"\\\1{\2}{\3}", split_unit(text)[0]))
@@ -70,10 +73,14 @@ def quick(answer: str, right: str) -> bool | None:
 def different(answer: str, right: str) -> bool:
     """Return true if two answers differ in a part that the library ignores: the unit, the base, primes, and
     whether inequalities are joined by `and` or `or`."""
-    units = [split_unit(text)[1] for text in (answer, right)]
+    units = [split_unit(_NAMED.sub("", text))[1] for text in (answer, right)]
+    answer, right = canonical(answer), canonical(right)
+    units = [
+        unit or ("%" if _PERCENT.fullmatch(text) else "")
+        for unit, text in zip(units, (answer, right), strict=True)
+    ]
     if all(units) and units[0] != units[1]:
         return True
-    answer, right = canonical(answer), canonical(right)
     base, wanted = (match and match[1] for match in (_BASE.fullmatch(answer), _BASE.fullmatch(right)))
     if base != wanted and base and (wanted or int(base) != 10 if base.isdecimal() else True):
         return True  # a base that only the right answer names is that of the problem

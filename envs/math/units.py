@@ -46,7 +46,10 @@ _ALIASES = {
     "Hz": "Hz hertz",
     "mi/h": "mph",
     "km/h": "kph kmph kmh",
-    "": "unit",
+    "dm": "dm decimeter decimetre",
+    "cc": "cc",
+    "rupee": "rupee rs",
+    "": "unit st nd rd th",
 }
 _NAMES = {alias: unit for unit, aliases in _ALIASES.items() for alias in aliases.split()}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
@@ -61,9 +64,11 @@ _TOKEN = re.compile(
     r"(?:\^\s*\{?(?P<power>-?\d)\}?|(?P<raised>[²³]))?)\s*"
 )
 _RAISED = {None: 1, "²": 2, "³": 3}
-_TEXT = re.compile(r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _WHOLE = re.compile(r"\s*\\(?:text|mbox|mathrm)\s*\{([^{}\\]*\d[^{}\\]*)\}\s*")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
+_ORDINAL = re.compile(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:~|\\[,;:! ]|\s)+")
 _LETTER = re.compile(r"\s*[A-Za-z](?:\s*\^.*)?", re.DOTALL)
 _MAX_UNIT = 60
@@ -89,7 +94,8 @@ def split_unit(text: str) -> tuple[str, str | None]:
     )  # a variable, as in `2m` and `\\pi r`
     if not number or not 0 < len(tail) <= _MAX_UNIT or letter:
         return text, None
-    unit = _unit(_SPACES.sub(" ", _TEXT.sub(r" \1 ", _DEGREES.sub("°", tail))).strip())
+    tail = _ORDINAL.sub(r" \1", _DEGREES.sub("°", tail))
+    unit = _unit(_SPACES.sub(" ", _FRACTION.sub(r"\1/\2", _TEXT.sub(r" \1 ", tail))).strip())
     return (text, None) if unit is None else (number.strip(), unit)
 
 

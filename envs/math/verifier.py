@@ -27,8 +27,9 @@ _EXACT = "1e-40"
 _DECIMAL = "5e-5"
 _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
 _PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d")
-#: Fewest letters of a unit that the library may drop.
+#: Fewest letters of a unit that the library may drop, and shorter ones.
 _UNIT_LETTERS = 3
+_SHORT_UNITS = frozenset(("mm", "cm", "dm", "km", "kg", "ft", "lb"))
 _NAME = re.compile(r"\b[A-Za-z]\b")
 _NO_UNITS = (
     r"or|and|no|not|if|than|least|most|about|around|over|under|above|below|minus|plus|negative|nearly|almost|"
@@ -70,14 +71,26 @@ def read(text: str, *, plain: bool) -> Any:
 
 
 def refine() -> None:
-    """Replace what the library does to reward wrong answers: comparisons that have absolute tolerances, or
-    hold for two empty sets; and units of one or two letters, as it drops the variable of `2t` or `2ab`."""
+    r"""Replace parts of the library that reward wrong answers.
+
+    - Comparisons that have absolute tolerances, or hold for two empty sets.
+    - Units of one or two letters: `2t` and `2ab` end with variables.
+    - The unit at the end of a text: the library drops all from the first unit to the last, as in
+      `2 \text{ hours } 30 \text{ minutes}`.
+    """
     from latex2sympy2_extended import math_normalization
     from math_verify import grader
 
-    words = [unit for unit in math_normalization.units if len(re.sub(r"[\W\d_]", "", unit)) >= _UNIT_LETTERS]
+    words = [
+        unit
+        for unit in math_normalization.units
+        if unit in _SHORT_UNITS or len(re.sub(r"[\W\d_]", "", unit)) >= _UNIT_LETTERS
+    ]
     names = "|".join(map(re.escape, words))
     math_normalization.units_regex = re.compile(rf"(\d|\}}|\s)\s*(?:{names})(?:s|es)?\s*$")
+    math_normalization.unit_superscript_regex = re.compile(
+        r"\\(?:text|mbox)\s*\{(?:[^{}]|\{[^{}]*\})*\}(?:\^\d|\^?\{\^?\d\})?$"
+    )
     near, solutions = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 
     @functools.wraps(near)

@@ -32,6 +32,7 @@ _SENTENCE = re.compile(r"^|(?<=[.!?:;])\s+")
 _HEADING = re.compile(r"\s*(?:#+\s|\*\*|__)")
 _DISPLAY = re.compile(r"\s*(?:\$\$(.{1,500}?)\$\$|\\\[(.{1,500}?)\\\]|```\w*\n)", re.DOTALL)
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
+_FORMULAS = ("$", "\\(", "\\[")
 _LINES, _LINE_CHARS = 20, 500
 #: Emphasis and code spans of Markdown. An opening mark follows no word or bracket, and a closing mark
 #: precedes none, as those of `x**2 + (y)**2` do.
@@ -147,7 +148,7 @@ def bare(answer: str) -> str:
     text = _without_stop((last_boxed(answer) or answer).strip())
     for _ in range(3):
         text = _without_stop(_undecorated(text).strip())
-        if (label := _LABEL.match(text)) and label["colon"]:
+        if (label := _LABEL.match(text)) and (label["colon"] or text.startswith(_FORMULAS, label.end())):
             text = text[label.end() :] or text
         if formula := _FORMULA.fullmatch(text):
             text = _without_stop(" ".join(part.strip() for part in formula.groups() if part.strip()))
@@ -169,7 +170,7 @@ def _statements(spoken: str) -> list[tuple[int, str, bool]]:
             if label is None:
                 continue
             rest = _HOPE.sub("", text[start + label.end() : end]).strip()
-            said_is = not label["colon"] and _IS.search(label[0]) is not None
+            said_is = not label["colon"] and (_IS.search(label[0]) is not None or rest.startswith(_FORMULAS))
             if (label["colon"] or said_is or (not rest and _HEADING.match(line))) and (
                 rest or end == len(text)
             ):

@@ -233,6 +233,16 @@ UNITS = [
     (r"\$1,000.50", "1000.5", 1),
     (r"3:45\text{ PM}", "3:45 a.m.", 0),
     (r"3:45\text{ PM}", "3:45 p.m.", 1),
+    (r"x = 3 \text{ cm}", r"x = 3 \text{ m}", 0),
+    (r"5 \frac{\text{m}}{\text{s}}", r"5 \frac{\text{m}}{\text{h}}", 0),
+    (r"5 \frac{\text{m}}{\text{s}}", "5 m/s", 1),
+    (r"5\,\mathrm{m\,s^{-2}}", r"5\,\mathrm{m/s^2}", 1),
+    (r"2 \text{ hours } 30 \text{ minutes}", r"2 \text{ hours}", 0),
+    (r"2 \text{ hours } 30 \text{ minutes}", r"2\text{ hours }30\text{ minutes}", 1),
+    (r"5\%", r"5 \text{ cm}", 0),
+    (r"5\text{ percent}", "0.05", 1),
+    (r"7^{\text{th}}", "7th", 1),
+    ("2x", "2x cm", 1),
     ("5", "5 units", 1),
     ("5 students", "5", 1),
     # variables, not units
@@ -256,6 +266,7 @@ IGNORED = [
     ("5", "5_2", 0),
     ("5", "5_{10}", 1),
     ("101_2", "101", 1),
+    ("A3_{16}", "A3_{15}", 0),
     ("123,456", "123, 456", 0),
     ("123,456", "123456", 1),
     ("(1,234)", "(1, 234)", 1),
@@ -280,7 +291,8 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grader, "sympy_numeric_eq", grader.sympy_numeric_eq)
         patch.setattr(grader, "sympy_solve_and_compare", grader.sympy_solve_and_compare)
-        patch.setattr(math_normalization, "units_regex", math_normalization.units_regex)
+        for name in ("units_regex", "unit_superscript_regex"):
+            patch.setattr(math_normalization, name, getattr(math_normalization, name))
         verifier.refine()
 
         def verdict(right: str, answer: str) -> bool:
