@@ -37,9 +37,11 @@ _LINES, _LINE_CHARS = 20, 500
 #: Emphasis and code spans of Markdown. An opening mark follows no word or bracket, and a closing mark
 #: precedes none, as those of `x**2 + (y)**2` do.
 _EMPHASIS = re.compile(
-    r"(?<![\w)\]}*`\\])(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.{1,500}?)(?<=\S)(?:\1(?![\w({\[*`])|(?<=[:：])\1)",
+    r"(?<![\w)\]}*`\\])(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.{1,500}?)(?<=\S)(?:\1(?![\w({\[*`])|(?<=[:：])(?:\1|\s+\1(?=\s)))",
     re.DOTALL,
 )
+#: Emphasis of a whole text. Some models write a space inside the marks, which is no emphasis in Markdown.
+_EMPHASISED = re.compile(r"(\*{2,3}|_{2,3})\s*((?:(?!\1).)+?)\s*\1(?:\s*\.)?", re.DOTALL)
 _INSIDE = r"(?:[^$\\]|\\[^()\[\]])"
 _FORMULA = re.compile(rf"({_INSIDE}*)(?:\$\$?|\\[(\[])({_INSIDE}+)(?:\$\$?|\\[)\]])({_INSIDE}*)", re.DOTALL)
 #: Characters of a text that are searched, from its end.
@@ -209,6 +211,8 @@ def _repeats(text: str, boxed: str) -> bool:
 
 
 def _undecorated(text: str) -> str:
+    if whole := _EMPHASISED.fullmatch(text):
+        text = whole[2]
     for _ in range(3):  # emphasis may be nested
         text, count = _EMPHASIS.subn(r"\2", text)
         if not count:
