@@ -159,6 +159,24 @@ def test_reasoning_does_not_end_within_a_call() -> None:
     assert len(FORMATS["coder"].turn(draft + WRITTEN[1][1]).calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        ("<think>a</think>\n<think>{0}</think>{1}", "a\n\n{0}"),
+        ("<think>a</think><think>b</think><think>{0}</think>{1}", "a\n\nb\n\n{0}"),
+        ("<think>a</think><think>{1}", "a"),
+        ("<think>a</think>Then: <think>{1}", "a"),
+    ],
+)
+def test_a_draft_in_further_reasoning_does_not_count(text: str, reasoning: str) -> None:
+    written = [f'<tool_call>{{"name": "f", "arguments": {{"n": {n}}}}}</tool_call>' for n in (0, 1)]
+    for n in (0, 1):
+        text, reasoning = (each.replace(f"{{{n}}}", written[n]) for each in (text, reasoning))
+    turn = FORMATS["hermes"].turn(text)
+    assert (turn.reasoning, turn.malformed) == (reasoning, ())
+    assert turn.calls == (ReadCall("f", {"n": 1}),)
+
+
 def test_unclosed_reasoning_without_a_call_is_not_reported() -> None:
     for name in FORMATS:
         turn = FORMATS[name].turn("<think>I compare a < b, [1] and {2}.")

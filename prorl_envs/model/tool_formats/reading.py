@@ -18,6 +18,8 @@ from prorl_envs.tools.types import STRICT_JSON, JsonObject, ToolSpec
 #: Most calls read from one turn; the others are dropped, and the model receives a message.
 MAX_CALLS = 64
 MAX_NAME = 200
+#: Most blocks of closed reasoning in a row that are read as reasoning.
+MAX_THOUGHTS = 64
 _MAX_DEPTH = 64
 _SPACE = re.compile(r"\s*")
 
@@ -139,6 +141,11 @@ class ToolFormat(ABC):
         reasoning, at, close = split_reasoning(text, opened)
         while at and not close and (end := self._end_of_call_around(text, at, declared)):
             reasoning, at, close = split_reasoning(text, opened, end)
+        for _ in range(MAX_THOUGHTS if at and not close else 0):
+            more, length, missing = split_reasoning(text[at:])
+            if not length or missing or self._end_of_call_around(text, at + length, declared):
+                break
+            reasoning, at = f"{reasoning}\n\n{more}".strip(), at + length
         outside, calls, malformed = list[str](), list[ReadCall](), list[str]()
         if close and self.find(reasoning, 0) >= 0:
             malformed.append(
