@@ -26,6 +26,9 @@ _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
 _NAMED = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
 _PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
+#: Words, not products of variables.
+_WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 _QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
 _PRIME = re.compile(r"\s*\^\s*\{?\s*\\prime\s*\}?|′")
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|ne|neq)(?![a-z])")
@@ -58,6 +61,9 @@ def quick(answer: str, right: str) -> bool | None:
     answer, right = canonical(answer), canonical(right)
     if _squeezed(answer) == _squeezed(right):
         return bool(_GROUPED.fullmatch(answer)) == bool(_GROUPED.fullmatch(right))  # `1, 234` is not 1234
+    words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in (answer, right)]
+    if words[0] == words[1] and _WORDS.fullmatch(words[0]):
+        return True
     left, expected = _exact(answer), _exact(right)
     if left is not None and expected is not None:
         return left == expected
@@ -133,4 +139,4 @@ def _squeezed(text: str) -> str:
     text = re.sub(rf"(?<=\d){_SPACE}(?=\d)", "\0", text)  # `4 2` is not 42
     text = re.sub(_SPACE, "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    return re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
+    return _TEXT.sub(r"\1", text)
