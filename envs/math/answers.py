@@ -24,13 +24,13 @@ _BASE = re.compile(r"(?=[^_]*\d)[\dA-F.,\s]*[\dA-F]\s*_\s*\{?\s*(?:\\text\{)?(\d
 _NO_SPACE = re.compile(r"(?<!\\)\\!\s*")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
-_NAMED = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
+_NAMED = re.compile(r"\A\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
 _PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 #: Words, not products of variables.
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 _QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
-_PRIME = re.compile(r"\s*\^\s*\{?\s*\\prime\s*\}?|′")
+_PRIME = re.compile(r"\^\s*\{?\s*\\prime\s*\}?|′")
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|ne|neq)(?![a-z])")
 _AND, _OR = (
     re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])")

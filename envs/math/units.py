@@ -58,14 +58,14 @@ _NUMBER = re.compile(
     r"(?:[-+\d.,:\s{}()/*^]|\\(?:[dt]?frac|sqrt|pi|cdot|times)(?![A-Za-z])|\\[,;:! ]|(?<=\d)[eE](?=[-+\d]))*"
     r"(?:(?<=[\d})])|(?<=\\pi))"
 )
-_CURRENCY = re.compile(r"\s*([-+]?)\s*(?:\\text\{\s*\\?\$\s*\}|\\?([$£€]))\s*(?=[\d.])")
+_CURRENCY = re.compile(r"\s*(?:([-+])\s*)?(?:\\text\{\s*\\?\$\s*\}|\\?([$£€]))\s*(?=[\d.])")
 _TOKEN = re.compile(
     r"\s*(?:(?P<by>/|per\b)|\\cdot|[*·]|(?P<name>[^\W\d_²³]+(?:\.m)?|[$£€¢°])\.?\s*"
     r"(?:\^\s*\{?(?P<power>-?\d)\}?|(?P<raised>[²³]))?)\s*"
 )
 _RAISED = {None: 1, "²": 2, "³": 3}
 _TEXT = re.compile(r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_WHOLE = re.compile(r"\s*\\(?:text|mbox|mathrm)\s*\{([^{}\\]*\d[^{}\\]*)\}\s*")
+_WHOLE = re.compile(r"\s*\\(?:text|mbox|mathrm)\s*\{(?=[^{}]*\d)([^{}\\]*)\}\s*")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
 _ORDINAL = re.compile(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -85,7 +85,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
     if money := _CURRENCY.match(text):
         number = text[money.end() :].strip()
         known = _NUMBER.fullmatch(number)
-        return (money[1] + number, f"{_NAMES[money[2] or '$']}^1") if known else (text, None)
+        return ((money[1] or "") + number, f"{_NAMES[money[2] or '$']}^1") if known else (text, None)
     match = _NUMBER.match(text)
     number = match[0] if match else ""
     tail = text[len(number) :]

@@ -40,8 +40,6 @@ _EMPHASIS = re.compile(
     r"(?<![\w)\]}*`\\])(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.{1,500}?)(?<=\S)(?:\1(?![\w({\[*`])|(?<=[:：])(?:\1|\s+\1(?=\s)))",
     re.DOTALL,
 )
-#: Emphasis of a whole text. Some models write a space inside the marks, which is no emphasis in Markdown.
-_EMPHASISED = re.compile(r"(\*{2,3}|_{2,3})\s*((?:(?!\1).)+?)\s*\1(?:\s*\.)?", re.DOTALL)
 _INSIDE = r"(?:[^$\\]|\\[^()\[\]])"
 _FORMULA = re.compile(rf"({_INSIDE}*)(?:\$\$?|\\[(\[])({_INSIDE}+)(?:\$\$?|\\[)\]])({_INSIDE}*)", re.DOTALL)
 #: Characters of a text that are searched, from its end.
@@ -211,8 +209,10 @@ def _repeats(text: str, boxed: str) -> bool:
 
 
 def _undecorated(text: str) -> str:
-    if whole := _EMPHASISED.fullmatch(text):
-        text = whole[2]
+    for marks in ("***", "**", "___", "__"):  # some models write a space inside the marks
+        inner = _without_stop(text).removeprefix(marks).removesuffix(marks)
+        if len(inner) == len(_without_stop(text)) - 2 * len(marks) and marks not in inner:
+            text = inner.strip()
     for _ in range(3):  # emphasis may be nested
         text, count = _EMPHASIS.subn(r"\2", text)
         if not count:
