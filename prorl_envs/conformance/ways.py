@@ -13,7 +13,7 @@ from typing import Any
 
 from prorl_envs.conformance import state
 from prorl_envs.conformance.box import TIMEOUT_S, Probe
-from prorl_envs.conformance.promise import KERNEL, ORDINARY, PYTHON, SESSION, PromiseBroken, expect, same
+from prorl_envs.conformance.promise import KERNEL, PYTHON, SESSION, PromiseBroken, expect, same
 from prorl_envs.conformance.subject import STATE_ENTRY
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
@@ -177,7 +177,6 @@ _BY_PYTHON = frozenset({2, 13, 25})
 _GIVEN = frozenset({"GIVEN_TO_IT"})
 _PROMPTS = frozenset({"PS1", "PS2"})
 _LIBRARIES = frozenset({"OPENBLAS_NUM_THREADS"})
-NO_PLACE = {"local": "has no directory of the working directory's name, where a kernel's sockets would be"}
 
 
 def _shell(process: str, state: Callable[[Probe], Awaitable[State]]) -> StartWay:
@@ -232,7 +231,6 @@ WAYS: Mapping[str, StartWay] = {
         descriptors={},
         others=frozenset({"null", "pipe", "socket", "file", "other"}),
         ignored=_BY_PYTHON,
-        needs=(PYTHON, KERNEL, ORDINARY),
-        exempt=NO_PLACE,
+        needs=(PYTHON, KERNEL),
     ),
 }

@@ -171,6 +171,10 @@ class SharedSandbox:
         raise SandboxError("a borrowed sandbox's files are the owner's to reach")
 
     @property
+    def socket_directory(self) -> NoReturn:
+        raise SandboxError("a borrowed sandbox's files are the owner's to reach")
+
+    @property
     def alive(self) -> bool:
         """True if the owner still has the sandbox."""
         if self._connection.fileno() < 0:

@@ -143,6 +143,14 @@ class Sandbox(Protocol):
         """
         ...
 
+    @property
+    def socket_directory(self) -> tuple[str, Path]:
+        """Directory for Unix sockets on which processes inside listen and to which the host connects, until
+        the sandbox is closed: its path inside, absolute or relative to `workdir`, and its path on the host.
+        Content is as hostile as that of `workspace`.
+        """
+        ...
+
     def path_inside(self, path: str, *, write: bool = False) -> str:
         """Return the path that processes inside use for a path of the spec, such as one below `workdir`.
 

@@ -22,7 +22,7 @@ from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
-from tests.sandbox.rootfs import write_rootfs
+from tests.conformance.images import write_image
 from tests.tools.deadlines import at_deadline
 
 T = 60.0
@@ -149,11 +149,16 @@ async def test_a_kernel_that_does_not_start_is_reported(
 
 
 @pytest.mark.anyio
-async def test_no_kernel_starts_in_an_emulated_root(shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
-    root = write_rootfs(tmp_path / "image")
-    sandbox = await shared_driver.start(SandboxSpec(image=root, emulate_root=True, uid=0))
-    with pytest.raises(EnvironmentFault, match="emulated root"):
-        await Toolbox.open(sandbox, python=PythonEngine.KERNEL)
+async def test_a_kernel_runs_in_an_emulated_root(shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
+    root = write_image(tmp_path / "image")
+    (root / "workspace").mkdir()  # a directory of the image, which has no path on the host
+    mounts, masks, env = python_runtime()
+    spec = SandboxSpec(image=root, emulate_root=True, uid=0, mounts=mounts, masks=masks, env=env)
+    sandbox = await shared_driver.start(spec)
+    toolbox = await Toolbox.open(sandbox, python=PythonEngine.KERNEL, interpreter=sys.executable)
+    assert (await toolbox.python("import os; os.getcwd()", timeout_s=T)).text == "'/workspace'\n"
+    assert "kernel" not in (await toolbox.bash("ls -A / .", timeout_s=T)).text
+    await toolbox.aclose()
     await sandbox.close()
 
 

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from prorl_envs.conformance.promise import KERNEL, ORDINARY, PYTHON, SESSION, Promises, expect, same
-from prorl_envs.conformance.ways import NO_PLACE
+from prorl_envs.conformance.promise import KERNEL, PYTHON, SESSION, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.tools.client.python import PythonEngine
 
@@ -21,9 +20,8 @@ def session(number: str, text: str) -> Callable[[Trial], Trial]:
 
     def add(trial: Trial) -> Trial:
         kernels = f"In a Jupyter kernel: {text[0].lower()}{text[1:]}"
-        needs = (PYTHON, KERNEL, ORDINARY)
         promises.add(f"PY-{number}", text, needs=(SESSION,))(lambda world: trial(world, PythonEngine.FORKED))
-        kernel_promises.add(f"JUP-{number}", kernels, needs=needs, exempt=NO_PLACE)(
+        kernel_promises.add(f"JUP-{number}", kernels, needs=(PYTHON, KERNEL))(
             lambda world: trial(world, PythonEngine.KERNEL)
         )
         return trial

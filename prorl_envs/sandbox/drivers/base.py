@@ -246,6 +246,11 @@ class NodeSandbox(ABC):
         return self._root / self._work
 
     @property
+    def socket_directory(self) -> tuple[str, Path]:
+        """See `Sandbox.socket_directory`. Relative, since the path of a socket has at most 107 bytes."""
+        return "", self.workspace
+
+    @property
     def alive(self) -> bool:
         return self._closing is None
 

@@ -171,6 +171,15 @@ class BubblewrapSandbox(IsolatedSandbox):
         self._layer: Path | None = None
         self._not_taken: Exception | None = None
 
+    @property
+    def socket_directory(self) -> tuple[str, Path]:
+        """See `Sandbox.socket_directory`.
+
+        A socket in an overlay cannot be reached through the upper directory, only through the overlay itself.
+        Its root directory cannot be replaced by a link.
+        """
+        return ("/", Path(f"/proc/{self.pid}/root")) if self._spec.emulate_root else super().socket_directory
+
     async def _launch(self) -> None:
         try:
             self._prepare_files()

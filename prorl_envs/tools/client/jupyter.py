@@ -1,14 +1,15 @@
 """Jupyter kernel in the sandbox, run by the image's own interpreter.
 
-The kernel listens on Unix sockets in a directory of the workspace, which is deleted once they are connected.
-The directory's content is untrusted: the host opens each socket through descriptors that follow no link, and
-connects to the opened file.
+The kernel listens on Unix sockets in a directory in the sandbox's `socket_directory`, which is deleted once
+they are connected. Its content is untrusted: the host opens each socket through descriptors that follow no
+link, and connects to the opened file.
 """
 
 import asyncio
 import contextlib
 import math
 import os
+import posixpath
 import secrets
 import shutil
 import stat
@@ -200,16 +201,12 @@ class _Kernel:
         """Start the process in the sandbox and connect.
 
         Raises:
-            EnvironmentFault: the sandbox lacks the interpreter or ipykernel, or has an emulated root.
+            EnvironmentFault: the sandbox lacks the interpreter or ipykernel.
             ToolError: the kernel does not start for another reason; the message includes its output.
         """
-        if link.sandbox.spec.emulate_root:
-            raise EnvironmentFault(
-                "no Jupyter kernel can be connected to a sandbox with an emulated root",
-                hint="sockets do not pass an overlay; use the Python tool, or no `emulate_root`",
-            )
+        parent_inside, parent = link.sandbox.socket_directory
         name = f".kernel-{secrets.token_hex(6)}"
-        inside = f"{link.sandbox.spec.workdir}/{name}"
+        inside = f"{parent_inside}{name}"
         key = secrets.token_hex(32)
         info = {
             "transport": "ipc",
@@ -219,14 +216,15 @@ class _Kernel:
             **_PORTS,
         }
         data = msgspec.json.encode({**info, "ip": f"{inside}/k"})
-        await link.ask(lambda id_: Write(id_, f"{inside}/info.json", data, 0o600), Done, timeout_s=30)
+        file = link.sandbox.path_inside(posixpath.join(link.sandbox.spec.workdir, inside, "info.json"))
+        await link.ask(lambda id_: Write(id_, file, data, 0o600), Done, timeout_s=30)
         argv = [interpreter, "-m", "ipykernel_launcher", "-f", f"{inside}/info.json", *_NO_HISTORY]
         process = asyncio.create_task(_run(link, argv, _LIFETIME_S))
         kernel = cls(process, info)
         try:
             listening = "for n in 1 2 3 4 5; do until [ -S $0/k-$n ]; do sleep 0.02; done; done"
             await kernel.while_alive(_run(link, ["sh", "-c", listening, inside], START_TIMEOUT_S))
-            await kernel._connect(link.sandbox.workspace, name)
+            await kernel._connect(parent, name)
         except BaseException as error:
             await kernel.aclose()
             if isinstance(error, OSError):
@@ -326,10 +324,10 @@ class _Kernel:
             (folder / f"k-{number}").symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
         return folder
 
-    async def _connect(self, workspace: Path, name: str) -> None:
+    async def _connect(self, parent: Path, name: str) -> None:
         try:
             for number in _PORTS.values():
-                self._sockets[number] = _open_socket(workspace, name, f"k-{number}")
+                self._sockets[number] = _open_socket(parent, name, f"k-{number}")
         except OSError as error:
             raise ToolError(f"the Jupyter kernel's sockets cannot be opened: {error}") from error
         folder = self._way_to_sockets()
@@ -403,17 +401,17 @@ async def _run(link: ToolServerHandle, argv: list[str], timeout_s: float) -> Run
     )
 
 
-def _open_socket(workspace: Path, folder: str, name: str) -> int:
-    """Open a socket's file, following no link below `workspace`. The caller closes the descriptor."""
-    root = os.open(workspace, os.O_PATH | os.O_DIRECTORY)
+def _open_socket(parent: Path, folder: str, name: str) -> int:
+    """Open a socket's file, following no link below `parent`. The caller closes the descriptor."""
+    root = os.open(parent, os.O_PATH | os.O_DIRECTORY)
     try:
-        parent = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+        directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
     finally:
         os.close(root)
     try:
-        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=parent)
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=directory)
     finally:
-        os.close(parent)
+        os.close(directory)
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(f"{name} is not a socket")
