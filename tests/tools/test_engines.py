@@ -393,12 +393,21 @@ async def test_a_cell_may_run_event_loops_and_keeps_tasks_for_later_cells(kept: 
     assert (await kept.python("await task", timeout_s=T)).text == "7\n"
 
 
-RESCHEDULED = """
-import asyncio, signal
-from prorl_envs.tools.server.interrupts import run_coroutine
+INTERRUPTED = """
+import asyncio, collections, signal, sys
+from prorl_envs.tools.server.interrupts import no_running_loop, run_coroutine
 
-async def cell():
-    loop = asyncio.get_running_loop()
+class Ready(collections.deque):
+    interrupts = True
+
+    def popleft(self):
+        handle = super().popleft()
+        if self.interrupts:
+            self.interrupts = False
+            signal.raise_signal(signal.SIGINT)
+        return handle
+
+def interrupt_call_soon(loop):
     ordinary = loop.call_soon
 
     def call_soon(*args, **options):
@@ -407,19 +416,37 @@ async def cell():
         return ordinary(*args, **options)
 
     loop.call_soon = call_soon
+
+async def cell():
+    loop = asyncio.get_running_loop()
+    if sys.argv[1] == "schedules":
+        interrupt_call_soon(loop)
+    else:
+        loop._ready = Ready(loop._ready)
     while True:
         await asyncio.sleep(0)
 
-try:
-    run_coroutine(cell())
-except asyncio.CancelledError:
-    print("ended")
+def run():
+    try:
+        run_coroutine(cell())
+    except asyncio.CancelledError:
+        print("ended")
+
+async def kernel():
+    with no_running_loop():
+        run()
+
+asyncio.new_event_loop().run_until_complete(kernel()) if sys.argv[2] == "kernel" else run()
 """
 
 
-async def test_an_interrupt_while_the_loop_schedules_a_task_does_not_lose_the_task() -> None:
+@pytest.mark.parametrize("engine", [PythonEngine.FORKED, PythonEngine.KERNEL])
+@pytest.mark.parametrize("work", ["schedules", "takes"])
+async def test_an_interrupt_while_the_loop_schedules_or_takes_a_task_does_not_lose_the_task(
+    work: str, engine: PythonEngine
+) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RESCHEDULED, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", INTERRUPTED, work, engine, stdout=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(T):

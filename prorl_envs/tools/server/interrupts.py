@@ -36,12 +36,15 @@ class _Interrupt(object):  # noqa: UP004 - as old interpreters have it
 
 
 def _of_coroutine(frame: "Any") -> bool:
-    """Return True if a frame belongs to a coroutine that an event loop runs, and not to the loop itself.
+    """Return True if a frame belongs to a coroutine that the cell's event loop runs, not to the loop itself.
 
-    While a task is its loop's current one, the loop's `call_soon` runs as well, to wake the task up again.
+    While a task is its loop's current one, the loop's `call_soon` runs as well, to wake the task up again. A
+    kernel's own loop runs `run_coroutine`, in a coroutine.
     """
     outermost = None
     while frame is not None and frame.f_code is not _HANDLE_RUN:
+        if frame.f_code is run_coroutine.__code__:
+            return False
         outermost, frame = frame, frame.f_back
     return frame is not None and outermost is not None and bool(outermost.f_code.co_flags & _COROUTINE)
 
