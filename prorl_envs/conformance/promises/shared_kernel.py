@@ -20,10 +20,6 @@ _MEGABYTE = 1 << 20
 _MEMORY_BYTES = 256 * _MEGABYTE
 #: From this Linux version on, the settings of an ipc namespace belong to the user who created it.
 _IPC_SETTINGS_VERSION = (6, 10)
-_NOT_INSTANCE = {
-    **NOT_LOCAL,
-    "apptainer-instance": "has the host's user namespace, and Apptainer mounts its /dev",
-}
 
 _DEVICES = """
 import stat
@@ -35,6 +31,12 @@ def unchanged(what, call, *arguments):
         return
     print(what, arguments)
 """
+
+
+def check_instance(world: PromiseContext) -> None:
+    """Raise NotApplicable if an instance of Apptainer cannot limit the resources of its namespaces."""
+    if world.subject.driver == "apptainer-instance" and (os.geteuid() != 0 or "user" in world.shared):
+        raise NotApplicable("only root's Apptainer has a user namespace and capabilities in it")
 
 
 @asynccontextmanager
@@ -76,9 +78,10 @@ for path in devices:
         ORDINARY,
         PYTHON,
     ),
-    exempt=_NOT_INSTANCE,
+    exempt=NOT_LOCAL,
 )
 async def devices(world: PromiseContext) -> None:
+    check_instance(world)
     await world.python_box.nothing_in_python(f"""{_DEVICES}
 for path in devices:
     unchanged("utime", os.utime, path)
@@ -92,9 +95,10 @@ with open("/dev/null", "wb") as null, open("/dev/zero", "rb") as zero:
     "KERN-003",
     "A sandbox that takes every pseudo-terminal it can leaves others theirs.",
     needs=(PYTHON, "bash"),
-    exempt=_NOT_INSTANCE,
+    exempt=NOT_LOCAL,
 )
 async def terminals(world: PromiseContext) -> None:
+    check_instance(world)
     code = """
 terminals = []
 try:
@@ -186,9 +190,10 @@ _INOTIFY = "count = 0\nwhile count < 4096 and c.inotify_init1(0) >= 0:\n    coun
     "KERN-008",
     "A sandbox that takes every inotify instance it can leaves others theirs.",
     needs=(PYTHON,),
-    exempt=_NOT_INSTANCE,
+    exempt=NOT_LOCAL,
 )
 async def inotify(world: PromiseContext) -> None:
+    check_instance(world)
     libc = ctypes.CDLL(None, use_errno=True)
     async with holding(world, _INOTIFY) as count:
         expect(count > 0, "it has none")
@@ -203,9 +208,10 @@ async def inotify(world: PromiseContext) -> None:
     "KERN-009",
     "Memory, semaphores and queues of System V, which outlive every process, end at bounds of the sandbox.",
     needs=(PYTHON,),
-    exempt=_NOT_INSTANCE,
+    exempt=NOT_LOCAL,
 )
 async def system_v(world: PromiseContext) -> None:
+    check_instance(world)
     if os.geteuid() != 0 and _kernel_version() < _IPC_SETTINGS_VERSION:
         raise NotApplicable("before Linux 6.10 only root can set the bounds of System V")
     async with world.fresh(python=True, limits=SandboxLimits(memory_bytes=_MEMORY_BYTES)) as box:
@@ -234,9 +240,10 @@ while count < 300 and library.mq_open(b"/%d" % count, os.O_CREAT | os.O_RDWR, 0o
     "KERN-010",
     "A sandbox that takes every POSIX message queue it can leaves others theirs.",
     needs=(PYTHON,),
-    exempt=_NOT_INSTANCE,
+    exempt=NOT_LOCAL,
 )
 async def message_queues(world: PromiseContext) -> None:
+    check_instance(world)
     async with holding(world, _MQ) as first, holding(world, _MQ) as second:
         expect(0 < first < 8 and second == first, f"it took {first}, and another sandbox then {second}")
 
