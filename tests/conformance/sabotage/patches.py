@@ -744,6 +744,20 @@ REST = (
 #: Options of bubblewrap. Without one of these namespaces no tool server can join the sandbox.
 BUBBLEWRAP = (
     Patch(
+        "bubblewrap's user namespace",
+        "sandbox/filesystem/mount_plan.py",
+        'for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):',
+        'for namespace in ("pid", "net", "ipc", "uts", "cgroup"):',
+        no_sandbox=True,
+    ),
+    Patch(
+        "bubblewrap's pid namespace",
+        "sandbox/filesystem/mount_plan.py",
+        'for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):',
+        'for namespace in ("user", "net", "ipc", "uts", "cgroup"):',
+        no_sandbox=True,
+    ),
+    Patch(
         "bubblewrap's network namespace",
         "sandbox/filesystem/mount_plan.py",
         'for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):',
@@ -777,6 +791,35 @@ BUBBLEWRAP = (
         '    yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SYS_PACCT")\n',
         "",
         ("PROC-007", "PROC-008"),
+    ),
+    Patch(
+        "other capabilities of bubblewrap's first process",
+        "sandbox/filesystem/mount_plan.py",
+        '"--cap-add", "CAP_SYS_PACCT"',
+        '"--cap-add", "ALL"',
+        ("PROC-018",),
+    ),
+    Patch(
+        "orphans reaped by bubblewrap's first process",
+        "sandbox/filesystem/mount_plan.py",
+        "trap 'died=1' CHLD; ",
+        "",
+        ("PROC-012",),
+    ),
+    Patch(
+        "bubblewrap's limit of user namespaces inside",
+        "sandbox/filesystem/mount_plan.py",
+        '    yield "--disable-userns"\n',
+        "",
+        no_effect=_ALL_SETS + "the filter refuses CLONE_NEWUSER, and clone3 does not exist",
+        checked_by=("PRIV-007",),
+    ),
+    Patch(
+        "bubblewrap's /dev read-only",
+        "sandbox/filesystem/mount_plan.py",
+        '"--tmpfs", "/dev/shm", "--remount-ro", "/dev")',
+        '"--tmpfs", "/dev/shm")',
+        ("FS-025",),
     ),
     Patch(
         "bubblewrap's environment",
