@@ -170,6 +170,8 @@ class PromiseContext:
 
         try:
             await eventually(come)
+            if seen < count and running.done():
+                running.result()  # raises the error of the start
             expect(seen >= count, f"the host sees {seen} of {count} processes")
             yield mark
         finally:

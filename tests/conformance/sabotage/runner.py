@@ -6,6 +6,7 @@
 import compileall
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ PACKAGE = Path(prorl_envs.__file__).parent
 #: Number of patches that run at once.
 AT_A_TIME = 2
 _TIMEOUT_S = 240
+#: Errors of a start without a namespace; any other error would hide that a sandbox starts.
+_NO_SANDBOX = re.compile(r"could not join the sandbox|did not start|gave the sandbox no namespace")
 _MAIN = "from prorl_envs.cli.main import app; app()"
 
 
@@ -100,7 +103,8 @@ class Verdict:
     def problem(self, patch: Patch) -> str:
         """Return how the outcome differs from the patch's claim; "" if it does not."""
         if patch.no_sandbox:
-            return "" if self.error else f"a sandbox started: {self.outcomes}"
+            found = self.error or f"a sandbox started: {self.outcomes}"
+            return "" if _NO_SANDBOX.search(self.error) else found
         if self.error:
             return f"the suite came to no outcomes: {self.error}"
         wanted = "broken" if patch.has_effect else "kept"
