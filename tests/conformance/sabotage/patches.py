@@ -24,7 +24,7 @@ MOUNTS = (
         "*_kernel_masks(), ",
         "",
         ("PRIV-022",),
-        user="root",
+        only_root=True,
     ),
     Patch(
         "/proc read-only",
@@ -309,7 +309,7 @@ SHARED_KERNEL = (
         '*_IPC_SETTINGS, ("kernel/shmall", str(pages)))',
         "*_IPC_SETTINGS)",
         ("KERN-009",),
-        user="root",
+        only_root=True,
     ),
     Patch(
         "semaphores of System V",
@@ -317,7 +317,7 @@ SHARED_KERNEL = (
         '    ("kernel/sem", "250 32000 100 128"),\n',
         "",
         ("KERN-009",),
-        user="root",
+        only_root=True,
     ),
     Patch(
         "memory of message queues",
@@ -340,7 +340,7 @@ SHARED_KERNEL = (
         "",
         ("KERN-001",),
         driver="apptainer-instance",
-        user="root",
+        only_root=True,
     ),
 )
 
@@ -870,7 +870,7 @@ INSTANCE = (
         "        pass\n",
         ("WAY-001", "PRIV-001"),
         driver="apptainer-instance",
-        user="root",
+        only_root=True,
     ),
     Patch(
         "an instance's first process takes no interrupt",
@@ -887,7 +887,7 @@ INSTANCE = (
         'for place in ("/dev",):',
         ("FS-027",),
         driver="apptainer-instance",
-        user="root",
+        only_root=True,
     ),
     Patch(
         "an instance's pid namespace",
@@ -936,7 +936,7 @@ INSTANCE = (
         "for name in ():",
         ("PRIV-022",),
         driver="apptainer-instance",
-        user="root",
+        only_root=True,
     ),
     Patch(
         "an /etc of an instance's own",

@@ -44,7 +44,7 @@ class Patch:
         driver: the driver that has this protection.
         image: whether it protects sandboxes with an image.
         emulate_root: whether it protects sandboxes with an emulated root.
-        user: "root" or "ordinary", if the promises break only for such a user.
+        only_root: whether the promises break only for root.
         refused_by: a setting below /proc/sys, and its values with which the kernel refuses the same.
     """
 
@@ -59,7 +59,7 @@ class Patch:
     driver: str = "bubblewrap"
     image: bool = False
     emulate_root: bool = False
-    user: str = ""
+    only_root: bool = False
     refused_by: tuple[str, ...] = ()
 
     def applied(self, text: str) -> str:
@@ -84,7 +84,7 @@ class Patch:
     @property
     def applies_here(self) -> bool:
         """Return whether promises break for this user."""
-        return self.user in ("", "root" if os.geteuid() == 0 else "ordinary")
+        return not self.only_root or os.geteuid() == 0
 
 
 @dataclass(frozen=True, slots=True)
