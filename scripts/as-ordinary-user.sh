@@ -33,7 +33,7 @@ as_user() {
 python=${SETUP_PYTHON:-}
 if [ -z "$python" ] && ! as_user sh -c 'python3.12 -c "" || python3.13 -c ""' 2>/dev/null; then
     # A copy of root's interpreter, with its library, which it finds relative to itself.
-    for prefix in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*; do
+    for prefix in "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[2-9]*; do
         [ -x "$prefix/bin/python3" ] || continue
         cp -a "$prefix" "$home/python"
         if [ -e "$home/python/lib/libpython3.so" ]; then

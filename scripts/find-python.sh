@@ -10,7 +10,7 @@ version=$1
 fits() { "$1" -c "import sys, ssl, sqlite3; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; }
 
 for path in "$(command -v "python$version")" "${VENV:-.venv}/bin/python" \
-    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version"*/bin/python3 "/opt/python$version"*/bin/python3 \
+    "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$version"*/bin/python3 "/opt/python$version"*/bin/python3 \
     "$(scripts/uv.sh python find --no-project "$version" 2>/dev/null)"; do
     if [ -x "$path" ] && fits "$path"; then printf '%s\n' "$path"; exit; fi
 done

@@ -46,7 +46,7 @@ find_python() {
         path=$(command -v "$name") || continue
         if suitable "$path"; then printf '%s' "$path"; return; fi
     done
-    for path in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3 /opt/python*/bin/python3; do
+    for path in "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[2-9]*/bin/python3 /opt/python*/bin/python3; do
         if [ -x "$path" ] && suitable "$path"; then printf '%s' "$path"; return; fi
     done
     if path=$(scripts/uv.sh python find --no-project '>=3.12' 2>/dev/null); then printf '%s' "$path"; return; fi

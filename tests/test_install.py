@@ -136,6 +136,22 @@ async def test_the_whole_setup_works_behind_such_a_proxy(proxy: InterceptingProx
     assert {"pypi.org", "files.pythonhosted.org"} <= set(proxy.intercepted)
 
 
+def test_a_user_without_home_gets_the_error_about_python(tmp_path: Path) -> None:
+    """No interpreter is suitable, uv fetches none, and HOME is unset, as for many users in containers."""
+    checkout, programs = copy_checkout(tmp_path / "checkout"), tmp_path / "bin"
+    programs.mkdir()
+    stubs = [programs / f"python{version}" for version in ("3.12", "3.13", "3.14", "3", "")]
+    for stub in (*stubs, programs / "uv", checkout / "scripts/unpack-python.sh"):
+        stub.write_text("#!/bin/sh\nexit 1\n")
+        stub.chmod(0o755)
+    done = subprocess.run(
+        [checkout / "scripts/setup.sh", "test"],
+        env={"PATH": f"{programs}:/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "HOME" not in done.stderr and "hint: " in done.stderr
+
+
 def test_uv_shows_progress_only_on_a_terminal(tmp_path: Path) -> None:
     command = [
         str(ROOT / "scripts" / "uv.sh"),
