@@ -218,13 +218,22 @@ def test_bubblewrap_is_preferred(run_dir: Path) -> None:
     assert choose_driver("auto", bwrap=find_bwrap()) == "bubblewrap"
 
 
-def test_if_no_driver_works_the_first_reason_is_given(tmp_path: Path, run_dir: Path) -> None:
+def test_if_no_driver_works_the_first_reason_is_given(
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LMOD_CMD", "MODULESHOME"):
+        monkeypatch.delenv(name, raising=False)
     broken = program(tmp_path / "bwrap", "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1")
     refuses = program(tmp_path / "apptainer", "echo 'FATAL: not allowed by configuration' >&2; exit 255")
     with pytest.raises(SandboxError, match=r"cannot start sandboxes: .*uid map") as caught:
         choose_driver("auto", bwrap=broken, apptainer=refuses)
     assert "namespaces" in caught.value.hint or "seccomp" in caught.value.hint
-    assert "module load apptainer" in caught.value.hint and "local" not in caught.value.hint
+    assert "apptainer" not in caught.value.hint and "local" not in caught.value.hint
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setenv("LMOD_CMD", "/opt/lmod/libexec/lmod")
+    with pytest.raises(SandboxError, match="uid map") as caught:
+        choose_driver("auto", bwrap=broken, apptainer=refuses)
+    assert caught.value.hint == "`module load apptainer`"
 
 
 def test_a_driver_that_does_not_exist_is_refused() -> None:

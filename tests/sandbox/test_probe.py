@@ -38,10 +38,7 @@ def chosen_bwrap(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("said", "hint"),
     [
-        (
-            "bwrap: No permissions to create new namespace, likely because ...",
-            "user namespaces|seccomp=unconfined",
-        ),
+        ("bwrap: No permissions to create new namespace", "user namespaces|seccomp=unconfined"),
         ("bwrap: setting up uid map: Permission denied", "user namespaces|seccomp=unconfined"),
         (
             "bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted",
@@ -145,11 +142,15 @@ def test_a_machine_without_a_driver_gets_one_cause_and_one_remedy() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PRORL_")},
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("PRORL_") and name not in ("LMOD_CMD", "MODULESHOME")
+        },
     )
     cause, hint, retryable = done.stdout.splitlines()
     assert cause.endswith("user namespaces are disabled (user.max_user_namespaces=0)"), done.stderr
-    assert "`sysctl user.max_user_namespaces=65536`" in hint and "apptainer" in hint and len(hint) < 200
+    assert hint.endswith("`sysctl user.max_user_namespaces=65536`") and len(hint) < 100
     assert retryable == "False"
 
 

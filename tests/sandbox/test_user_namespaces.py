@@ -14,9 +14,17 @@ ROOT_MOUNT = "22 1 254:0 / / rw - ext4 /dev/vda rw\n"
 
 
 def machine(
-    folder: Path, *, settings: Mapping[str, str], mounts: str = ROOT_MOUNT, capabilities: str = "0"
+    folder: Path,
+    *,
+    settings: Mapping[str, str],
+    mounts: str = ROOT_MOUNT,
+    first: str = "",
+    capabilities: str = "0",
 ) -> Path:
-    """Make a directory like /proc."""
+    """Make a directory like /proc. `first` holds the mounts of the first process."""
+    if first:
+        (folder / "1").mkdir(parents=True)
+        (folder / "1/mountinfo").write_text(first)
     for name, value in settings.items():
         path = folder / "sys" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,11 +75,10 @@ def test_a_container_is_told_how_to_be_started(tmp_path: Path) -> None:
     assert inside.cause.endswith(
         "container may not create sandboxes: new namespaces: Operation not permitted"
     )
-    assert "seccomp=unconfined" in inside.remedy and "procMount" in inside.remedy
+    assert "procMount" in inside.remedy and "--security-opt" not in inside.remedy
     (tmp_path / ".dockerenv").touch()
-    assert (
-        refusal_of("mount: permission denied", proc=proc, root=tmp_path, environ={}).remedy == inside.remedy
-    )
+    docker = refusal_of("mount: permission denied", proc=proc, root=tmp_path, environ={})
+    assert "seccomp=unconfined" in docker.remedy and "procMount" not in docker.remedy
     assert "container" not in refusal_of("not implemented", proc=proc, root=tmp_path, environ={}).cause
     (proc / "sys/user").mkdir()
     (proc / "sys/user/max_user_namespaces").write_text("0\n")
@@ -91,6 +98,34 @@ def test_a_limit_is_not_called_a_full_device(tmp_path: Path) -> None:
     found = refusal_of("new namespaces: No space left on device", proc=tmp_path, root=tmp_path, environ={})
     assert "device" not in found.cause and "limit of namespaces" in found.cause
     assert "max_user_namespaces" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("first", "chroot"),
+    [
+        (ROOT_MOUNT, False),
+        (
+            "21 1 254:0 / / rw - ext4 /dev/vda rw\n22 21 254:0 /debian /srv/debian rw - ext4 /dev/vda rw\n",
+            True,
+        ),
+        ("41 1 254:0 / / rw - ext4 /dev/vda rw\n", False),  # another mount namespace
+    ],
+)
+def test_a_chroot_at_a_mount_point_is_found(tmp_path: Path, first: str, chroot: bool) -> None:
+    proc = machine(tmp_path / "proc", settings={}, first=first)
+    found = refusal_of("new namespaces: Operation not permitted", proc=proc, root=tmp_path, environ={})
+    assert ("chroot" in found.cause) == chroot
+
+
+def test_a_guess_of_bubblewrap_is_no_cause(tmp_path: Path) -> None:
+    said = (
+        "No permissions to creating new namespace, likely because the kernel does not allow non-privileged "
+        "user namespaces. On e.g. debian this can be enabled with 'sysctl kernel.unprivileged_userns_clone=1'"
+    )
+    for environ in ({}, {"container": "podman"}):
+        proc = machine(tmp_path / str(len(environ)), settings={})
+        found = refusal_of(said, proc=proc, root=tmp_path, environ=environ)
+        assert found.cause.endswith("the kernel refuses new namespaces") and "sysctl" not in found.remedy
 
 
 @pytest.mark.parametrize("limit", [0, 1000])

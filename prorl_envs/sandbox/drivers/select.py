@@ -1,6 +1,7 @@
 """Selection of the driver that starts the sandboxes of this machine."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,14 @@ def choose_driver(
         return "apptainer-instance"
     raise UnsupportedMachine(
         f"this machine cannot start sandboxes: {bubblewrap.found}",
-        hint=f"{bubblewrap.remedy}; or install Apptainer with its setuid program (on a cluster: `module load "
-        "apptainer`)",
+        hint="`module load apptainer`" if _has_modules() else bubblewrap.remedy,
     )
+
+
+def _has_modules() -> bool:
+    """Return whether this is a cluster whose users load programs as modules, with Apptainer not loaded."""
+    installed = shutil.which("apptainer") or shutil.which("singularity")
+    return not installed and any(name in os.environ for name in ("LMOD_CMD", "MODULESHOME"))
 
 
 def make_driver(

@@ -19,16 +19,19 @@ _CAP_SYS_ADMIN = 21
 #: Words of messages about a limit of namespaces, which are those of ENOSPC.
 _LIMIT_WORDS = ("No space left on device", "ENOSPC", "number exceeded", "namespaces exceeded")
 _CONTAINER_FILES = (".dockerenv", "run/.containerenv")
+_KUBERNETES = "KUBERNETES_SERVICE_HOST"
 _CONTAINER_VARIABLES = (
-    "KUBERNETES_SERVICE_HOST",
+    _KUBERNETES,
     "container",
     "APPTAINER_CONTAINER",
     "SINGULARITY_CONTAINER",
 )
+_POD_REMEDY = "start the pod with an unconfined seccomp profile and `procMount: Unmasked`"
 _CONTAINER_REMEDY = (
-    "start the container with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined` "
-    "(Docker, Podman), or in Kubernetes with an unconfined seccomp profile and `procMount: Unmasked`"
+    "start the container with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
 )
+#: Start of bubblewrap's message about a refused namespace, and the guess that follows it.
+_REFUSED, _GUESS = "No permissions to creat", "namespace, likely because "
 
 
 class NamespaceRefusal(NamedTuple):
@@ -74,7 +77,8 @@ def refusal_of(
             "run it outside, or enter the directory as a container (`bwrap`, `systemd-nspawn`) instead",
         )
     if in_container and any(word in said.lower() for word in ("permi", "denied")):
-        return NamespaceRefusal(f"this container may not create sandboxes: {_plain(said)}", _CONTAINER_REMEDY)
+        remedy = _POD_REMEDY if _KUBERNETES in environ else _CONTAINER_REMEDY
+        return NamespaceRefusal(f"this container may not create sandboxes: {_plain(said)}", remedy)
     if _setting("kernel/apparmor_restrict_unprivileged_userns", proc) == "1" and not privileged:
         return NamespaceRefusal(
             "AppArmor restricts user namespaces (kernel.apparmor_restrict_unprivileged_userns=1)",
@@ -89,7 +93,9 @@ def refusal_of(
 
 
 def _plain(said: str) -> str:
-    """Replace the error text of ENOSPC, which means a limit here."""
+    """Replace the error text of ENOSPC, which means a limit here, and bubblewrap's guess at a cause."""
+    if _REFUSED in said and _GUESS in said:
+        return "the kernel refuses new namespaces"
     return said.replace("No space left on device", "the kernel's limit of namespaces is reached (user.max_*)")
 
 
@@ -110,14 +116,21 @@ def _has_capability(number: int, proc: Path) -> bool:
 
 
 def _in_chroot(proc: Path) -> bool:
-    """Return whether the root directory is no mount point: then this process called chroot."""
+    """Return whether this process called chroot: then its root directory is no mount point, or a mount that
+    the first process sees below its own root directory."""
+    own, first = (_mount_points(proc / name / "mountinfo") for name in ("self", "1"))
+    roots = [number for number, place in own.items() if place == "/"]
+    return bool(own) and all(first.get(number, "/") != "/" for number in roots)
+
+
+def _mount_points(mountinfo: Path) -> dict[str, str]:
+    """Return the mount points of a process by the number of the mount; none if they cannot be read."""
     try:
-        lines = (
-            (proc / "self/mountinfo").read_bytes().split(b"\n")
-        )  # cut nowhere else: paths hold other line ends
+        lines = mountinfo.read_bytes().split(b"\n")  # cut nowhere else: paths hold other line ends
     except OSError:
-        return False
-    return all(line.split(b" ")[4] != b"/" for line in lines if line)
+        return {}
+    fields = (os.fsdecode(line).split(" ") for line in lines if line)
+    return {number: place for number, _, _, _, place, *_ in fields}
 
 
 def _try() -> str:
