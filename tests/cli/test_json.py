@@ -53,6 +53,7 @@ ELSEWHERE = {"check-llm", "doctor"}
 #: Commands that start sandboxes.
 SLOW = {"conformance", "prepare", "replay", "validate"}
 ON_A_SERVICE = {
+    "acknowledge g": 0,
     "cancel g/1": 0,
     "drain": 0,
     "jobs": 0,

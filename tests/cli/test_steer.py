@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from rich.console import Console
@@ -104,6 +105,26 @@ def test_jobs_are_listed_cancelled_and_repeated(steered: Steered, steer: Steer) 
     assert steered.do(steered.service.group("step1/g")).complete
     wrong = steer("jobs", "--state", "done")
     assert wrong.code == 2 and "queued, init, run or eval" in wrong.err
+
+
+def test_results_are_acknowledged(steered: Steered, steer: Steer) -> None:
+    def unread() -> list[str]:
+        lines = httpx.get(f"{steered.url}/metrics", headers=headers).text.splitlines()
+        return [line for line in lines if line.startswith("prorl_unread_results ")]
+
+    headers = {"Authorization": f"Bearer {steer('token').out.strip()}"}
+    for name in ("a", "b", "c"):
+        steered.submit(name, 2)
+        assert steer("cancel", name).code == 0
+    assert unread() == ["prorl_unread_results 6.0"]
+    for wrong in ((), ("a", "--all")):
+        done = steer("acknowledge", *wrong)
+        assert done.code == 2 and "which results?" in done.err and "--all" in done.err
+    assert "done, failed or cancelled" in steer("acknowledge", "--state", "run").err
+    steps = ((("a",), 4), (("--state", "done"), 4), (("b", "--state", "cancelled"), 2), (("--all",), 0))
+    for arguments, left in steps:
+        assert steer("acknowledge", *arguments).code == 0
+        assert unread() == [f"prorl_unread_results {left}.0"]
 
 
 def test_a_service_is_paused_drained_and_bounded(steered: Steered, steer: Steer) -> None:

@@ -38,7 +38,20 @@ nodes = typer.Typer(help="List, drain and resume the nodes of a service.", no_ar
 
 def add_commands(cli: typer.Typer) -> None:
     """Add all commands of this module."""
-    for command in (top, status, dashboard, token, jobs, cancel, retry, pause, resume, drain, limits):
+    for command in (
+        top,
+        status,
+        dashboard,
+        token,
+        jobs,
+        cancel,
+        retry,
+        acknowledge,
+        pause,
+        resume,
+        drain,
+        limits,
+    ):
         cli.command(rich_help_panel="A running service")(command)
     cli.add_typer(servers, name="servers", rich_help_panel="A running service")
     cli.add_typer(nodes, name="nodes", rich_help_panel="A running service")
@@ -236,6 +249,35 @@ def retry(ids: JobIds, service: ServiceOption = None, as_json: JsonOption = Fals
 
     found = _on(service, work)
     _say(found, as_json, lambda: out.print("\n".join(group.id for group in found), soft_wrap=True))
+
+
+def acknowledge(
+    groups: Annotated[list[str] | None, typer.Argument(metavar="[GROUP]...", help="Ids of groups.")] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help="Only done, failed or cancelled. May be repeated.")
+    ] = None,
+    environment: Annotated[
+        list[str] | None, typer.Option(help="Only results of this environment. May be repeated.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All results that are stored now.")] = False,
+    service: ServiceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Mark results as read, so that a durable store may delete them; several filters all apply."""
+    from prorl_envs.rollout.api.types import JobState, Selection
+    from prorl_envs.rollout.api.views import Health
+
+    if unknown := set(state or ()) - {"done", "failed", "cancelled"}:
+        raise InputError(f"no final state {min(unknown)!r}", hint="done, failed or cancelled")
+    only = Selection(
+        groups=frozenset(groups or ()),
+        environments=frozenset(environment or ()),
+        states=frozenset(map(JobState, state or ())),
+    )
+    if (only == Selection()) != everything:
+        raise InputError("which results?", hint="name groups, --state or --environment; or only --all")
+    _on(service, lambda client: client.acknowledge(only=only))
+    _say(Health(status="ok"), as_json, lambda: err.print("acknowledged: the store may delete these results"))
 
 
 def pause(
