@@ -262,6 +262,23 @@ def test_a_machine_without_sandboxes_is_an_error(monkeypatch: pytest.MonkeyPatch
     env.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("PRORL_RUN_DIR", "/proc/none"), ("PRORL_BWRAP", "refuses"), ("PRORL_DRIVER", "none")]
+)
+def test_a_machine_whose_driver_cannot_start_a_sandbox_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str
+) -> None:
+    refuses = tmp_path / "refuses"
+    refuses.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2; exit 1\n")
+    refuses.chmod(0o755)
+    monkeypatch.setenv("PRORL_DRIVER", "bubblewrap")  # by name, so it is not tried first
+    monkeypatch.setenv(name, str(refuses) if value == "refuses" else value)
+    env = TaskEnv("bash")
+    with pytest.raises(UnsupportedMachine):
+        env.reset(options=GREETING)
+    env.close()
+
+
 @pytest.mark.filterwarnings("ignore::prorl_envs.sandbox.drivers.local.NoIsolationWarning")
 def test_tasks_that_need_isolation_are_an_error_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRORL_DRIVER", "local")

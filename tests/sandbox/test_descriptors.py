@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import UnsupportedMachine
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.linux.descriptors import allow_processes
+from prorl_envs.sandbox.linux.descriptors import allow_processes, sandboxes_allowed
 
 SCRIPT = """
 import asyncio, os, resource, sys
@@ -100,9 +100,21 @@ def test_too_few_processes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     limits = {resource.RLIMIT_NPROC: (hard, hard), resource.RLIMIT_NOFILE: (4096, 4096)}
     monkeypatch.setattr("resource.getrlimit", limits.__getitem__)
-    with pytest.raises(SandboxError, match=f"no more than {hard} processes") as caught:
+    with pytest.raises(UnsupportedMachine, match=f"no more than {hard} processes") as caught:
         BubblewrapDriver()
     assert "ulimit -Hu" in caught.value.hint
+
+
+@pytest.mark.parametrize(("hard", "allowed"), [(64, None), (1535, None), (1536, 56), (20_000, 1210)])
+def test_a_limit_of_files_too_low_for_one_sandbox_is_no_number_of_sandboxes(
+    monkeypatch: pytest.MonkeyPatch, hard: int, allowed: int | None
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (hard, hard))
+    if allowed is None:
+        with pytest.raises(UnsupportedMachine, match=f"no more than {hard} files"):
+            sandboxes_allowed()
+    else:
+        assert sandboxes_allowed() == allowed
 
 
 @pytest.mark.parametrize(("own", "inside"), [(1536, 1024), (4096, 3072), (20_000, 15_000), (131_072, 65_536)])

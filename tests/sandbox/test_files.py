@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import UnsupportedMachine
 from prorl_envs.sandbox.filesystem.directories import (
     PATH_LIMIT,
     DriverDirectory,
@@ -132,7 +132,7 @@ def test_only_abandoned_directories_of_this_user_are_removed(tmp_path: Path, out
 
 @pytest.mark.parametrize("name", ["absent", "x" * PATH_LIMIT])
 def test_an_unusable_base_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SandboxError, match=name) as caught:
+    with pytest.raises(UnsupportedMachine, match=name) as caught:
         DriverDirectory(tmp_path / name)
     assert "PRORL_RUN_DIR" in caught.value.hint
 
@@ -190,5 +190,5 @@ def test_a_run_directory_that_does_not_exist_is_created(
 
 def test_a_run_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SandboxError, match="file/run"):
+    with pytest.raises(UnsupportedMachine, match="file/run"):
         DriverDirectory(node_local_base(tmp_path / "file" / "run"))

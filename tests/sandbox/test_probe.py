@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.probe import (
@@ -54,6 +54,20 @@ def test_each_refusal_has_its_remedy(said: str, hint: str, tmp_path: Path) -> No
     error = explain(said, proc=tmp_path)
     assert re.search(hint, error.hint)
     assert said.removeprefix("bwrap: ") in error.message
+
+
+@pytest.mark.parametrize(
+    ("said", "lasting"),
+    [
+        ("setting up uid map: Permission denied", True),
+        ("No permissions to create new namespace", True),
+        ("Creating new namespace failed: No space left on device", False),  # until some sandboxes have ended
+        ("Can't find source path /x: Permission denied", False),
+    ],
+)
+def test_a_refusal_that_lasts_is_not_retried(said: str, lasting: bool, tmp_path: Path) -> None:
+    error = explain(f"bwrap: {said}", proc=tmp_path)
+    assert isinstance(error, UnsupportedMachine) == lasting and error.retryable != lasting
 
 
 def test_this_machine_can_run_sandboxes() -> None:

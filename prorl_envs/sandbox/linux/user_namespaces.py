@@ -40,10 +40,12 @@ class NamespaceRefusal(NamedTuple):
     Args:
         cause: one sentence without a full stop.
         remedy: what the user or the administrator can do.
+        lasting: whether every further attempt will be refused too.
     """
 
     cause: str
     remedy: str
+    lasting: bool = True
 
 
 def refusal_of(
@@ -76,7 +78,7 @@ def refusal_of(
             "this process runs in a chroot, where the kernel refuses user namespaces",
             "run it outside, or enter the directory as a container (`bwrap`, `systemd-nspawn`) instead",
         )
-    if in_container and any(word in said.lower() for word in ("permi", "denied")):
+    if in_container and _is_denial(said):
         remedy = _POD_REMEDY if _KUBERNETES in environ else _CONTAINER_REMEDY
         return NamespaceRefusal(f"this container may not create sandboxes: {_plain(said)}", remedy)
     if _setting("kernel/apparmor_restrict_unprivileged_userns", proc) == "1" and not privileged:
@@ -86,10 +88,18 @@ def refusal_of(
             "allows `userns` to this program",
         )
     if any(words in said for words in _LIMIT_WORDS):
-        return NamespaceRefusal(_plain(said), f"as root{place}: `sysctl user.max_user_namespaces=65536`")
+        return NamespaceRefusal(
+            _plain(said), f"as root{place}: `sysctl user.max_user_namespaces=65536`", lasting=False
+        )
     return NamespaceRefusal(
-        _plain(said), "this machine must allow user namespaces: see docs/troubleshooting.md"
+        _plain(said),
+        "this machine must allow user namespaces: see docs/troubleshooting.md",
+        lasting=_is_denial(said),
     )
+
+
+def _is_denial(said: str) -> bool:
+    return any(word in said.lower() for word in ("permi", "denied"))
 
 
 def _plain(said: str) -> str:
