@@ -123,15 +123,18 @@ def servers_of(model: Model) -> Servers:
 
 
 @asynccontextmanager
-async def node(settings: Settings) -> AsyncIterator[Node]:
+async def node(settings: Settings, driver_name: str | None = None) -> AsyncIterator[Node]:
     """Open the node that runs this machine's sandboxes; close it on leaving.
+
+    Args:
+        driver_name: result of `chosen_driver`, so that the drivers are not tried again.
 
     Raises:
         SandboxError: this machine cannot run sandboxes. One test sandbox finds this out before the first job.
         InputError: the user has no home directory, so there is no cache directory.
     """
     cache_dir = settings.cache_dir or default_cache_dir()
-    driver = await sandbox_driver(settings)
+    driver = await sandbox_driver(settings, driver_name)
     images = functools.partial(image_builder, settings, driver=driver.name)
     search = search_of(settings)
     async with Node(
@@ -157,7 +160,7 @@ def search_of(settings: Settings) -> SearchSettings:
     )
 
 
-def driver_name(settings: Settings) -> str:
+def chosen_driver(settings: Settings) -> str:
     """Return the name of the driver for the sandboxes of this machine. It blocks: drivers are tried.
 
     Raises:
@@ -166,13 +169,17 @@ def driver_name(settings: Settings) -> str:
     return choose_driver(settings.driver, settings.run_dir, **_programs(settings))
 
 
-async def sandbox_driver(settings: Settings) -> NodeDriver[Any]:
+async def sandbox_driver(settings: Settings, name: str | None = None) -> NodeDriver[Any]:
     """Make the driver for the sandboxes of this machine; the caller closes it.
+
+    Args:
+        name: result of `chosen_driver`; None calls it.
 
     Raises:
         SandboxError: none works here.
     """
-    name = await asyncio.to_thread(driver_name, settings)
+    if name is None:
+        name = await asyncio.to_thread(chosen_driver, settings)
     return make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **_programs(settings))
 
 
@@ -267,7 +274,7 @@ def node_limits(settings: LimitSettings) -> NodeLimits:
 
 @asynccontextmanager
 async def rollout_service(
-    settings: Settings, model: Model, store: SqlStore | None = None
+    settings: Settings, model: Model, store: SqlStore | None = None, *, driver_name: str | None = None
 ) -> AsyncIterator[RolloutService]:
     """Create a service with all its parts, not started yet; close the parts on leaving.
 
@@ -275,6 +282,7 @@ async def rollout_service(
         settings: all of them.
         model: the model behind it.
         store: keeps groups and results; the caller closes it. None keeps them in memory.
+        driver_name: as of `node`.
 
     Raises:
         InputError: an environment is wrong or its server does not start, or see `check_capacity`.
@@ -282,7 +290,7 @@ async def rollout_service(
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
     check_capacity(settings.service)
     async with AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(node(settings))
+        opened = await stack.enter_async_context(node(settings, driver_name))
         pool = ModelPool(servers_of(model).connect, wait=True)
         stack.push_async_callback(pool.aclose)
         for url in model.servers:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from prorl_envs.app.compose import Model
 from prorl_envs.errors import UnsupportedMachine
+from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.cli.conftest import Cli, FastCli
 
 
@@ -86,6 +88,48 @@ def test_serve_makes_no_store_on_a_machine_without_sandboxes(
     done = fast_cli("serve", "--llm", "http://127.0.0.1:9", "--port", "0")
     assert done.code == 2 and "it is too small" in done.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("demo", "--swebench", "0"), ("run", "bash", "--llm", "http://127.0.0.1:9", "--tokenizer", "x")],
+)
+def test_a_machine_without_sandboxes_gets_no_run(
+    fast_cli: FastCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    def none_works(*_: object, **__: object) -> str:
+        raise UnsupportedMachine("this machine cannot start sandboxes: it is too small")
+
+    async def connected(*_: object, **__: object) -> Model:
+        return Model(servers=[], renderer=builtin_renderer())
+
+    monkeypatch.setattr("prorl_envs.app.compose.choose_driver", none_works)
+    monkeypatch.setattr("prorl_envs.cli.commands.run.connect", connected)
+    done = fast_cli(*command)
+    assert done.code == 2 and "it is too small" in done.err
+    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
+
+
+def test_serve_tries_the_drivers_once(
+    fast_cli: FastCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def choose(wanted: str, *_: object, **__: object) -> str:
+        tried.append(wanted)
+        return "bubblewrap"
+
+    async def connected(*_: object, **__: object) -> Model:
+        return Model(servers=[], renderer=builtin_renderer())
+
+    async def ends(*_: object, **__: object) -> None:
+        return
+
+    monkeypatch.setattr("prorl_envs.app.compose.choose_driver", choose)
+    monkeypatch.setattr("prorl_envs.app.compose.connect", connected)
+    monkeypatch.setattr("prorl_envs.cli.commands.serving.serve_until_signal", ends)
+    done = fast_cli("serve", "--llm", "http://127.0.0.1:9", "--port", "0", "--store", "memory")
+    assert done.code == 0 and tried == ["auto"], done.err
 
 
 def test_demo_checks_its_folder_before_it_asks_a_model_server(fast_cli: FastCli, tmp_path: Path) -> None:

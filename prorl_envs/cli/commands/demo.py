@@ -227,17 +227,18 @@ async def demo(
     settings = settings.model_copy(update={"service": pools})
     groups = requests(chosen, options, request_defaults(settings))
     name = model.name or "" if model else "scripted"
-    with create_folder(path, datetime.now(UTC), "demo", name, groups) as folder:
-        async with (
-            _given(model) if model else _scripted(settings, chosen, options) as behind,
-            rollout_service(settings, behind) as service,
-            serving(service) as url,
-            RolloutClient(url) as client,
-        ):
-            err.print(f"rollout service: {url}  (documentation: {url}/openapi.json)")
-            err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
+    async with (
+        _given(model) if model else _scripted(settings, chosen, options) as behind,
+        rollout_service(settings, behind) as service,
+        serving(service) as url,
+        RolloutClient(url) as client,
+    ):
+        err.print(f"rollout service: {url}  (documentation: {url}/openapi.json)")
+        err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
+        # Only now: a machine that cannot start sandboxes leaves no empty folder.
+        with create_folder(path, datetime.now(UTC), "demo", name, groups) as folder:
             await run_groups(client, folder, submissions(folder), every_sample=False)
-            views = [await client.group(group.id) for group in groups]
+        views = [await client.group(group.id) for group in groups]
     statistics = [view.statistics for view in views if view.statistics is not None]
     out.print(groups_table(statistics))
     if model is not None:

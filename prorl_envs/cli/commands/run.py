@@ -15,7 +15,7 @@ from prorl_envs.app.compose import connect, request_defaults, rollout_service
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err
 from prorl_envs.cli.output.run_groups import run_groups
-from prorl_envs.cli.run_folders import RUN_NAME, create_folder, latest_folder
+from prorl_envs.cli.run_folders import RUN_NAME, check_folder, create_folder, latest_folder
 from prorl_envs.config import Settings
 from prorl_envs.errors import InputError, name_hint
 from prorl_envs.loggers.base import RunLogger
@@ -206,6 +206,8 @@ async def here(
     chosen = rows(catalog, options)
     if obstacle := catalog.family(options.environment).driver_obstacle(settings.driver):
         raise InputError(obstacle, hint="`prorl-envs doctor` shows what this machine lacks")
+    if not options.resume:
+        check_folder(options.folder)
     if not llm:
         raise InputError("no model server is named", hint="--llm http://host:8000/v1, or --service URL")
     model = await connect(
@@ -217,11 +219,12 @@ async def here(
         tool_format=settings.model.tool_format,
         ca_file=settings.model.ca_file,
     )
-    with open_folder(chosen, options, settings, model.name or "") as folder:
-        submitted = submissions(folder, _session() if options.resume else "")
-        async with (
-            rollout_service(settings, model) as service,
-            serving(service) as url,
-            RolloutClient(url) as client,
-        ):
+    async with (
+        rollout_service(settings, model) as service,
+        serving(service) as url,
+        RolloutClient(url) as client,
+    ):
+        # Only now: a machine that cannot start sandboxes leaves no empty folder.
+        with open_folder(chosen, options, settings, model.name or "") as folder:
+            submitted = submissions(folder, _session() if options.resume else "")
             await run_groups(client, folder, submitted, every_sample=True, loggers=options.loggers)

@@ -9,7 +9,7 @@ from prorl_envs.app.compose import (
     EarlierModel,
     Model,
     check_capacity,
-    driver_name,
+    chosen_driver,
     earlier_model,
     keep_model,
     open_store,
@@ -48,7 +48,7 @@ async def serve(settings: Settings, connect: Connect) -> None:
     Catalog.of(settings)
     request_defaults(settings)
     check_capacity(settings.service)
-    await asyncio.to_thread(driver_name, settings)
+    driver = await asyncio.to_thread(chosen_driver, settings)
     async with AsyncExitStack() as stack:
         bound = stack.enter_context(closing(bind(settings.server.host, settings.server.port)))
         store = open_store(settings.service)
@@ -56,10 +56,12 @@ async def serve(settings: Settings, connect: Connect) -> None:
             stack.push_async_callback(store.aclose)
         model = await connect(await earlier_model(store))
         await keep_model(store, model)
-        await _serve(settings, model, store, bound)
+        await _serve(settings, model, store, bound, driver)
 
 
-async def _serve(settings: Settings, model: Model, store: SqlStore | None, bound: socket) -> None:
+async def _serve(
+    settings: Settings, model: Model, store: SqlStore | None, bound: socket, driver: str
+) -> None:
     def ready(url: str) -> None:
         err.print(f"rollout service: {url}   (documentation: {url}/openapi.json)")
         err.print(f"dashboard:       {url}{_dashboard(settings.server, logins)}")
@@ -76,7 +78,7 @@ async def _serve(settings: Settings, model: Model, store: SqlStore | None, bound
 
     logins = Logins()
     with exporting_traces():
-        async with rollout_service(settings, model, store) as service:
+        async with rollout_service(settings, model, store, driver_name=driver) as service:
             settled()
             await serve_until_signal(service, settings.server, ready=ready, logins=logins, bound=bound)
 
