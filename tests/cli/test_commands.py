@@ -118,6 +118,16 @@ async def test_a_family_that_lacks_packages_is_optional(
     assert checks["bash"]["ok"] and checks["bash"]["needed"]
 
 
+@pytest.mark.anyio
+async def test_tasks_do_not_run_where_no_sandbox_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1000, 1000))
+    assert not await doctor(Settings(), as_json=True)
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert "no more than 1000 files" in checks["sandbox"]["found"] and "bash" not in checks
+
+
 def test_the_driver_can_be_chosen(cli: Cli) -> None:
     done = cli("--driver", "local", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -203,6 +213,12 @@ def test_tasks_that_cannot_run_here_are_a_failure_unless_allowed(
     [line] = [line for line in done.stderr.splitlines() if line.startswith("left out: ")]
     assert line.startswith("left out: lacking-0, lacking-1, lacking-2 and 2 more: not installed below /usr")
     assert cli(command, "bash", "tasks.jsonl", "--allow-missing").returncode == 0
+
+
+def test_prepare_leaves_out_the_tasks_that_the_driver_cannot_run(cli: Cli) -> None:
+    done = cli("--driver", "local", "prepare", "bash")
+    assert done.returncode == 1 and "12 left out" in done.stderr
+    assert "bash tasks need isolated sandboxes" in done.stderr
 
 
 def test_an_unknown_environment_is_a_clear_error(cli: Cli) -> None:

@@ -156,12 +156,13 @@ async def doctor(settings: Settings, *, as_json: bool = False) -> bool:
         whether rollouts can run here.
     """
     needed, others = await asyncio.to_thread(_drivers, settings)
-    has_driver = needed[-1].ok
+    starts = needed[-1].ok
     needed += [_limits(settings), _shared()]
-    if has_driver:
-        needed.append(await _sandbox(settings))
+    if starts:
+        needed.append(sandbox := await _sandbox(settings))
+        starts = sandbox.ok
     needed.append(_cache(settings.cache_dir or default_cache_dir()))
-    if has_driver:
+    if starts:
         for check, able in await asyncio.to_thread(lambda: list(_families(settings.driver))):
             (needed if able else others).append(check)
     others += await asyncio.to_thread(lambda: list(image_checks()))

@@ -129,7 +129,7 @@ async def _prepare_one(
     family: type[Environment[Any]], opened: Node, task: Task, say: Callable[[str], None]
 ) -> Preparation:
     started = time.monotonic()
-    if reason := await asyncio.to_thread(family.unavailable, task):
+    if reason := await asyncio.to_thread(family.obstacle, task, opened.driver.name):
         return Preparation(task.id, "left out", reason)
     said: list[str] = []
 
