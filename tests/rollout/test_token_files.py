@@ -223,6 +223,28 @@ def test_a_link_at_the_files_path_is_replaced_and_not_followed(tmp_path: Path) -
     assert precious.read_text() == "as it was"
 
 
+@pytest.mark.parametrize("named", ["XDG_STATE_HOME", "HOME"])
+def test_a_folder_that_cannot_be_written_has_one_remedy(
+    state: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    state.touch()
+    if named == "HOME":
+        monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv(named, str(state))
+    with pytest.raises(InputError, match="cannot be kept") as caught, kept_token(TOKEN, ADDRESS):
+        pass
+    assert caught.value.hint.startswith(f"set {named} to ")
+
+
+def test_a_client_warns_once_of_a_token_that_it_cannot_read(
+    state: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state.touch()
+    address = Address("127.0.0.1", 8601)
+    assert read_token(address) is None and read_token(address) is None
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o755])
 def test_a_folder_that_others_can_access_is_not_used(mode: int) -> None:
     with kept_token(TOKEN, ADDRESS) as file:

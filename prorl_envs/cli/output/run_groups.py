@@ -22,7 +22,7 @@ MAX_ROWS = 24
 
 @dataclass(slots=True)
 class _Failures:
-    """Failures by kind and stage, with the first message of each."""
+    """Failures by kind and stage, with the first message and hint of each."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -30,7 +30,8 @@ class _Failures:
     def add(self, failure: Failure) -> None:
         key = (failure.kind.value, failure.stage.value)
         self.counts[key] += 1
-        self.messages.setdefault(key, failure.message)
+        hint = f" (hint: {failure.hint})" if failure.hint else ""
+        self.messages.setdefault(key, failure.message + hint)
 
     def lines(self) -> list[str]:
         return [

@@ -6,6 +6,7 @@ generates another token: another user who binds the address in between and recei
 """
 
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -76,9 +77,10 @@ def kept_token(token: str, address: Address) -> Iterator[Path]:
         with _opened(folder) as directory:
             _write(directory, name, token)
     except OSError as error:
+        wrong = "XDG_STATE_HOME" if os.environ.get("XDG_STATE_HOME") else "HOME"
         raise InputError(
             f"the token cannot be kept in {folder}: {error.strerror or error}",
-            hint="set XDG_STATE_HOME to a folder of yours; or set server.token; or turn it off: --no-token",
+            hint=f"set {wrong} to a directory of yours that can be written",
         ) from error
     try:
         yield folder / name
@@ -105,8 +107,13 @@ def read_token(address: Address) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, InputError) as error:
-        log.warning("the token of %s:%d is not read: %s", *address, error)
+        _warn_unread(address, str(error))
         return None
+
+
+@functools.cache  # a client asks for each request
+def _warn_unread(address: Address, reason: str) -> None:
+    log.warning("the token of %s:%d is not read: %s", *address, reason)
 
 
 def addresses_of(url: str) -> list[Address]:
