@@ -39,7 +39,7 @@ from prorl_envs.cli.options import (
     api_key,
     settings_of,
 )
-from prorl_envs.cli.output.console import out, replace_unencodable, report
+from prorl_envs.cli.output.console import discard, out, replace_unencodable, report
 from prorl_envs.cli.sources import SourceArgument
 from prorl_envs.errors import InputError, ProrlError
 
@@ -377,16 +377,11 @@ def app() -> None:
 
 
 def _flush_output() -> None:
-    """Flush the standard streams, so that the interpreter does not exit with 120 if their reader has gone.
-
-    The rest of such a stream goes to /dev/null: see "Note on SIGPIPE" in Python's documentation of `signal`.
-    """
+    """Flush the standard streams, so that the interpreter does not exit with 120 if their reader has gone."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None or stream.closed:
             continue
         try:
             stream.flush()
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            discard(stream)

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from io import TextIOWrapper
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -19,10 +20,30 @@ _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
+
+def discard(stream: TextIO) -> None:
+    """Send the rest of a stream whose reader has gone to /dev/null.
+
+    See "Note on SIGPIPE" in Python's documentation of `signal`.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+class _Console(Console):
+    """Console whose reader may go away. Rich would end the command with status 1, and so a run that only
+    reports its progress."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard(cast("TextIO", self.file))
+
+
 #: For the requested data: tables, trajectories, JSON.
-out = Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
+out = _Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
 #: For everything else: progress, notes, errors.
-err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+err = _Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def replace_unencodable() -> None:
