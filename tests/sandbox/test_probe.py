@@ -44,6 +44,11 @@ def chosen_bwrap(tmp_path: Path) -> Iterator[Path]:
             "bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted",
             "user namespaces|seccomp=unconfined",
         ),
+        ("bwrap: Failed to make / slave: Operation not permitted", "user namespaces|seccomp=unconfined"),
+        (
+            "bwrap: Can't mount proc on /newroot/proc: Operation not permitted",
+            "user namespaces|seccomp=unconfined",
+        ),
         ("bwrap: Unknown option --overlay-src", "too old"),
         ("bwrap: Can't make overlay mount on /newroot/x: Invalid argument", "local disk"),
         ("bwrap: Can't find source path /x: No such file or directory", "must exist"),

@@ -20,6 +20,16 @@ MINIMUM_VERSION = (0, 11, 0)
 _TIMEOUT_S = 20.0
 _SYSTEM = tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64")))
 
+#: In bubblewrap's messages (in lower case) if namespaces, or the first mounts in them, are refused.
+_NAMESPACE_WORDS = (
+    "namespace",
+    "uid map",
+    "loopback",
+    "make / slave",
+    "set hostname",
+    "pivot_root",
+    "mount proc",
+)
 _OVERLAY_REMEDY = "Linux 5.11 or later, and a local disk (not NFS, not another overlay) as PRORL_RUN_DIR"
 
 
@@ -87,7 +97,7 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
     kind = SandboxError
     if "unknown option" in lower:
         hint = f"this bubblewrap is too old: {_bwrap_remedy()}"
-    elif "namespace" in lower or "uid map" in lower or "loopback" in lower:
+    elif any(words in lower for words in _NAMESPACE_WORDS):
         refusal = refusal_of(said, proc=proc)
         said, hint, kind = (
             refusal.cause,
