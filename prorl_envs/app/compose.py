@@ -123,18 +123,15 @@ def servers_of(model: Model) -> Servers:
 
 
 @asynccontextmanager
-async def node(settings: Settings, driver_name: str | None = None) -> AsyncIterator[Node]:
+async def node(settings: Settings) -> AsyncIterator[Node]:
     """Open the node that runs this machine's sandboxes; close it on leaving.
-
-    Args:
-        driver_name: result of `chosen_driver`, so that the drivers are not tried again.
 
     Raises:
         SandboxError: this machine cannot run sandboxes. One test sandbox finds this out before the first job.
         InputError: the user has no home directory, so there is no cache directory.
     """
     cache_dir = settings.cache_dir or default_cache_dir()
-    driver = await sandbox_driver(settings, driver_name)
+    driver = await sandbox_driver(settings)
     images = functools.partial(image_builder, settings, driver=driver.name)
     search = search_of(settings)
     async with Node(
@@ -160,7 +157,7 @@ def search_of(settings: Settings) -> SearchSettings:
     )
 
 
-def chosen_driver(settings: Settings) -> str:
+def driver_name(settings: Settings) -> str:
     """Return the name of the driver for the sandboxes of this machine. It blocks: drivers are tried.
 
     Raises:
@@ -169,17 +166,13 @@ def chosen_driver(settings: Settings) -> str:
     return choose_driver(settings.driver, settings.run_dir, **_programs(settings))
 
 
-async def sandbox_driver(settings: Settings, name: str | None = None) -> NodeDriver[Any]:
+async def sandbox_driver(settings: Settings) -> NodeDriver[Any]:
     """Make the driver for the sandboxes of this machine; the caller closes it.
-
-    Args:
-        name: result of `chosen_driver`; None calls it.
 
     Raises:
         SandboxError: none works here.
     """
-    if name is None:
-        name = await asyncio.to_thread(chosen_driver, settings)
+    name = await asyncio.to_thread(driver_name, settings)
     return make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **_programs(settings))
 
 
@@ -274,7 +267,7 @@ def node_limits(settings: LimitSettings) -> NodeLimits:
 
 @asynccontextmanager
 async def rollout_service(
-    settings: Settings, model: Model, store: SqlStore | None = None, *, driver_name: str | None = None
+    settings: Settings, model: Model, store: SqlStore | None = None, *, opened: Node | None = None
 ) -> AsyncIterator[RolloutService]:
     """Create a service with all its parts, not started yet; close the parts on leaving.
 
@@ -282,7 +275,7 @@ async def rollout_service(
         settings: all of them.
         model: the model behind it.
         store: keeps groups and results; the caller closes it. None keeps them in memory.
-        driver_name: as of `node`.
+        opened: result of `node`, which the caller closes; None opens one.
 
     Raises:
         InputError: an environment is wrong or its server does not start, or see `check_capacity`.
@@ -290,7 +283,8 @@ async def rollout_service(
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
     check_capacity(settings.service)
     async with AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(node(settings, driver_name))
+        if opened is None:
+            opened = await stack.enter_async_context(node(settings))
         pool = ModelPool(servers_of(model).connect, wait=True)
         stack.push_async_callback(pool.aclose)
         for url in model.servers:

@@ -110,6 +110,25 @@ def test_a_machine_without_sandboxes_gets_no_run(
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
+@pytest.mark.parametrize("name", ["PRORL_RUN_DIR", "PRORL_CACHE_DIR"])
+def test_serve_makes_no_store_if_its_node_cannot_start(
+    fast_cli: FastCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name == "PRORL_RUN_DIR":
+        monkeypatch.setenv(name, "/proc/none")
+    else:
+        monkeypatch.setattr("pathlib.Path.home", no_home)
+        for variable in ("XDG_CACHE_HOME", name):
+            monkeypatch.delenv(variable, raising=False)
+    done = fast_cli("serve", "--llm", "http://127.0.0.1:9", "--port", "0")
+    assert done.code == 2 and name in done.err, done.err
+    assert not list(tmp_path.iterdir())
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_serve_tries_the_drivers_once(
     fast_cli: FastCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,10 +58,10 @@ def _builder(config: Path | None) -> "Iterator[ImageBuilder]":
 
 def _driver(settings: "Settings") -> str:
     """Return the driver that will use the images; "" if none works here, which may build for others."""
-    from prorl_envs.app.compose import chosen_driver
+    from prorl_envs.app.compose import driver_name
 
     with suppress(SandboxError):
-        return chosen_driver(settings)
+        return driver_name(settings)
     return ""
 
 

@@ -1,6 +1,5 @@
 """`prorl-envs serve`: the rollout service in the foreground, until SIGINT or SIGTERM."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from socket import socket
@@ -9,9 +8,9 @@ from prorl_envs.app.compose import (
     EarlierModel,
     Model,
     check_capacity,
-    chosen_driver,
     earlier_model,
     keep_model,
+    node,
     open_store,
     request_defaults,
     rollout_service,
@@ -21,6 +20,7 @@ from prorl_envs.app.run_loop import settled
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err
 from prorl_envs.config import ServerSettings, Settings
+from prorl_envs.env.node import Node
 from prorl_envs.rollout.http.auth import require_token
 from prorl_envs.rollout.http.logins import Logins
 from prorl_envs.rollout.http.server import bind, needs_token, serve_until_signal
@@ -32,7 +32,7 @@ type Connect = Callable[[EarlierModel | None], Awaitable[Model]]
 async def serve(settings: Settings, connect: Connect) -> None:
     """Serve until SIGINT or SIGTERM, then drain. A second signal stops at once.
 
-    Configuration, address and store are checked before the first request to a model server.
+    Configuration, address, machine and store are checked before the first request to a model server.
 
     Args:
         settings: all of them.
@@ -48,19 +48,19 @@ async def serve(settings: Settings, connect: Connect) -> None:
     Catalog.of(settings)
     request_defaults(settings)
     check_capacity(settings.service)
-    driver = await asyncio.to_thread(chosen_driver, settings)
     async with AsyncExitStack() as stack:
         bound = stack.enter_context(closing(bind(settings.server.host, settings.server.port)))
+        opened = await stack.enter_async_context(node(settings))
         store = open_store(settings.service)
         if store is not None:
             stack.push_async_callback(store.aclose)
         model = await connect(await earlier_model(store))
         await keep_model(store, model)
-        await _serve(settings, model, store, bound, driver)
+        await _serve(settings, model, store, bound, opened)
 
 
 async def _serve(
-    settings: Settings, model: Model, store: SqlStore | None, bound: socket, driver: str
+    settings: Settings, model: Model, store: SqlStore | None, bound: socket, opened: Node
 ) -> None:
     def ready(url: str) -> None:
         err.print(f"rollout service: {url}   (documentation: {url}/openapi.json)")
@@ -78,7 +78,7 @@ async def _serve(
 
     logins = Logins()
     with exporting_traces():
-        async with rollout_service(settings, model, store, driver_name=driver) as service:
+        async with rollout_service(settings, model, store, opened=opened) as service:
             settled()
             await serve_until_signal(service, settings.server, ready=ready, logins=logins, bound=bound)
 
