@@ -1,5 +1,6 @@
 """Vectors of environments, and the registration of the ids."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import prorl_envs.gym  # noqa: F401 - registers the ids
 from prorl_envs.errors import InputError
 from prorl_envs.gym.registration import IDS, register
 from prorl_envs.gym.vector import TaskVectorEnv
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapSandbox
 
 ROW = {
     "id": "t",
@@ -54,7 +56,10 @@ def test_a_failing_member_does_not_stop_the_vector(kind: str) -> None:
 
 
 def test_each_member_of_a_vector_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRORL_RUN_DIR", "/proc/none")  # there no directory of a sandbox can be made
+    def no_space(sandbox: BubblewrapSandbox) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(BubblewrapSandbox, "_prepare_files", no_space)
     envs = gymnasium.make_vec("prorl/Bash-v0", num_envs=3, vectorization_mode="sync")
     assert isinstance(envs, SyncVectorEnv)
     envs.reset(seed=1)

@@ -256,8 +256,9 @@ def acknowledge(
     state: Annotated[
         list[str] | None, typer.Option(help="Only done, failed or cancelled. May be repeated.")
     ] = None,
-    environment: Annotated[
-        list[str] | None, typer.Option(help="Only results of this environment. May be repeated.")
+    environments: Annotated[
+        list[str] | None,
+        typer.Option("--environment", help="Only results of this environment. May be repeated."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All results that are stored now.")] = False,
     service: ServiceOption = None,
@@ -271,7 +272,7 @@ def acknowledge(
         raise InputError(f"no final state {min(unknown)!r}", hint="done, failed or cancelled")
     only = Selection(
         groups=frozenset(groups or ()),
-        environments=frozenset(environment or ()),
+        environments=frozenset(environments or ()),
         states=frozenset(map(JobState, state or ())),
     )
     if (only == Selection()) != everything:
