@@ -1,6 +1,8 @@
 """JSON as other programs read it: in UTF-8, without NaN and infinities."""
 
 import json
+import math
+from typing import NoReturn
 
 
 def json_problem(value: object) -> str:
@@ -10,3 +12,19 @@ def json_problem(value: object) -> str:
     except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
         return str(error)
     return ""
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"the number {number[:40]} is too large")
+    return value
+
+
+#: Decoder of arguments that a model wrote: a number beyond the range is an error, not infinity. strict=False
+#: admits raw newlines inside strings, which models write in shell commands.
+STRICT_JSON = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)

@@ -57,15 +57,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "remote": frozenset({"errors", "clock", "tools.types", "env"}),  # NeMo Gym's servers, over HTTP only
     "catalog": frozenset({"errors", "config", "sandbox.base", "env", "remote"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
-    "gym": frozenset({"errors", "sandbox", "tools", "env", "config", "catalog"}),
+    "gym": frozenset({"errors", "strict_json", "sandbox", "tools", "env", "config", "catalog"}),
     # Its agent is a client of the rollout service.
     "nemo": frozenset(
-        {"errors", "sandbox", "images", "tools", "env", "config", "catalog", "model.types"}
+        {"errors", "strict_json", "sandbox", "images", "tools", "env", "config", "catalog", "model.types"}
         | {"rollout.api", "rollout.client"}
     ),
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.
     "trainers": frozenset({"errors", "model.types", "rollout.api", "rollout.client"}),
-    "model": frozenset({"errors", "clock", "window", "tools.types"}),
+    "model": frozenset({"errors", "strict_json", "clock", "window", "tools.types"}),
     "viewer": frozenset({"errors"}),
     # A service serves the pages that display it.
     "rollout": frozenset(

@@ -1,7 +1,6 @@
 """Parser of actions. An action is a text: a tool call in JSON, a malformed call, or an answer."""
 
-import json
-
+from prorl_envs.strict_json import STRICT_JSON
 from prorl_envs.tools.types import ToolCall
 
 EXAMPLE = '{"name": "bash", "arguments": {"command": "ls"}}'
@@ -23,9 +22,9 @@ def parse_action(text: str, call_id: str) -> ToolCall | None:
     """
     if not text.lstrip().startswith("{"):
         return None
-    # ValueError covers bad JSON and over-long integers; RecursionError deep nesting.
+    # ValueError covers bad JSON and numbers out of range; RecursionError deep nesting.
     try:
-        value = json.loads(text)
+        value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError) as error:
         raise ActionError(f"Not a tool call: {error}. A tool call is JSON, such as {EXAMPLE}") from error
     match value:

@@ -49,7 +49,8 @@ from prorl_envs.nemo.wire import (
     graded,
     masked,
 )
-from prorl_envs.tools.types import STRICT_JSON, JsonObject, ToolCall
+from prorl_envs.strict_json import STRICT_JSON
+from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 

@@ -1,27 +1,9 @@
 """Calls and results of tools: shared by the host side, environments and agents."""
 
-import json
-import math
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 type JsonObject = dict[str, Any]
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if math.isinf(value):
-        raise ValueError(f"the number {number[:40]} is too large")
-    return value
-
-
-#: Decoder of arguments that a model wrote: a number beyond the range is an error, not infinity. strict=False
-#: admits raw newlines inside strings, which models write in shell commands.
-STRICT_JSON = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,10 @@ def test_an_answer_without_a_call(text: str) -> None:
         '{"name": "a", "arguments": {}, "more": 1}',
         '{"name": ' * 100_000,
         '{"name": "a", "arguments": {"n": ' + "9" * 5000 + "}}",
+        '{"name": "a", "arguments": {"n": 1e400}}',
+        '{"name": "a", "arguments": {"n": NaN}}',
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_an_unreadable_call_explains_how_to_call_a_tool(text: str) -> None:
     with pytest.raises(ActionError, match="tool call"):

@@ -18,7 +18,7 @@ from prorl_envs.model.answer_checks import ProtocolError
 from prorl_envs.model.http.client import LinkOptions, first_model, session_headers
 from prorl_envs.model.servers.base import Unsteered
 from prorl_envs.model.types import Conversation, FinishReason, Sampled, Sampling
-from prorl_envs.tools.types import STRICT_JSON
+from prorl_envs.strict_json import STRICT_JSON
 
 #: Most tool calls of one answer.
 MAX_CALLS = 64

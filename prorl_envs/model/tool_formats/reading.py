@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prorl_envs.model.tool_formats.schema_types import ANY, SchemaTypes, type_name
-from prorl_envs.tools.types import STRICT_JSON, JsonObject, ToolSpec
+from prorl_envs.strict_json import STRICT_JSON
+from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Most calls read from one turn; the others are dropped, and the model receives a message.
 MAX_CALLS = 64
