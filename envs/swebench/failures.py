@@ -33,7 +33,8 @@ def failed_tests(log: str, tests: Collection[str]) -> frozenset[str]:
     """Return those of `tests` that the log reports as failed, even if it also reports them as passed.
 
     If several sessions or summaries name a test, the last one decides: earlier ones may be output of tests
-    that run a test runner.
+    that run a test runner. A failed sub-test before a summary counts with it: some summaries omit sub-tests,
+    and report the test as passed.
 
     Args:
         log: output of the test command.
@@ -42,14 +43,22 @@ def failed_tests(log: str, tests: Collection[str]) -> frozenset[str]:
     found: set[str] = set()
     passed: set[str] = set()
     failed: set[str] = set()
+    with_subtest: set[str] = set()
+    in_summary = False
     for coloured in lines_of(log):
         line = _COLOUR.sub("", coloured).rstrip()
         if SUMMARY in line or _SESSION in line:
             found = (found - passed) | failed
             passed, failed = set(), set()
-        failed.update(test for text in _failures(line) for test in _names(text) if test in tests)
+        if _SESSION in line:
+            with_subtest = set()
+        in_summary = SUMMARY in line or (in_summary and _SESSION not in line)
+        named = {test for text in _failures(line) for test in _names(text) if test in tests}
+        failed |= named
+        if not in_summary and _SUBTEST.search(line):
+            with_subtest |= named
         passed.update(test for text in _passes(line) for test in _names(text) if test in tests)
-    return frozenset((found - passed) | failed)
+    return frozenset((found - passed) | failed | with_subtest)
 
 
 def failed_gate(log: str) -> str:

@@ -260,6 +260,14 @@ def test_output_of_runners_in_tests_does_not_fail_the_tests(task: SwebenchTask) 
     assert read_log(task, log_of(f"{heading}PASSED {P}\nSUBFAIL {P}\n{heading}PASSED {Q}\n")).failed == {P}
 
 
+def test_a_failed_subtest_that_the_summary_omits_counts(task: SwebenchTask) -> None:
+    session, heading = "= test session starts =\n", "= short test summary info =\n"
+    progress = f"{P} [a] SUBFAIL [ 14%]\n{P} PASSED [ 14%]\n"
+    assert read_log(task, log_of(f"{session}{progress}{heading}PASSED {P}\n")).failed == {P}
+    again = f"{session}{progress}{heading}PASSED {P}\n{session}{P} PASSED [ 14%]\n{heading}PASSED {P}\n"
+    assert not read_log(task, log_of(again)).failed
+
+
 def test_a_failed_subtest_alone_is_a_verdict(task: SwebenchTask) -> None:
     run = read_log(task, log_of(f"PASSED {P}\nSUBFAILED[a] {P} - b"))
     assert "no test of the log failed" in run.problem
