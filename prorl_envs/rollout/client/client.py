@@ -357,9 +357,11 @@ class RolloutClient:
     async def open_endpoint(self, episode_id: str) -> EndpointView:
         """Open a model endpoint for an agent of the caller. Its answers become the episode's tokens.
 
+        On a cluster, only episodes whose request has `endpoint=True` are sure to be on the service's machine.
+
         Raises:
             NotFound: the episode was closed.
-            OutOfOrder: it is not ready, or is driven by tokens.
+            OutOfOrder: it is not ready, is driven by tokens, or runs on another machine.
         """
         path = f"{_episode(episode_id)}/endpoint"
         return await self._call(EndpointView, "POST", path, wait_s=WORK_S)

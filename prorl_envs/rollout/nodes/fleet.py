@@ -69,7 +69,7 @@ class Fleet:
         self._nodes: dict[str, RemoteNode] = {}
         self._lost: list[RemoteNode] = []
         self._names = {HEAD}
-        self._orders: dict[str, _Order] = {}  # by job id
+        self._orders: dict[int, _Order] = {}  # by `id` of the job: an episode and a group may share theirs
         self._number = 0
         self._serving: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -116,7 +116,7 @@ class Fleet:
     async def _perform(
         self, episode: Job, stage: Stage, *, caller: bool = False, step: StepRequest | None = None
     ) -> Failure | None:
-        order = self._orders.get(episode.id) if stage is not Stage.INIT else self._new_order(episode)
+        order = self._orders.get(id(episode)) if stage is not Stage.INIT else self._new_order(episode)
         if order is None:  # INIT, on a node that was just lost
             return lost_failure(episode.node, "before the job started", stage)
         node = order.node
@@ -141,7 +141,7 @@ class Fleet:
 
     async def collect(self, episode: Job) -> None:
         """See `StageExecutor.collect`."""
-        order = self._orders.get(episode.id)
+        order = self._orders.get(id(episode))
         if order is None or order.whole:
             return
         node = order.node
@@ -160,7 +160,7 @@ class Fleet:
         """See `StageExecutor.close`. On a lost node nothing is left to close."""
         if episode.node == HERE:
             return await self._crew.close(episode)
-        order = self._orders.pop(episode.id, None)
+        order = self._orders.pop(id(episode), None)
         if order is None:
             return True
         node = order.node
@@ -330,7 +330,7 @@ class Fleet:
         if node is None:
             return None
         self._number += 1
-        order = self._orders[episode.id] = _Order(self._number, node)
+        order = self._orders[id(episode)] = _Order(self._number, node)
         node.orders.add(order.number)
         return order
 

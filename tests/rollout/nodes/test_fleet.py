@@ -484,3 +484,21 @@ async def test_the_time_of_steps_on_a_node_is_counted_once(make_site: Any) -> No
     await episodes.step("e", say, wait_s=30)
     view = await episodes.evaluate("e", wait_s=30)
     assert view.result is not None and view.result.timings.run_s == 5
+
+
+async def test_an_episode_and_a_group_of_the_same_id_do_not_meet(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a")
+    world = site.worlds["a"]
+    gate = world.gates["call"] = asyncio.Event()
+    await site.submit("e")
+    await world.until(lambda: world.inside["call"] == 1)
+    task = {"id": "other", "instruction": "Do it."}
+    await site.service.start_episode(EpisodeRequest(id="e", environment="toy", task=task), wait_s=30)
+    gate.set()
+    [result] = await site.results(1)
+    assert (result.task_id, result.reward) == ("e", 1.0)
+    finish = CallStep(tool_calls=[CallRequest(name="finish", arguments={"reward": 0.25})])
+    await site.service.episodes.step("e", finish, wait_s=30)
+    view = await site.service.episodes.evaluate("e", wait_s=30)
+    assert view.result is not None and (view.task_id, view.result.reward) == ("other", 0.25)
