@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from prorl_envs.runs.statistics import RunSummary
     from prorl_envs.sandbox.base import Mount, Network, Sandbox, SandboxLimits, SandboxSpec
     from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+    from prorl_envs.tools.client.python import PythonEngine
     from prorl_envs.tools.client.toolbox import Toolbox
     from prorl_envs.tools.pool.sandbox_session import SandboxSession
     from prorl_envs.tools.schemas import BASH, EDITOR, FINISH, PYTHON
@@ -76,6 +77,7 @@ MODULES = {
     "PYTHON": "prorl_envs.tools.schemas",
     "Prompt": "prorl_envs.env.base",
     "ProrlError": "prorl_envs.errors",
+    "PythonEngine": "prorl_envs.tools.client.python",
     "ReferenceCall": "prorl_envs.env.base",
     "Result": "prorl_envs.rollout.api.types",
     "ResultRouter": "prorl_envs.rollout.client.result_router",
@@ -141,6 +143,7 @@ __all__ = [
     "Node",
     "Prompt",
     "ProrlError",
+    "PythonEngine",
     "ReferenceCall",
     "Result",
     "ResultRouter",

@@ -89,7 +89,7 @@ class Toolbox:
             ToolError: a server does not answer.
             EnvironmentFault: the sandbox lacks what a Jupyter kernel needs.
         """
-        toolbox = cls(sandbox, python, limits or ToolLimits(), interpreter)
+        toolbox = cls(sandbox, PythonEngine(python), limits or ToolLimits(), interpreter)
         try:
             if toolbox._python is not None:
                 await toolbox._python.start()
