@@ -79,7 +79,7 @@ def write_python(root: Path, prefix: str) -> None:
     shutil.copytree(stdlib, library, ignore=unneeded)
     (target / "bin").mkdir()
     shutil.copy(Path(sys.executable).resolve(), target / "bin" / "python3")
-    packages = library / "site-packages"
+    packages = library  # Debian's Python has no site-packages
     for each in _closure("ipykernel"):
         for file in each.files or ():
             source = Path(str(each.locate_file(file)))

@@ -150,6 +150,8 @@ async def test_a_kernel_that_does_not_start_is_reported(
 
 @pytest.mark.anyio
 async def test_a_kernel_runs_in_an_emulated_root(shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
+    if Path(sys.base_prefix) == Path("/usr"):
+        pytest.skip("this Python is a part of the system, which the image replaces")
     root = write_image(tmp_path / "image")
     (root / "workspace").mkdir()  # a directory of the image, which has no path on the host
     mounts, masks, env = python_runtime()

@@ -150,8 +150,8 @@ open("value", "w").write("2\\n");
 async def test_a_python_session_runs_the_images_own_interpreter(tmp_path: Path, node: Node) -> None:
     root = write_image(tmp_path / "thing_final_0123456789ab")
     write_python(root, "/opt/miniconda3/envs/testbed")
-    (packages,) = root.glob("opt/miniconda3/envs/testbed/lib/python3*/site-packages")
-    (packages / "only_in_the_image.py").write_text("NAME = 'from the image'\n")
+    (library,) = root.glob("opt/miniconda3/envs/testbed/lib/python3*")
+    (library / "only_in_the_image.py").write_text("NAME = 'from the image'\n")
     task = SwebenchEnvironment.load(row())
     async with family_of(tmp_path, python="kernel")(node) as env:
         prompt = await env.init(task)

@@ -272,6 +272,9 @@ async def test_names_that_git_cannot_patch_are_refused_instead_of_failing_the_gr
     (tree / "a ").mkdir(parents=True)
     (tree / "a /empty").touch()
     submission = await submitted(node, task, root, tree)
+    if not submission.refusal:  # newer versions of git can
+        assert "a /empty" in paths_of(submission.patch, tmp_path)
+        return
     assert "git cannot read its own patch" in submission.refusal
 
 
