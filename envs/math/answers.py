@@ -56,9 +56,10 @@ def quick(answer: str, right: str) -> bool | None:
 
     Two numbers are compared exactly: a problem states if its answer should be rounded.
     """
-    if different(answer, right):
-        return False
+    units = [split_unit(_NAMED.sub("", text))[1] for text in (answer, right)]
     answer, right = canonical(answer), canonical(right)
+    if _different(answer, right, units):
+        return False
     if _squeezed(answer) == _squeezed(right):
         return bool(_GROUPED.fullmatch(answer)) == bool(_GROUPED.fullmatch(right))  # `1, 234` is not 1234
     words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in (answer, right)]
@@ -76,11 +77,14 @@ def quick(answer: str, right: str) -> bool | None:
     return None
 
 
-def different(answer: str, right: str) -> bool:
+def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     """Return true if two answers differ in a part that the library ignores: the unit, the base, primes, and
-    whether inequalities are joined by `and` or `or`."""
-    units = [split_unit(_NAMED.sub("", text))[1] for text in (answer, right)]
-    answer, right = canonical(answer), canonical(right)
+    whether inequalities are joined by `and` or `or`.
+
+    Args:
+        answer, right: canonical.
+        units: of both, as of `split_unit`.
+    """
     units = [
         unit or ("%" if _PERCENT.fullmatch(text) else "")
         for unit, text in zip(units, (answer, right), strict=True)
@@ -88,8 +92,10 @@ def different(answer: str, right: str) -> bool:
     if all(units) and units[0] != units[1]:
         return True
     base, wanted = (match and match[1] for match in (_BASE.fullmatch(answer), _BASE.fullmatch(right)))
-    if base != wanted and base and (wanted or int(base) != 10 if base.isdecimal() else True):
-        return True  # a base that only the right answer names is that of the problem
+    if base and base != wanted:  # a base that only the right answer names is that of the problem
+        is_ten = base.isdecimal() and int(base) == 10
+        if wanted or not is_ten:
+            return True
     if answer.count("'") != right.count("'"):
         return True
     related = _RELATION.search(answer) and _RELATION.search(right)
