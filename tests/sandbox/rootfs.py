@@ -79,13 +79,13 @@ def write_python(root: Path, prefix: str) -> None:
     shutil.copytree(stdlib, library, ignore=unneeded)
     (target / "bin").mkdir()
     shutil.copy(Path(sys.executable).resolve(), target / "bin" / "python3")
-    packages = library  # Debian's Python has no site-packages
+    # Packages beside the standard library: Debian's Python has no site-packages.
     for each in _closure("ipykernel"):
         for file in each.files or ():
             source = Path(str(each.locate_file(file)))
             if ".." not in file.parts and source.is_file():
-                (packages / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, packages / file)
+                (library / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, library / file)
     for program in (target / "bin" / "python3", *target.rglob("*.so")):
         for found in _libraries(str(program)):
             inside = root / found.relative_to("/")

@@ -25,12 +25,7 @@ async def render(job: Job, agent: Agent) -> None:
     if attempt.environment is None or attempt.prompt is None:
         raise EnvironmentFault("RUN needs an initialised environment")
     attempt.loop = loop = await agent.begin(
-        attempt.environment,
-        attempt.prompt,
-        attempt.transcript,
-        limits=job.request.limits,
-        sampling=job.sampling,
-        session=job.session,
+        attempt.environment, attempt.prompt, attempt.transcript, **job.settings
     )
     loop.sleep()
     prompt = PromptView(

@@ -9,7 +9,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.agent.agent_loop import AgentLoop, Transcript
+from prorl_envs.rollout.agent.agent_loop import AgentLoop, EpisodeSettings, Transcript
 from prorl_envs.rollout.api.interactive import PromptView, StepView
 from prorl_envs.rollout.api.types import (
     Failure,
@@ -195,6 +195,11 @@ class Job:
         if sampling.seed is None:
             return sampling
         return sampling.model_copy(update={"seed": sampling.seed + self.sample})
+
+    @property
+    def settings(self) -> EpisodeSettings:
+        """Settings for the agent loop, a harness or a model endpoint."""
+        return {"limits": self.request.limits, "sampling": self.sampling, "session": self.session}
 
     def new_attempt(self) -> None:
         """Discard the last attempt, which failed, and keep the time it took."""

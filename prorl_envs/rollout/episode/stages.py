@@ -7,7 +7,7 @@ from prorl_envs.env.base import Environment
 from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.env.node import Node
 from prorl_envs.errors import EnvironmentFault, GraderError
-from prorl_envs.rollout.agent.agent_loop import Agent, EpisodeSettings
+from prorl_envs.rollout.agent.agent_loop import Agent
 from prorl_envs.rollout.endpoint import harness_run
 from prorl_envs.rollout.episode.job import Job
 
@@ -26,16 +26,13 @@ async def run(episode: Job, agent: Agent) -> None:
     environment, prompt = episode.attempt.environment, episode.attempt.prompt
     if environment is None or prompt is None:
         raise EnvironmentFault("RUN needs an initialised environment")
-    how: EpisodeSettings = {
-        "limits": episode.request.limits,
-        "sampling": episode.sampling,
-        "session": episode.session,
-    }
-    transcript = episode.attempt.transcript
+    transcript, settings = episode.attempt.transcript, episode.settings
     if isinstance(environment, HarnessedEnvironment):
-        episode.attempt.stop_reason = await harness_run.play(agent, environment, prompt, transcript, **how)
+        episode.attempt.stop_reason = await harness_run.play(
+            agent, environment, prompt, transcript, **settings
+        )
     else:
-        episode.attempt.stop_reason = await agent.play(environment, prompt, transcript, **how)
+        episode.attempt.stop_reason = await agent.play(environment, prompt, transcript, **settings)
 
 
 async def evaluate(episode: Job) -> None:

@@ -162,9 +162,7 @@ class InteractiveEpisodes:
                 raise OutOfOrder("the episode is driven by tokens", hint="open the endpoint before any step")
             driven.by_tokens = False
             job = driven.job
-            driven.model = ModelSession(
-                self._agent, job.attempt.transcript, job.request.limits, job.sampling, job.session
-            )
+            driven.model = ModelSession(self._agent, job.attempt.transcript, **job.settings)
             self._models[driven.model.key] = driven.model
         driven.touched = self._clock.monotonic()
         return driven.model
