@@ -42,7 +42,7 @@ version=$(cat "$kept/.installed")
 [ $# -gt 0 ] || set -- sh -c '
     status=0
     $DELEGATED prorl-envs doctor || status=1
-    $DELEGATED python -m pytest -p no:cacheprovider -n 0 --timeout 600 tests/sandbox/test_limits.py \
+    $DELEGATED python -m pytest -p no:cacheprovider -n 0 --timeout 600 tests/sandbox/limits/test_limits.py \
         -k "cgroup2 and not python" || status=1
     exit $status'
 words=

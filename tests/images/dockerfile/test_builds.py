@@ -21,7 +21,7 @@ from prorl_envs.images.layers import LayerStore
 from prorl_envs.sandbox.base import Network
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.layered import LAYER_LIMIT, LayeredImage, read_layered
-from tests.sandbox.test_network import web
+from tests.sandbox.network.test_network import web
 
 pytestmark = pytest.mark.anyio
 

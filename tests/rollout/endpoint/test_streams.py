@@ -10,7 +10,7 @@ import pytest
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser
-from tests.model.test_streaming import KINDS
+from tests.model.http.test_streaming import KINDS
 from tests.rollout.endpoint.conftest import LS, Served, check_rows, scripted_endpoint
 from tests.support.families import family_renderer
 

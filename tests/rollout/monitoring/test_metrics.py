@@ -20,7 +20,7 @@ from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 SUFFIXES = ("_total", "_sum", "_count", "_bucket")
 
 

@@ -15,7 +15,7 @@ from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavail
 from prorl_envs.rollout.api.types import JobState
 from prorl_envs.rollout.store.base import NewGroup
 from prorl_envs.rollout.store.sqlite import MemoryStore
-from tests.rollout.batch_bench import PacedModel, batch, rows
+from tests.rollout.batches.batch_bench import PacedModel, batch, rows
 from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ from prorl_envs.rollout.api.errors import CursorExpired, NotFound, Unavailable
 from prorl_envs.rollout.api.types import JobState, Result, Trajectory, TurnRecord
 from prorl_envs.rollout.store.base import UnreadResults
 from tests.rollout.conftest import OpenStore
-from tests.rollout.test_store import group, read, result
+from tests.rollout.store.test_store import group, read, result
 
 pytestmark = pytest.mark.anyio
 

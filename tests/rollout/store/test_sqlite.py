@@ -22,7 +22,7 @@ from prorl_envs.rollout.api.types import Selection
 from prorl_envs.rollout.store.base import UnreadResults
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.rollout.store.sqlite_schema import FORMATS, deflate, pack, type_of
-from tests.rollout.test_store import group, result
+from tests.rollout.store.test_store import group, result
 from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from prorl_envs.rollout.api.batches import BatchState, BatchTasks
 from prorl_envs.rollout.api.errors import Forbidden, NotFound, QueueFull
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
-from tests.rollout.batch_bench import PacedModel, batch, rows
+from tests.rollout.batches.batch_bench import PacedModel, batch, rows
 
 pytestmark = pytest.mark.anyio
 

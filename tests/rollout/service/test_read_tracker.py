@@ -22,8 +22,8 @@ from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service import read_tracker
 from prorl_envs.rollout.service.read_tracker import WARN_S
 from prorl_envs.rollout.store.sqlite import SqliteStore
-from tests.rollout.batch_bench import PacedModel, batch
-from tests.rollout.test_streams import EVENTS, lines_of, over_tcp
+from tests.rollout.batches.batch_bench import PacedModel, batch
+from tests.rollout.http.test_results import EVENTS, lines_of, over_tcp
 from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio

@@ -370,7 +370,7 @@ def test_on_a_machine_without_user_namespaces() -> None:
         )
         done = subprocess.run(
             [sys.executable, "-m", "tests.sandbox.setuid_machine", sys.executable, "-c", program],
-            cwd=Path(__file__).parent.parent.parent,
+            cwd=Path(__file__).parent.parent.parent.parent,
             env={**os.environ, "PRORL_RUN_DIR": run_dir, "TMPDIR": run_dir, "HOME": run_dir},
             capture_output=True,
             text=True,

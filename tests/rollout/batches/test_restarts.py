@@ -23,7 +23,7 @@ from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.audit import AuditCounts
 from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.server import ScriptedServer
-from tests.rollout.batch_bench import PacedModel, batch, rows
+from tests.rollout.batches.batch_bench import PacedModel, batch, rows
 from tests.rollout.killed import free_port, sandboxes_gone, service
 from tests.rollout.test_end_to_end import BOOK, TASK
 from tests.support.leaks import OpenResources

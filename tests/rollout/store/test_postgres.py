@@ -15,8 +15,8 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import CursorExpired, Unavailable
 from prorl_envs.rollout.store.base import UnreadResults
-from tests.rollout.test_sqlite_store import OLD_BATCH, RENAMED
-from tests.rollout.test_store import group, result
+from tests.rollout.store.test_sqlite import OLD_BATCH, RENAMED
+from tests.rollout.store.test_store import group, result
 
 psycopg = pytest.importorskip("psycopg")
 

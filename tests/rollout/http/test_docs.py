@@ -20,7 +20,7 @@ from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
-PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
+PAGE = Path(__file__).parents[3] / "docs" / "http-api.md"
 BLOCK = re.compile(r"^```http\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

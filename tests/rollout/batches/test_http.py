@@ -20,8 +20,8 @@ from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.build import build_service
-from tests.rollout.batch_bench import PacedModel, batch, rows
-from tests.rollout.test_api import anything, error_of, http
+from tests.rollout.batches.batch_bench import PacedModel, batch, rows
+from tests.rollout.http.test_app import anything, error_of, http
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
@@ -64,7 +64,7 @@ async def test_a_trainer_reads_exactly_its_groups(client: RolloutClient, model: 
 
 
 async def test_the_documented_trainer_trains(renderer: TemplateRenderer) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "batches.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
     small = code.replace("groups=64", "groups=3").replace("in_flight=80", "in_flight=5")
     assert small.count("=3,") == small.count("=5,") == 1

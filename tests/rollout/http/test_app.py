@@ -20,7 +20,7 @@ from prorl_envs.rollout.api.types import RESULT_VERSION, Result, parse_result
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
-from tests.rollout.batch_bench import PacedModel
+from tests.rollout.batches.batch_bench import PacedModel
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,7 @@ from prorl_envs.rollout.http.routes.paper_sources import SOURCES, environment_of
 
 pytestmark = pytest.mark.anyio
 
-PAGE = (Path(__file__).parents[2] / "docs" / "paper-clients.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "paper-clients.md").read_text(encoding="utf-8")
 #: The fields that the page names, by their model.
 FIELDS: dict[type[BaseModel], tuple[str, ...]] = {
     GroupRequest: ("id", "environment", "task", "samples", "metadata"),
