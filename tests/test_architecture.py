@@ -311,6 +311,13 @@ def test_the_tests_mirror_the_packages() -> None:
     assert folders == packages | SUITES
 
 
+@pytest.mark.parametrize("package", ["images", "model", "rollout", "sandbox", "tools"])
+def test_the_folders_of_a_package_are_those_of_its_tests(package: str) -> None:
+    parts = {path.parent.name for path in (PACKAGE / package).glob("*/__init__.py")}
+    folders = {path.parent.name for path in (TESTS / package).glob("*/test_*.py")}
+    assert folders - parts == ({"paper"} if package == "rollout" else set())
+
+
 def test_each_test_is_in_the_folder_of_a_package_that_it_imports() -> None:
     misplaced = set()
     for path in TESTS.rglob("test_*.py"):

@@ -64,6 +64,8 @@ def test_quoted_messages_are_in_the_source() -> None:
 
 #: Folders that file names in decisions are relative to.
 BELOW = (".", "prorl_envs", "prorl_envs/envs/swebench", "docs")
+#: Test modules in texts that no other test reads.
+NAMED_TEST = re.compile(r"(?<![./])\b(?:tests|envs/\w+/tests)/[\w/]+\.py\b")
 
 
 def problem_of(name: str, removed: str) -> str:
@@ -84,6 +86,14 @@ def test_files_named_by_decisions_exist_or_are_marked() -> None:
     assert problems == []
     assert problem_of("sandbox/none.py", "") and not problem_of("sandbox/none.py", ", since removed")
     assert problem_of("sandbox/base.py", ", since removed") and not problem_of("sandbox/base.py", "")
+
+
+def test_named_test_modules_exist() -> None:
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    files += [ROOT / "pyproject.toml", ROOT / "Makefile", *(ROOT / "scripts").glob("*.sh")]
+    found = {(path.name, name) for path in files for name in NAMED_TEST.findall(path.read_text())}
+    assert len(found) > 30
+    assert [found for found in sorted(found) if not (ROOT / found[1]).exists()] == []
 
 
 def code_paragraphs(docstring: str) -> Iterator[str]:
