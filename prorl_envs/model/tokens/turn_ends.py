@@ -75,7 +75,7 @@ def find_ends(write: Write, literals: Iterable[str]) -> TurnEnds:
     last = _first(known, _behind(write([QUESTION, answer], False, False)))
     try:
         text = _first(
-            known, _shown(write([QUESTION, answer, {"role": "user", "content": _SAID}], False, True))
+            known, _shown(write([QUESTION, answer, {"role": "user", "content": _SAID}], False, True), "user")
         )
     except InputError as error:
         if not last:
@@ -117,15 +117,13 @@ def _end_of_calls(known: Sequence[str], last: str, alone: str, followed: str) ->
     Raises:
         InputError: there is none, or the result does not follow it.
     """
-    shown = _shown(followed)
+    shown = _shown(followed, "tool")
     if last:
         behind = _behind(alone)
         end = last if last in behind else _last(known, behind)
     else:
         end = _first(known, followed[len(alone) :]) if followed.startswith(alone) else ""
-    if not end or end not in shown:
-        raise _misplaced("tool")
-    if _SAID not in shown[shown.index(end) :]:
+    if not end or end not in shown or _SAID not in shown[shown.index(end) :]:
         raise _misplaced("tool")
     return end
 
@@ -138,11 +136,11 @@ def _behind(text: str) -> str:
     return behind.rpartition(ANCHOR)[2]
 
 
-def _shown(text: str) -> str:
-    """Return the text as `_behind` does, after a check that it contains the observation."""
+def _shown(text: str, role: str) -> str:
+    """Return the text as `_behind` does, after a check that it contains the observation, of this role."""
     behind = _behind(text)
     if _SAID not in behind:
-        raise _misplaced("these")
+        raise _misplaced(role)
     return behind
 
 
