@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from prorl_envs.cli.output.console import err
+from prorl_envs.stop_signals import on_stop
 
 #: Exit status by the shell's convention: 128 and the signal's number.
 INTERRUPTED = 130
@@ -19,8 +20,8 @@ YOUNG = 10_000
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to completion. The first SIGINT or SIGTERM cancels it, so that every context manager closes
-    its resources; further signals are ignored, so that cleanup is not interrupted.
+    """Run `main` to completion. The first signal to stop cancels it, so that every context manager closes its
+    resources; further ones are ignored, so that cleanup is not interrupted.
 
     Raises:
         SystemExit: `main` was interrupted.
@@ -34,21 +35,14 @@ def run[T](main: Coroutine[Any, Any, T]) -> T:
 
 async def _guarded[T](main: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(main)
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
 
-    def interrupt() -> None:
+    def interrupt(_: signal.Signals) -> None:
         if not task.cancelling():
-            err.print("\ninterrupted: stopping running work ...")
             task.cancel()
+            err.print("\ninterrupted: stopping running work ...")
 
-    for number in signals:
-        loop.add_signal_handler(number, interrupt)
-    try:
+    with on_stop(interrupt):
         return await task
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
 
 
 def settled() -> None:

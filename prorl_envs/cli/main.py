@@ -140,7 +140,7 @@ def serve(
     ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Serve rollouts over HTTP until SIGINT or SIGTERM."""
+    """Serve rollouts over HTTP until a signal to stop: SIGINT (Ctrl-C), SIGTERM or SIGHUP."""
     import asyncio
 
     from prorl_envs.app.compose import connect

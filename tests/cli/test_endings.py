@@ -42,7 +42,7 @@ def wait_for_sandboxes(run_dir: Path) -> None:
         os.sched_yield()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_leaves_nothing(tmp_path: Path, run_dir: Path, number: signal.Signals) -> None:
     with demo(tmp_path) as process:
         wait_for_sandboxes(run_dir)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,3 +143,40 @@ def test_the_token_and_a_login_link_are_printed(tmp_path: Path, fast_cli: FastCl
             assert browser.get(f"{url}/v1/status", headers=named).status_code == 200
             assert browser.get(link).is_redirect
             assert browser.get(f"{url}/v1/status").status_code == 200
+
+
+@contextmanager
+def on_a_terminal(folder: Path, *prefix: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start a service on a terminal of its own; yield it and the other side of the terminal, to close."""
+    save_tokenizer(folder / "tokenizer")
+    master, slave = os.openpty()
+    command = ["setsid", "-c", *prefix, str(SCRIPT), "serve", "--tokenizer", "tokenizer", "--port", "0"]
+    service = subprocess.Popen(command, cwd=folder, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    try:
+        yield service, master
+        ended = service.wait(60)
+    finally:
+        service.kill()
+        service.wait()
+    assert ended == 0
+
+
+def test_a_closed_terminal_stops_a_service_in_order(tmp_path: Path) -> None:
+    with on_a_terminal(tmp_path) as (_, terminal):
+        said = b""
+        while b"Ctrl-C" not in said:
+            said += os.read(terminal, 4096)
+        os.close(terminal)  # the kernel sends SIGHUP, and writes to the terminal fail
+
+
+def test_a_closed_terminal_leaves_a_service_under_nohup(tmp_path: Path) -> None:
+    with on_a_terminal(tmp_path, "nohup") as (service, terminal):
+        log = tmp_path / "nohup.out"
+        while "Ctrl-C" not in (said := log.read_text() if log.exists() else ""):
+            assert service.poll() is None, said
+            time.sleep(0.05)
+        os.close(terminal)
+        [url] = [line.split()[2] for line in said.splitlines() if line.startswith("rollout service:")]
+        assert httpx.get(f"{url}/health").status_code == 200
+        service.terminate()

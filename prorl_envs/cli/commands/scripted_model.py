@@ -1,7 +1,6 @@
 """`prorl-envs scripted-model`: scripted model server in the foreground, to try a service without a model."""
 
 import asyncio
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from prorl_envs.cli.commands.demo import Chosen, script, scripted_tokenizer
 from prorl_envs.cli.output.console import err, out
 from prorl_envs.config import Settings
 from prorl_envs.errors import InputError
+from prorl_envs.stop_signals import on_stop
 from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
@@ -46,24 +46,23 @@ def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBo
 async def serve_script(
     settings: Settings, environment: str, data: Path | None, options: ScriptedModelOptions
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then print the request counts.
+    """Serve until a signal to stop, then print the request counts.
 
     Raises:
         InputError: no task of the data has a reference, or the port is taken.
     """
     book, folder = read_book(Catalog.of(settings), environment, data), scripted_tokenizer(settings)
     ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     played = ScriptedServer(
         book, port=options.port, mix=options.mix, seed=options.seed, unknown=Behaviour.SOLVE
     )
-    async with played as server:
-        err.print(f"plays the references of {len(book.scripts)} {environment} tasks; it is no model")
-        err.print("Ctrl-C ends it. Use it as you would your own, with `run` or `serve`:")
-        out.print(f"--llm {server.url}/v1 --tokenizer {folder}", soft_wrap=True)
-        out.file.flush()  # a reader of a pipe waits for this line
-        await ended.wait()
+    with on_stop(lambda _: ended.set()):
+        async with played as server:
+            err.print(f"plays the references of {len(book.scripts)} {environment} tasks; it is no model")
+            err.print("Ctrl-C ends it. Use it as you would your own, with `run` or `serve`:")
+            out.print(f"--llm {server.url}/v1 --tokenizer {folder}", soft_wrap=True)
+            out.file.flush()  # a reader of a pipe waits for this line
+            await ended.wait()
     counts = server.counts
     asked = f"{counts.requests} requests of {counts.sessions} sessions"
     err.print(f"{asked}, {counts.violations} violations of the token ledger")

@@ -1,4 +1,4 @@
-"""`prorl-envs serve`: the rollout service in the foreground, until SIGINT or SIGTERM."""
+"""`prorl-envs serve`: the rollout service in the foreground, until a signal to stop."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
@@ -30,7 +30,7 @@ type Connect = Callable[[EarlierModel | None], Awaitable[Model]]
 
 
 async def serve(settings: Settings, connect: Connect) -> None:
-    """Serve until SIGINT or SIGTERM, then drain. A second signal stops at once.
+    """Serve until a signal to stop, then drain. A second SIGINT or SIGTERM stops at once.
 
     Configuration, address, machine and store are checked before the first request to a model server.
 

@@ -18,6 +18,7 @@ from prorl_envs.rollout.client.token_files import addresses_of, drop_token, kept
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.http.logins import Logins
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.stop_signals import on_stop
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ async def serve_until_signal(
     logins: Logins | None = None,
     bound: socket.socket | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal stops at once.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then drain; a second SIGINT or SIGTERM stops at once.
 
     Args:
         service: not started yet.
@@ -149,23 +150,19 @@ async def serve_until_signal(
     Raises:
         InputError: the address cannot be bound, or needs a token.
     """
-    loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
-        (second if first.is_set() else first).set()
+    def stop(number: signal.Signals) -> None:
+        if first.is_set() and number is not signal.SIGHUP:  # a closed terminal causes several
+            second.set()
+        first.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    try:
+    with on_stop(stop):
         async with serving(service, settings, logins=logins, bound=bound) as url:
             ready(url)
             await first.wait()
             log.info("stopping: up to %g s for accepted jobs", service.settings.drain_s)
             await _drain(service, second)
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 async def _drain(service: RolloutService, hurry: asyncio.Event) -> None:
