@@ -35,18 +35,18 @@ export function tree(value, depth = 0) {
   const entries = Array.isArray(value) ? value.map((item, i) => [String(i), item]) : Object.entries(value);
   if (!entries.length) return el("span", { class: "quiet" }, Array.isArray(value) ? "[]" : "{}");
   const shown = entries.slice(0, 200);
-  return el("dl", { class: "tree" }, shown.map(([key, item]) => node(key, item, depth)), entries.length > shown.length && el("div", { class: "quiet" }, `and ${entries.length - shown.length} more`));
+  return el("ul", { class: "tree" }, shown.map(([key, item]) => node(key, item, depth)), entries.length > shown.length && el("li", { class: "quiet" }, `and ${entries.length - shown.length} more`));
 }
 
 function node(key, item, depth) {
   const inner = item !== null && typeof item === "object" && Object.keys(item).length > 0;
-  if (!inner) return el("div", { class: typeof item === "string" && (item.includes("\n") || item.length > 80) ? "leaf tall" : "leaf" }, el("dt", {}, key), el("dd", {}, leaf(item)));
+  if (!inner) return el("li", { class: typeof item === "string" && (item.includes("\n") || item.length > 80) ? "leaf tall" : "leaf" }, el("div", { class: "key" }, key), el("div", { class: "value" }, leaf(item)));
   const size = Object.keys(item).length;
   const body = el("details", { open: depth < 1 && size < 30 }, el("summary", {}, key, el("span", { class: "quiet" }, ` ${size}`)));
   const unfold = () => { if (body.open && body.childElementCount === 1) body.append(tree(item, depth + 1)); };
   body.addEventListener("toggle", unfold); // what is folded is not built
   unfold();
-  return body;
+  return el("li", {}, body);
 }
 
 function leaf(value) {
