@@ -12,7 +12,6 @@ from prorl_envs.cli.output import console, progress, tables
 from prorl_envs.errors import FailureKind, GraderError, InputError, printable
 from prorl_envs.rollout.api.types import (
     Failure,
-    GroupStatistics,
     JobState,
     Result,
     Stage,
@@ -40,13 +39,6 @@ def result(failed: bool) -> Result:
     )  # fmt: skip
 
 
-def group() -> GroupStatistics:
-    return GroupStatistics(
-        group_id=EVIL, task_id=EVIL, environment=EVIL, rewards=[1.0], mean=1.0, std=0.0, informative=False,
-        failures={},
-    )  # fmt: skip
-
-
 def followed() -> progress.Progress:
     shown = progress.Progress(1)
     shown.add(result(failed=False))
@@ -64,7 +56,6 @@ def followed() -> progress.Progress:
             [replace(summarise(result(failed=False)), reward=None, state=EVIL, stop_reason=EVIL)]
         ),
         tables.tasks_table([summarise(result(failed=True))], 10),
-        tables.groups_table([group()]),
         followed(),
         console.plain(EVIL),
     ],
@@ -75,7 +66,6 @@ def followed() -> progress.Progress:
         "failures of any kind",
         "ends of any kind",
         "tasks",
-        "groups",
         "progress",
         "plain",
     ],

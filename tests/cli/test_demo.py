@@ -1,6 +1,8 @@
 """The demo as a user runs it, at a small size: real service, real sandboxes, scripted model."""
 
+import re
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -20,7 +22,12 @@ SMALL = ("demo", "--swebench", "0", "--tasks", "2", "--out", "runs")
 def test_every_group_has_its_scripted_outcome(cli: Cli, tmp_path: Path) -> None:
     done = cli(*SMALL)
     assert done.returncode == 0, done.stderr
-    assert "every group came out as the script says" in done.stdout
+    assert "summary of the model scripted" in done.stdout
+    assert "4 of 4 groups are informative" in done.stdout
+    assert "The rewards of every group are those of the script." in done.stdout
+    assert len(done.stdout.splitlines()) < 30
+    page = Path(unquote(urlsplit(re.findall(r"file:\S+", done.stdout)[0]).path))
+    assert page.samefile(tmp_path / "runs" / "episodes.html") and b"demo/bash/greeting/0" in page.read_bytes()
     assert "model server:    http://127.0.0.1:" in done.stderr
     assert "rollout service: http://127.0.0.1:" in done.stderr
     results = list(read_results(tmp_path / "runs" / "results.jsonl"))
@@ -39,7 +46,7 @@ def test_every_group_has_its_scripted_outcome(cli: Cli, tmp_path: Path) -> None:
 def test_a_solver_alone_gives_uninformative_groups(cli: Cli) -> None:
     done = cli(*SMALL, "--mix", "solve=1", "--samples", "2")
     assert done.returncode == 0, done.stderr
-    assert "1.000" in done.stdout and " no" in done.stdout
+    assert "1.000" in done.stdout and "0 of 4 groups are informative" in done.stdout
 
 
 def test_a_wrong_mix_is_a_clear_error(cli: Cli) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from prorl_envs.app.compose import Model, request_defaults, rollout_service
 from prorl_envs.catalog import Catalog
+from prorl_envs.cli.commands.view import SCRIPTED, write_html
 from prorl_envs.cli.output.console import err, out, print_left_out, program
 from prorl_envs.cli.output.run_groups import run_groups
-from prorl_envs.cli.output.tables import groups_table
 from prorl_envs.cli.run_folders import create_folder
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Task
@@ -37,6 +37,8 @@ FAMILIES = ("swebench", "bash", "ipython")
 MIX = "solve=2,wrong=1,malformed=1,loop=1,error500=1"
 #: Large, since most of INIT is waiting here: for an instance that another sample is already building.
 INIT_POOL = 16
+#: File of a run folder that shows all its episodes in a browser.
+PAGE = "episodes.html"
 LIMITS = AgentLimits(max_turns=12, max_tokens=65_536)
 
 _SOLVES = frozenset({Behaviour.SOLVE, Behaviour.FLAKY})
@@ -237,16 +239,21 @@ async def demo(
         err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
         # Only now: a machine that cannot start sandboxes leaves no empty folder.
         with create_folder(path, datetime.now(UTC), "demo", name, groups) as folder:
-            await run_groups(client, folder, submissions(folder), every_sample=False)
+            await run_groups(client, folder, submissions(folder), tables=False)
         views = [await client.group(group.id) for group in groups]
+    page = folder.path / PAGE
+    tokenizer = SCRIPTED if model is None else model.tokenizer or None
+    await asyncio.to_thread(write_html, str(folder.path), page, tokenizer=tokenizer)
+    out.print(f"as one page:  {page.resolve().as_uri()}", soft_wrap=True)
     statistics = [view.statistics for view in views if view.statistics is not None]
-    out.print(groups_table(statistics))
+    out.print(f"your model:   {program()} demo --llm http://host:8000/v1\n")
+    informative = sum(group.informative for group in statistics)
+    out.print(f"{informative} of {len(groups)} groups are informative: the rewards of their samples differ.")
     if model is not None:
         return True
     problems = unexpected(statistics, options)
     for problem in problems:
         err.print(f"not as scripted: {problem}", style="red")
     if not problems:
-        out.print("every group came out as the script says")
-    out.print(f"your model:   {program()} demo --llm http://host:8000/v1")
+        out.print("The rewards of every group are those of the script.")
     return not problems

@@ -167,7 +167,7 @@ async def on_service(options: RunOptions, settings: Settings, url: str, token: s
                 await _collect(client, folder)
             submitted = submissions(folder, _session() if options.resume else "")
             try:
-                await run_groups(client, folder, submitted, every_sample=True, loggers=options.loggers)
+                await run_groups(client, folder, submitted, tables=True, loggers=options.loggers)
             except BaseException:
                 for one in submitted:
                     with suppress(NotFound):
@@ -227,4 +227,4 @@ async def here(
         # Only now: a machine that cannot start sandboxes leaves no empty folder.
         with open_folder(chosen, options, settings, model.name or "") as folder:
             submitted = submissions(folder, _session() if options.resume else "")
-            await run_groups(client, folder, submitted, every_sample=True, loggers=options.loggers)
+            await run_groups(client, folder, submitted, tables=True, loggers=options.loggers)

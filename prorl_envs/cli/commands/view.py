@@ -48,21 +48,41 @@ def view(
 
     if only and html is None:
         raise InputError("--job chooses the rollouts for --html", hint="without it the page has a filter")
+    if html is not None:
+        if _is_runs_folder(source):
+            raise InputError(f"{source} has several runs", hint="--html takes the folder of one run")
+        err.print(write_html(source, html, only or [], tokenizer))
+        return
     texts = _texts(tokenizer) if tokenizer else None
     if _is_runs_folder(source):
-        if html is not None:
-            raise InputError(f"{source} has several runs", hint="--html takes the folder of one run")
         run(_serve_runs(Path(source), texts, port, browser))
         return
     episodes = open_episodes(source)
     try:
-        if html is not None:
-            _export(episodes, html, only or [], texts, _run_of(source))
-        else:
-            episodes.extend(_FIRST_BYTES)
-            if not episodes.summaries:
-                check_lines(episodes, source)
-            run(_serve(episodes, texts, _run_of(source), port, browser))
+        episodes.extend(_FIRST_BYTES)
+        if not episodes.summaries:
+            check_lines(episodes, source)
+        run(_serve(episodes, texts, _run_of(source), port, browser))
+    finally:
+        episodes.close()
+
+
+def write_html(source: str, target: Path, only: Sequence[str] = (), tokenizer: str | None = None) -> str:
+    """Write episodes to one HTML file; return a sentence about it.
+
+    Args:
+        source: run folder, file of results or store.
+        target: file to write.
+        only: jobs, groups, or ends of job ids; all episodes if empty.
+        tokenizer: folder or Hub name; None shows tokens as numbers.
+
+    Raises:
+        InputError: the source cannot be read or has no such episode, or the file cannot be written.
+    """
+    texts = _texts(tokenizer) if tokenizer else None
+    episodes = open_episodes(source)
+    try:
+        return _export(episodes, target, only, texts, _run_of(source))
     finally:
         episodes.close()
 
@@ -142,7 +162,7 @@ async def _answer(app: "ASGIApp", token: str, name: str, port: int, browser: boo
 
 def _export(
     episodes: "EpisodeSource", target: Path, wanted: Sequence[str], texts: "Texts | None", run: "RunInfo"
-) -> None:
+) -> str:
     from prorl_envs.viewer.export import export_html
 
     episodes.extend()
@@ -159,7 +179,7 @@ def _export(
             f"cannot write {target}: {error.strerror}", hint="choose another place: --html"
         ) from error
     noun = "episode" if len(chosen) == 1 else "episodes"
-    err.print(f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser")
+    return f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser"
 
 
 def _fits(one: "Summary", wanted: Sequence[str]) -> bool:

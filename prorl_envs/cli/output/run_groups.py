@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 
 from prorl_envs.cli.output.console import err, out, plain, program
 from prorl_envs.cli.output.progress import Progress, following
@@ -45,7 +46,7 @@ async def run_groups(
     folder: RunFolder,
     submitted: Sequence[Submission],
     *,
-    every_sample: bool,
+    tables: bool,
     loggers: Sequence[tuple[str, RunLogger]] = (),
 ) -> None:
     """Run groups to completion. Write each result to the folder as it arrives; then print and save the
@@ -55,7 +56,7 @@ async def run_groups(
         client: of the rollout service.
         folder: of the run.
         submitted: groups to submit; empty if the run is complete.
-        every_sample: print a table of samples, too.
+        tables: print the tables of samples and tasks, not only the summary.
         loggers: by name; the run continues if one fails.
 
     Raises:
@@ -98,7 +99,7 @@ async def run_groups(
     )
     folder.save_summary(summary)
     await asyncio.to_thread(report.finish, summary, folder.summaries.values())
-    _print(folder, summary, every_sample=every_sample)
+    _print(folder, summary, tables=tables)
     if submitted:
         err.print(f"stages: {progress.overlap_sentence}")
     for line in failures.lines():
@@ -125,22 +126,26 @@ def _report_interruption(folder: RunFolder, expected: int) -> None:
     kept = len(folder.summaries)
     err.print(f"\n{kept} of {expected} results are in {folder.path}", soft_wrap=True)
     if kept < expected:
-        err.print(f"continue with the same command and: --resume --out {folder.path}", soft_wrap=True)
+        err.print(
+            f"continue with the same command and: --resume --out {quote(str(folder.path))}", soft_wrap=True
+        )
 
 
-def _print(folder: RunFolder, summary: RunSummary, *, every_sample: bool) -> None:
+def _print(folder: RunFolder, summary: RunSummary, *, tables: bool) -> None:
     ordered = sorted(folder.summaries.values(), key=lambda one: (one.environment, one.group_id, one.sample))
-    if every_sample:
+    if tables:
         out.print(samples_table(ordered[:MAX_ROWS]))
         if len(ordered) > MAX_ROWS:
-            out.print(f"and {len(ordered) - MAX_ROWS} more samples: {program()} show {folder.path}\n")
-    out.print(tasks_table(ordered, MAX_ROWS))
+            out.print(
+                f"and {len(ordered) - MAX_ROWS} more samples: {program()} show {quote(str(folder.path))}\n"
+            )
+        out.print(tasks_table(ordered, MAX_ROWS))
     out.print(statistics_table(summary))
 
 
 def _print_next_steps(folder: RunFolder) -> None:
     out.print(f"\nresults:      {folder.results_path}", soft_wrap=True)
     if folder.summaries:
-        first = next(iter(folder.summaries.values()))
-        out.print(f"show one:     {program()} show {folder.path} {first.job_id}", soft_wrap=True)
-        out.print(f"browse:       {program()} view {folder.path}", soft_wrap=True)
+        first, path = next(iter(folder.summaries.values())), quote(str(folder.path))
+        out.print(f"show one:     {program()} show {path} {quote(first.job_id)}", soft_wrap=True)
+        out.print(f"browse:       {program()} view {path}", soft_wrap=True)

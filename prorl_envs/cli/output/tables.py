@@ -10,7 +10,7 @@ from rich.text import Text
 
 from prorl_envs.cli.output.console import plain
 from prorl_envs.cli.output.fitted_table import FittedTable
-from prorl_envs.rollout.api.types import GroupStatistics, Result
+from prorl_envs.rollout.api.types import Result
 from prorl_envs.runs.statistics import RunSummary, Statistics
 from prorl_envs.viewer.summary import Summary
 
@@ -114,9 +114,8 @@ def _failures(kinds: Mapping[str, int]) -> str:
 
 def statistics_table(summary: RunSummary) -> FittedTable:
     """Return the statistics of a run: a row per environment if there are several, and one for all."""
-    table = Table(
-        title="summary", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    title = plain(f"summary of the model {summary.model}" if summary.model else "summary")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("environment", overflow="fold")
     passes = sorted(summary.overall.pass_at)
     names = (
@@ -154,24 +153,3 @@ def _statistics_row(statistics: Statistics, passes: Sequence[int]) -> tuple[str,
         str(statistics.sampled_tokens),
         _failures(statistics.failures) or "0",
     )
-
-
-def groups_table(groups: Iterable[GroupStatistics]) -> FittedTable:
-    """Return the statistics of each group that a trainer gets."""
-    title = "groups, as a trainer sees them"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("group", overflow="fold")
-    for name in ("samples", "with reward", "mean", "std"):
-        table.add_column(name, justify="right")
-    table.add_column("informative")
-    for g in groups:
-        scored = [r for r in g.rewards if r is not None]
-        table.add_row(
-            plain(g.group_id),
-            str(len(g.rewards)),
-            str(len(scored)),
-            "-" if g.mean is None else f"{g.mean:.3f}",
-            "-" if g.std is None else f"{g.std:.3f}",
-            Text("yes", style="green") if g.informative else Text("no", style="dim"),
-        )
-    return FittedTable(table)
