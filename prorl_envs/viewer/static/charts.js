@@ -67,7 +67,7 @@ export function histogram(values, { name, axis, write, whole = false }) {
     bins.length > 0 && svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `histogram of ${name.toLowerCase()}: ${bins.map((bin) => `${write(bin.from)}: ${bin.count}`).join(", ")}` },
       svg("line", { class: "axis-line", x1: left, x2: width - right, y1: floor, y2: floor }), svg("line", { class: "axis-line", x1: left, x2: left, y1: top, y2: floor }),
       text(left - 6, top + 8, count(most), "end"), text(left - 6, floor, "0", "end"), marks,
-      at.filter((_, i) => i % every === 0).map(([x, value]) => text(x, floor + 14, write(Number(value.toPrecision(6))), "middle")),
+      at.filter((_, i) => i % every === 0).map(([x, value]) => text(x, floor + 14, write(Number(value.toPrecision(6))), x > width - 2 * right ? "end" : "middle")),
       text((left + width - right) / 2, height - 4, axis, "middle"),
       svg("text", { x: -(top + floor) / 2, y: 10, transform: "rotate(-90)", "text-anchor": "middle" }, "episodes")));
 }

@@ -34,7 +34,7 @@ const GROUPS = [
   { id: "rewards", name: "Rewards", grow: 1, cell: (group) => strip(group.samples) },
   { id: "mean", name: "Mean", width: "5rem", numeric: true, cell: (group) => (group.mean === null ? "–" : number(group.mean)) },
   { id: "std", name: "Std. dev.", width: "5rem", numeric: true, wide: true, cell: (group) => (group.std === null ? "–" : number(group.std)) },
-  { id: "spread", name: "Rewards differ", width: "7rem", wide: true, cell: (group) => (group.informative ? "yes" : el("span", { class: "quiet" }, "no")) },
+  { id: "spread", name: "Informative", width: "7rem", wide: true, cell: (group) => (group.informative ? "yes" : el("span", { class: "quiet" }, "no")) },
 ];
 
 function jobLink(entry, state) {
