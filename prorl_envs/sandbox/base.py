@@ -33,7 +33,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """Resource limits of a sandbox; None is no limit. See docs/decisions/limits.md for their enforcement.
+    """Resource limits of a sandbox; None means no limit. See docs/decisions/limits.md for their enforcement.
 
     Args:
         memory_bytes: of all its processes together, including shared memory and files in memory.
@@ -68,9 +68,9 @@ class Network:
     Args:
         allow: hosts reachable through an HTTP proxy at 127.0.0.1, port `PROXY_PORT`, which the usual
             environment variables name: `host`, `host:port`, `*.host` (names below it, not the host itself) or
-            `*.host:port`. Without a port, 80 and 443. Names that resolve to addresses which are not public
-            are refused unless that address is listed as well. No other way out exists: programs without proxy
-            support reach nothing, and there is no name service.
+            `*.host:port`. Without a port, 80 and 443. A name that resolves to an address that is not
+            public is refused unless `allow` lists the address as well. No other way out exists: programs
+            without proxy support reach nothing, and there is no name service.
         open: True gives it the host's network itself, including services on the host's loopback and the
             host's abstract sockets.
     """
@@ -97,9 +97,9 @@ class SandboxSpec:
         hostname: host name inside.
         uid: user id inside (0 looks like root but has no capabilities).
         emulate_root: True makes the processes root of the image, for package managers and tasks that need it:
-            `uid` is 0, all of the image can be written, and calls that need a privilege nobody has here
-            (chown, setuid, mknod, setting attributes) report success without effect. The image is the whole
-            system: `/tmp`, `/run`, `/root` and `workdir` are directories of it, not mounts. Needs an image.
+            `uid` is 0, all of the image can be written, and system calls that need a privilege (chown,
+            setuid, mknod, setting attributes) report success without effect. The image is the whole system:
+            `/tmp`, `/run`, `/root` and `workdir` are directories of the image, not mounts. Needs an image.
             See docs/decisions/root-emulation.md.
         default_route: True gives the loopback interface a default route, so that connections to addresses
             outside time out as on a filtered network instead of failing at once.
@@ -145,9 +145,9 @@ class Sandbox(Protocol):
 
     @property
     def socket_directory(self) -> tuple[str, Path]:
-        """Directory for Unix sockets on which processes inside listen and to which the host connects, until
-        the sandbox is closed: its path inside, absolute or relative to `workdir`, and its path on the host.
-        Content is as hostile as that of `workspace`.
+        """Directory for Unix sockets: processes inside listen on them, and the host connects to them. A pair
+        of its path inside (absolute, or relative to `workdir`) and its path on the host. Removed when the
+        sandbox is closed. Its content is as hostile as that of `workspace`.
         """
         ...
 
@@ -159,7 +159,7 @@ class Sandbox(Protocol):
             write: whether the caller will write there.
 
         Raises:
-            SandboxError: the path is not the sandbox's own, and must not be written.
+            SandboxError: `write` is True, and the path does not belong to this sandbox alone.
         """
         ...
 
@@ -171,7 +171,7 @@ class Sandbox(Protocol):
         ...
 
     def pop_notices(self) -> list[str]:
-        """Return one sentence, for the model, on each action taken to enforce the limits since the last call.
+        """Return one sentence, for the model, per action that enforced a limit since the last call.
 
         Cheap, and never waits: a few microseconds if nothing happened.
         """
@@ -187,9 +187,9 @@ class Sandbox(Protocol):
         """Fork a process from a template into this sandbox and run `entry` there.
 
         Args:
-            entry: `package.module:function`, from the template's fixed list. It is called with one connected
-                stream socket, whose peer is returned. The process leads a session; processes that it starts
-                need sessions of their own (signals to a process group cross pid namespaces).
+            entry: `package.module:function`, from the template's fixed list. It is called with a connected
+                stream socket; `spawn` returns the other end. The process leads a session; processes that it
+                starts need sessions of their own (signals to a process group cross pid namespaces).
             template: which warm process to fork: `base`, or `ipython` (IPython already imported).
 
         Raises:
@@ -198,11 +198,8 @@ class Sandbox(Protocol):
         ...
 
     async def listen_loopback(self) -> socket.socket:
-        """Return a socket that listens on the sandbox's own loopback, at a free port, for services of the
-        caller. Only processes inside can connect; the caller accepts outside.
-
-        Returns:
-            the socket, which the caller owns and closes before the sandbox.
+        """Return a socket that listens on a free port of the sandbox's own loopback. Only processes inside
+        can connect to it. The caller owns it, accepts connections outside, and closes it before the sandbox.
 
         Raises:
             SandboxError: the sandbox has stopped, or the kernel refused.
@@ -218,11 +215,11 @@ class Sandbox(Protocol):
         ...
 
     async def take_layer(self, target: Path) -> None:
-        """Close the sandbox, and move its changes to the image to `target`: a layer, in overlayfs's form.
+        """Close the sandbox, and move its changes of the image to `target`, as a layer in overlayfs's form.
 
         Args:
-            target: in an existing directory; made here, in place of an empty directory. On the file system of
-                the sandboxes it takes one rename, on others a copy.
+            target: new or empty directory in an existing one. Moving takes one rename if it is on the file
+                system of the sandboxes, and a copy otherwise.
 
         Raises:
             SandboxError: the sandbox has no image or has stopped, or its files cannot be moved.

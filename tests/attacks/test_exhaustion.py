@@ -163,4 +163,4 @@ async def test_the_driver_survives_and_starts_other_sandboxes(attacked: Driver, 
     """Runs after the other tests of this module."""
     box = await open_box()
     await usable(box)
-    attacked.containment._watchdog.check()
+    attacked.limit_enforcer._watchdog.check()

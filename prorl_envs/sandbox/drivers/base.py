@@ -55,7 +55,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         self.directory = DriverDirectory(node_local_base(root))
         self.nice = limits.nice
         self.templates = {name: self._template(name, spec) for name, spec in templates.items()}
-        self.containment = LimitEnforcer(limits, self.directory)
+        self.limit_enforcer = LimitEnforcer(limits, self.directory)
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None
         self._started = self._snapshots = 0
@@ -77,7 +77,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
     async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None) -> S:
         self._check_open()
         check_room()
-        spec = self.containment.complete(spec)
+        spec = self.limit_enforcer.complete(spec)
         if spec.emulate_root:
             spec = dataclasses.replace(spec, uid=0)
         check(spec)
@@ -90,9 +90,9 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         try:
             if snapshot is not None:
                 await sandbox.restore(snapshot)
-            await self.containment.prepare(sandbox)
+            await self.limit_enforcer.prepare(sandbox)
             await sandbox.launch()
-            self.containment.watch(sandbox)
+            self.limit_enforcer.watch(sandbox)
         except BaseException:
             await sandbox.close()
             raise
@@ -104,7 +104,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         Returns:
             True if a sandbox was killed (and has closed), so that another attempt may succeed.
         """
-        guilty = await self.containment.relieve(error)
+        guilty = await self.limit_enforcer.relieve(error)
         for sandbox in self.sandboxes:
             if sandbox is guilty:
                 await sandbox.close()
@@ -118,7 +118,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
             SandboxError: the requested mechanism is not available.
         """
         known = {field.name for field in dataclasses.fields(SandboxLimits)}
-        return frozenset(known if self.containment.keeps_cpus else known - {"cpus"})
+        return frozenset(known if self.limit_enforcer.enforces_cpu_limit else known - {"cpus"})
 
     async def image_env(self, image: Path) -> dict[str, str]:
         """Return the variables that an image sets for itself, for `SandboxSpec.env`: see `read_image_env`.
@@ -155,7 +155,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
 
     def forget(self, sandbox: S) -> None:
         """Drop a sandbox that has closed. Called by the sandbox."""
-        self.containment.forget(sandbox)
+        self.limit_enforcer.forget(sandbox)
         self._sandboxes.discard(sandbox)
 
     def _template(self, name: str, spec: TemplateSpec) -> Template:
@@ -193,7 +193,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         await self._sweep()
         closing = (sandbox.close() for sandbox in tuple(self._sandboxes))
         outcomes = await asyncio.gather(*closing, return_exceptions=True)
-        await self.containment.aclose()
+        await self.limit_enforcer.aclose()
         await asyncio.gather(*(template.aclose() for template in self.templates.values()))
         await self._release()
         await asyncio.to_thread(self.directory.remove)
@@ -223,7 +223,7 @@ class NodeSandbox(ABC):
         self._servers: set[ToolServerProcess] = set()
         self._why: SandboxError | None = None
         #: The enforced limits; filled by the driver's `LimitEnforcer` before the launch.
-        self.contained = EnforcedLimits()
+        self.enforced = EnforcedLimits()
         self._closing: asyncio.Task[None] | None = None
         self._copying = asyncio.Lock()
         self._stop_copying = threading.Event()
@@ -279,11 +279,11 @@ class NodeSandbox(ABC):
 
     def pop_notices(self) -> list[str]:
         """See `base.Sandbox`."""
-        return self.contained.pop_notices()
+        return self.enforced.pop_notices()
 
     def memory(self) -> int | None:
         """See `base.Sandbox`."""
-        watch = self.contained.watch
+        watch = self.enforced.watch
         return None if watch is None or not self.alive else memory_of(watch)
 
     def end(self, why: SandboxError) -> None:
@@ -323,7 +323,7 @@ class NodeSandbox(ABC):
             raise SandboxError(
                 f"no template {template!r}", hint=f"there are: {', '.join(self._driver.templates)}"
             )
-        request = self.contained.apply(self._request(entry))
+        request = self.enforced.apply(self._request(entry))
         try:
             server, sock = await self._fork_in_place(template, request)
         except (SandboxError, OSError) as error:
@@ -422,7 +422,7 @@ class NodeSandbox(ABC):
         self._stop_copying.set()
         async with self._copying:
             await self._end()
-        await self.contained.release()
+        await self.enforced.release()
         await asyncio.to_thread(self._remove_files)
         await self._release()
         self._driver.forget(self)

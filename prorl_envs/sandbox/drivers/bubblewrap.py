@@ -217,7 +217,7 @@ class BubblewrapSandbox(IsolatedSandbox):
                     )
                     inside.close()
                     # The first process, a child of bubblewrap, inherits the limit.
-                    self.contained.bound_open_files(self._monitor.pid)
+                    self.enforced.bound_open_files(self._monitor.pid)
                     await self._await_first(self._lifetime, info)
             except TimeoutError:
                 raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
@@ -232,7 +232,7 @@ class BubblewrapSandbox(IsolatedSandbox):
             output += data
         # The info is complete: bubblewrap writes it before the first process runs.
         self._first = _hold_first(json.loads(os.pread(info, _INFO_BYTES, 0)))
-        self.contained.bound_open_files(self._first.pid)
+        self.enforced.bound_open_files(self._first.pid)
 
     def _mounts(self) -> list[str]:
         masks = self._driver.system_masks if self._image is None else ()

@@ -1,8 +1,8 @@
-"""Kernel counters that all sandboxes of a host user share, and one sandbox's share of each. Pure, but for
-reading the sizes.
+"""Kernel counters that all sandboxes of a host user share, and one sandbox's share of each. Pure, except
+that it reads the sizes.
 
-A sandbox that holds more than its share is killed. If all together hold more than three quarters, the one
-that holds the most is killed, to keep the rest for the service.
+A sandbox that holds more than its share is killed. If all sandboxes together hold more than three quarters
+of a counter, the sandbox that holds the most is killed, to keep the rest for the service.
 """
 
 import errno
@@ -14,17 +14,18 @@ from pathlib import Path
 from prorl_envs.sandbox.limits.held_descriptors import Holdings
 from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES
 
-#: Share of descriptors if the machine does not limit them: 250 MB of kernel memory, with their files.
+#: A sandbox's share of descriptors if the machine does not limit them. With their files, so many descriptors
+#: take 250 MB of kernel memory.
 _DESCRIPTORS = 262_144
-#: From this size on a counter counts as unlimited: systemd sets `fs.file-max` so.
+#: A counter of this size or more is unlimited: systemd sets `fs.file-max` to such a value.
 UNLIMITED = 1 << 62
 #: A sandbox's share is the size divided by this.
-_PART = 8
-#: Divisor for descriptors in flight: their size is the sender's soft limit. Programs soon receive them.
-_FLYING_PART = 4
-#: Counters that may be full, by the error number of a failed system call, the likeliest first. An epoll
-#: can be in flight.
-_FULL: Mapping[int, tuple[str, ...]] = {
+_SHARE_DIVISOR = 8
+#: The divisor for descriptors in flight, whose size is the sender's soft limit. Programs soon receive them.
+_IN_FLIGHT_DIVISOR = 4
+#: Counters that may be full, by the error number of a failed system call, the likeliest first. An epoll in
+#: flight keeps its watches.
+_COUNTERS_BY_ERRNO: Mapping[int, tuple[str, ...]] = {
     errno.ENOSPC: ("watches", "in_flight"),
     errno.ETOOMANYREFS: ("in_flight",),
     errno.EMFILE: ("descriptors", "in_flight"),
@@ -38,8 +39,8 @@ class Counter:
 
     Args:
         name: the counted things, in the plural.
-        source: origin of the size.
-        size: limit for all processes of this user; of the machine, if `machine`.
+        source: the setting that determines the size.
+        size: limit of all processes of this user, or of the machine if `machine` is True.
         share: limit of one sandbox.
         machine: whether other users share it.
     """
@@ -51,14 +52,14 @@ class Counter:
     machine: bool = False
 
     @property
-    def crowded(self) -> int:
+    def total_limit(self) -> int:
         """Limit of all sandboxes together."""
         return self.size - self.size // 4
 
 
 @functools.cache
 def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
-    """Return the counters that the watchdog keeps, by field of `Holdings`; without those the kernel lacks.
+    """Return the counters that the watchdog checks, by field of `Holdings`, if the kernel has them.
 
     Args:
         proc: directory from which the kernel's settings are read.
@@ -69,20 +70,20 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
             name="epoll watches",
             source="fs.epoll.max_user_watches",
             size=watches,
-            share=max(1, watches // _PART),
+            share=max(1, watches // _SHARE_DIVISOR),
         )
     found["in_flight"] = Counter(
         name="descriptors in flight",
         source="the soft limit of open files in sandboxes",
         size=SOFT_OPEN_FILES,
-        share=SOFT_OPEN_FILES // _FLYING_PART,
+        share=SOFT_OPEN_FILES // _IN_FLIGHT_DIVISOR,
     )
     files = _setting(proc / "sys/fs/file-max") or UNLIMITED
     found["descriptors"] = Counter(
         name="open files",
         source="fs.file-max",
         size=files,
-        share=min(_DESCRIPTORS, max(1, files // _PART)),
+        share=min(_DESCRIPTORS, max(1, files // _SHARE_DIVISOR)),
         machine=True,
     )
     return found
@@ -97,34 +98,34 @@ def excess(held: Holdings, shares: Mapping[str, Counter]) -> str:
     return ""
 
 
-def most[K](
+def largest_holder[K](
     held: Mapping[K, Holdings], shares: Mapping[str, Counter], refused: int | None = None
 ) -> tuple[K, str] | None:
-    """Return the sandbox to kill for the service's headroom, and the reason; None if none holds too much.
+    """Return the sandbox to kill so that the service keeps headroom, and the reason; None if there is none.
 
     Args:
-        held: by all sandboxes.
-        refused: the error number of a system call that the kernel refused the service.
+        held: the holdings of each sandbox.
+        refused: the error number of a failed system call of the service; None if none has failed.
     """
-    fields = shares.keys() if refused is None else _FULL.get(refused, ())
+    fields = shares.keys() if refused is None else _COUNTERS_BY_ERRNO.get(refused, ())
     for field in fields:
         counter = shares[field]
-        counts = {key: getattr(each, field) for key, each in held.items()}
-        if refused is None and sum(counts.values()) <= counter.crowded:
+        counts = {key: getattr(holdings, field) for key, holdings in held.items()}
+        if refused is None and sum(counts.values()) <= counter.total_limit:
             continue
-        key = max(counts, key=lambda each: counts[each], default=None)
-        # One descriptor in flight can be a socket that holds any number of others.
-        least = 1 if refused is not None and field == "in_flight" else max(1, counter.share // 16)
-        if key is not None and counts[key] >= least:
+        key = max(counts, key=lambda key: counts[key], default=None)
+        # A single descriptor in flight can be a socket in which any number of others wait.
+        minimum = 1 if refused is not None and field == "in_flight" else max(1, counter.share // 16)
+        if key is not None and counts[key] >= minimum:
             return key, f"{counter.name} are short, and it holds the most of them: {counts[key]}"
     return None
 
 
-def refused_for_want(error: BaseException) -> int | None:
+def full_counter_errno(error: BaseException) -> int | None:
     """Return the error number if a full counter may be the cause of `error`; None otherwise."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FULL:
+        if isinstance(cause, OSError) and cause.errno in _COUNTERS_BY_ERRNO:
             return cause.errno
         cause = cause.__cause__ or cause.__context__
     return None

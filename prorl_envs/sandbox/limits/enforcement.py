@@ -10,14 +10,14 @@ from typing import Any, Protocol, Self
 
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import DriverDirectory
-from prorl_envs.sandbox.limits.counters import refused_for_want
+from prorl_envs.sandbox.limits.counters import full_counter_errno
 from prorl_envs.sandbox.limits.monitor import MonitoredSandbox, SandboxMonitor
 from prorl_envs.sandbox.limits.watchdog import Watchdog
 from prorl_envs.sandbox.linux.cgroups import ControlGroup, ControlGroups, Mechanism, find_groups
 from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES, open_files_inside
 from prorl_envs.sandbox.template.process import ForkRequest
 
-#: Limit of processes if the kernel counts them with the user's others: as many as a user needs.
+#: Limit of processes if the kernel counts those of a sandbox together with all others of the user.
 _PROCESSES_OF_USER = 8192
 
 
@@ -27,7 +27,7 @@ class NodeLimits:
 
     Args:
         each: limits of a sandbox whose spec has none.
-        reserve_bytes: disk space kept free: below it, the sandbox that holds most is killed. 0 keeps none.
+        reserve_bytes: disk space to keep free: if less is free, the largest sandbox is killed. 0 disables it.
         enforcement: how limits are enforced.
         nice: nice value of sandboxes, from 0 to 19.
     """
@@ -40,8 +40,8 @@ class NodeLimits:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
         """Convert the values of `config.LimitSettings`."""
-        own = {"reserve_bytes", "enforcement", "nice"}
-        each = SandboxLimits(**{name: value for name, value in settings.items() if name not in own})
+        of_machine = {"reserve_bytes", "enforcement", "nice"}
+        each = SandboxLimits(**{name: value for name, value in settings.items() if name not in of_machine})
         return cls(
             each=each,
             reserve_bytes=settings["reserve_bytes"],
@@ -53,10 +53,10 @@ class NodeLimits:
 DEFAULT_LIMITS = NodeLimits()
 
 
-class Containable(MonitoredSandbox, Protocol):
+class LimitedSandbox(MonitoredSandbox, Protocol):
     """The part of a sandbox that limit enforcement uses."""
 
-    contained: "EnforcedLimits"
+    enforced: "EnforcedLimits"
 
     @property
     def spec(self) -> SandboxSpec: ...
@@ -69,7 +69,7 @@ class EnforcedLimits:
     Args:
         limits: its limits.
         group: its control group, if control groups are used.
-        watch: its watchdog state, once it runs.
+        watch: its watchdog state, once the sandbox runs.
     """
 
     limits: SandboxLimits | None = None
@@ -77,7 +77,7 @@ class EnforcedLimits:
     watch: SandboxMonitor | None = None
 
     def apply(self, request: ForkRequest) -> ForkRequest:
-        """Return the request for a tool server, with the sandbox's limits."""
+        """Add the sandbox's limits to the fork request of a tool server."""
         if self.limits is None:
             return request
         groups = () if self.group is None else (str(self.group.folder),)
@@ -86,28 +86,25 @@ class EnforcedLimits:
     def bound_open_files(self, pid: int) -> None:
         """Lower the open-files limit of a process that another program started for the sandbox."""
         if self.limits is not None:
-            most = open_files_inside(self.limits.open_files)
+            hard = open_files_inside(self.limits.open_files)
             with contextlib.suppress(ProcessLookupError):  # it exited at once, and its output has the reason
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(SOFT_OPEN_FILES, most), most))
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(SOFT_OPEN_FILES, hard), hard))
 
     def pop_notices(self) -> list[str]:
         return [] if self.watch is None else self.watch.take()
 
     async def release(self) -> None:
-        """Remove the control group, once all its processes have exited."""
+        """Remove the control group after all its processes have exited."""
         if self.group is not None:
             await asyncio.to_thread(self.group.remove)
 
 
 class LimitEnforcer:
-    """Limit enforcement of one driver. The mechanism is detected at the first sandbox.
+    """Limit enforcement of one driver. The mechanism is detected when the first sandbox starts.
 
     Args:
-        limits: the machine's.
-        directory: the driver's.
-
-    Raises:
-        SandboxError: the requested mechanism is not available.
+        limits: limits of the machine's sandboxes.
+        directory: the driver's directory.
     """
 
     def __init__(self, limits: NodeLimits, directory: DriverDirectory) -> None:
@@ -115,7 +112,7 @@ class LimitEnforcer:
         self._directory = directory
         self._watchdog = Watchdog(directory.path, limits.reserve_bytes)
         self._groups: ControlGroups | None = None
-        self._found = False
+        self._detected = False
 
     @property
     def mechanism(self) -> Mechanism:
@@ -124,29 +121,29 @@ class LimitEnforcer:
         Raises:
             SandboxError: the requested mechanism is not available.
         """
-        groups = self._find()
+        groups = self._detect()
         return Mechanism.WATCHDOG if groups is None else Mechanism.CGROUP2
 
     @property
-    def keeps_cpus(self) -> bool:
+    def enforces_cpu_limit(self) -> bool:
         """True if a limit of processor time is enforced.
 
         Raises:
             SandboxError: the requested mechanism is not available.
         """
-        groups = self._find()
+        groups = self._detect()
         return groups is not None and "cpu" in groups.controllers
 
     @property
-    def looking_s(self) -> float:
+    def checking_s(self) -> float:
         """Seconds the watchdog has spent checking processes; for operators."""
-        return self._watchdog.looking_s
+        return self._watchdog.checking_s
 
     def complete(self, spec: SandboxSpec) -> SandboxSpec:
         """Return the spec with default limits if it has none."""
         return spec if spec.limits is not None else replace(spec, limits=self._limits.each)
 
-    async def prepare(self, sandbox: Containable) -> None:
+    async def prepare(self, sandbox: LimitedSandbox) -> None:
         """Set up enforcement before a sandbox's launch.
 
         Raises:
@@ -155,59 +152,60 @@ class LimitEnforcer:
         self._watchdog.check()
         limits = sandbox.spec.limits
         assert limits is not None
-        sandbox.contained.limits = limits
-        groups = self._find()
+        sandbox.enforced.limits = limits
+        groups = self._detect()
         if groups is not None:
             group = groups.group(sandbox.id)
-            sandbox.contained.group = group
+            sandbox.enforced.group = group
             await asyncio.to_thread(group.make, limits, self._limits.nice)
 
-    def watch(self, sandbox: Containable) -> None:
+    def watch(self, sandbox: LimitedSandbox) -> None:
         """Start enforcement after a sandbox's launch, before any command runs in it."""
-        contained = sandbox.contained
-        assert contained.limits is not None
-        if contained.group is not None and sandbox.first_pid is not None:
-            contained.group.add(sandbox.first_pid)
-        contained.watch = self._watchdog.add(sandbox, contained.limits, contained.group)
+        enforced = sandbox.enforced
+        assert enforced.limits is not None
+        if enforced.group is not None and sandbox.first_pid is not None:
+            enforced.group.add(sandbox.first_pid)
+        enforced.watch = self._watchdog.add(sandbox, enforced.limits, enforced.group)
 
     async def relieve(self, error: BaseException) -> MonitoredSandbox | None:
         """Kill the sandbox that holds the most, if `error` comes from a full counter that sandboxes share.
 
         Returns:
-            That sandbox, which is about to close; None if there is none.
+            The killed sandbox, which is about to close; None if none was killed.
         """
-        refused = refused_for_want(error)
+        refused = full_counter_errno(error)
         return None if refused is None else await self._watchdog.relieve(refused)
 
-    def forget(self, sandbox: Containable) -> None:
+    def forget(self, sandbox: LimitedSandbox) -> None:
         """Stop watching a sandbox that has closed."""
         self._watchdog.remove(sandbox)
-        sandbox.contained.watch = None  # breaks a reference cycle that the collector would have to find
+        sandbox.enforced.watch = None  # breaks a reference cycle that the collector would have to find
 
     async def aclose(self) -> None:
         """Stop the watchdog, once all sandboxes are closed. Idempotent."""
         await self._watchdog.aclose()
 
-    def _find(self) -> ControlGroups | None:
-        if not self._found:
+    def _detect(self) -> ControlGroups | None:
+        if not self._detected:
             self._groups = find_groups(self._limits.enforcement)
             if self._groups is not None:
                 self._groups.record(self._directory.path, self._directory.id)
-            self._found = True
+            self._detected = True
         return self._groups
 
 
 def rlimits(limits: SandboxLimits, *, isolated: bool) -> tuple[tuple[int, int, int], ...]:
     """Return the limits that the kernel enforces for each process: kind, soft and hard bound.
 
-    Not the address space: a process may reserve memory that it never uses, and many do.
+    The address space is not limited: many processes reserve memory that they never use.
     """
     open_files = open_files_inside(limits.open_files)
     found = [
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_NOFILE, min(SOFT_OPEN_FILES, open_files), open_files),
     ]
-    # Counted per user namespace since Linux 5.14, so per sandbox; before that, per user. Root is exempt.
+    # Since Linux 5.14 the kernel counts per user namespace (so per sandbox), before that per user. Root is
+    # exempt.
     processes = limits.processes if isolated else _PROCESSES_OF_USER
     if processes is not None:
         found.append((resource.RLIMIT_NPROC, processes, processes))

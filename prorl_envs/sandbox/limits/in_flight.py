@@ -29,9 +29,9 @@ _MOST_PER_MESSAGE = 253
 #: Read size: more than one piece of a stream's queue, so that no piece is read twice.
 _PIECE = 1 << 18
 _MOST_MESSAGES = 10_000
-#: A sandbox with more descriptors in flight is not inspected. Its share is less.
-_MOST_LOOKED_INTO = 4096
-#: Timeout in seconds for the read of a queue: a reader of the socket inside can hold its lock.
+#: The queues of a sandbox with more descriptors in flight are not read: it exceeds its share anyway.
+_MOST_INSPECTED = 4096
+#: Timeout in seconds for the read of a queue: a process inside can hold the socket's lock while it reads.
 _PATIENCE_S = 1.0
 _DESCRIPTION = 1024
 
@@ -52,7 +52,7 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingSocket:
     """A socket in which descriptors wait.
 
     Args:
@@ -68,7 +68,7 @@ class Waiting:
     count: int
 
 
-def waiting(folder: int | None, path: str) -> int:
+def count_waiting(folder: int | None, path: str) -> int:
     """Return the number of descriptors that wait in a socket, from its `fdinfo`; 0 before Linux 5.10.
 
     Raises:
@@ -82,21 +82,21 @@ def waiting(folder: int | None, path: str) -> int:
     return int(rest.split(b"\n", 1)[0] or 0)
 
 
-def look_into(sockets: Sequence[Waiting]) -> Iterator[tuple[Waiting, Queue]]:
-    """Yield the queue of each of a sandbox's sockets; empty if this machine does not allow duplicates."""
-    hosts = _on_host({each.process for each in sockets}) if sockets else {}
-    most = sum(each.count for each in sockets) > _MOST_LOOKED_INTO
-    for each in sockets:
+def read_queues(sockets: Sequence[WaitingSocket]) -> Iterator[tuple[WaitingSocket, Queue]]:
+    """Yield the queue of each of a sandbox's sockets; an empty one if this machine forbids duplicates."""
+    host_pids = _on_host({waits.process for waits in sockets}) if sockets else {}
+    too_many = sum(waits.count for waits in sockets) > _MOST_INSPECTED
+    for waits in sockets:
         try:
-            fd = None if most else _duplicate(each, hosts.get(each.process, []))
+            fd = None if too_many else _duplicate(waits, host_pids.get(waits.process, []))
         except PermissionError:
-            yield each, Queue()
+            yield waits, Queue()
         else:
-            yield each, Queue(hidden=each.count) if fd is None else _read_in_time(each, fd)
+            yield waits, Queue(hidden=waits.count) if fd is None else _read_in_time(waits, fd)
 
 
-def _read_in_time(waits: Waiting, fd: int) -> Queue:
-    """Read a queue in a thread, and close `fd`."""
+def _read_in_time(waits: WaitingSocket, fd: int) -> Queue:
+    """Read a queue in a thread, and close `fd`. After a timeout, all its descriptors count as hidden."""
     queue = Queue()
 
     def read() -> None:
@@ -134,7 +134,7 @@ def _add(fd: int, queue: Queue, seen: set[tuple[int, int]]) -> None:
     file = (status.st_dev, status.st_ino)
     if stat.S_ISSOCK(status.st_mode) and file not in seen:
         seen.add(file)
-        if inner := waiting(None, f"/proc/self/fdinfo/{fd}"):
+        if inner := count_waiting(None, f"/proc/self/fdinfo/{fd}"):
             queue.nested += inner
             _read(fd, inner, queue, seen)
 
@@ -174,11 +174,11 @@ def _peek(sock: socket.socket) -> list[int] | None:
     return fds.tolist() if data or fds else None
 
 
-def _duplicate(waits: Waiting, candidates: Sequence[int]) -> int | None:
-    """Return a duplicate of the socket; None if only a thread may have it at this number.
+def _duplicate(waits: WaitingSocket, candidates: Sequence[int]) -> int | None:
+    """Return a duplicate of the socket; None if no candidate has it: a thread's own table may.
 
     Raises:
-        PermissionError: this machine does not allow it.
+        PermissionError: this machine forbids duplicates.
     """
     for pid in candidates:
         with contextlib.suppress(ProcessLookupError):  # it has exited meanwhile

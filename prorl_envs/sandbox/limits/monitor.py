@@ -36,27 +36,28 @@ PATIENCE = 50
 #: Seconds a sandbox may stay at its limit of processes before all but its shells are killed: a build that
 #: starts too many processes backs off, a fork bomb does not.
 AT_LIMIT_S = 1.0
-#: Processes that count towards the limit and cannot be seen from here, with a margin.
-_UNSEEN = 8
+#: Allowance for processes that count towards the limit and are not visible from here.
+_UNSEEN_PROCESSES = 8
 #: Seconds in which a sandbox's processes must be killed, and between two checks that they are gone.
 _KILL_S = 5.0
 _DYING_S = 0.005
 _NOTICES = 16
-#: Least seconds between two checks of the descriptors of an active sandbox; most such checks per second for
-#: all sandboxes (one takes 0.07 ms for an idle sandbox, 2.3 ms with 400 descriptors); ratio of the pause to
-#: the last check's duration; and the longest pause.
+#: Pause between two checks of the descriptors of an active sandbox: the shortest, in seconds; the most checks
+#: per second of all sandboxes (a check takes 0.07 ms for an idle sandbox, 2.3 ms with 400 descriptors); the
+#: least ratio of the pause to the last check's duration; and the longest pause, in seconds.
 _DESCRIPTORS_S = 1.0
 _DESCRIPTORS_RATE = 50
 _DESCRIPTORS_FACTOR = 20
 _DESCRIPTORS_MOST_S = 30.0
-#: Seconds after which an idle sandbox's descriptors are due as well: a process can open some within one tick
-#: (10 ms) of processor time, which does not show as activity. 0.4 % of a core for a thousand sandboxes.
+#: Seconds after which the descriptors of an idle sandbox are checked as well: a process can open some within
+#: one tick (10 ms) of processor time, which does not show as activity. These checks take 0.4 % of a core for
+#: a thousand sandboxes.
 DESCRIPTORS_IDLE_S = 15.0
-#: Consecutive checks that did not show all descriptors queued in a sandbox's sockets, before it is killed.
-#: A single check can meet a queue that is being read.
-_HIDDEN_LOOKS = 3
+#: Consecutive checks that did not show all descriptors queued in a sandbox's sockets, before the
+#: sandbox is killed. A single such check proves nothing: a process may be reading the queue.
+_HIDDEN_CHECKS = 3
 #: Ratio of the pause between two counts of epoll watches to the duration of a count. Low, since few programs
-#: have many watches, and one that does may be about to take all.
+#: have many watches, and a program with many may be about to take all.
 _COUNTING_FACTOR = 5
 
 
@@ -95,26 +96,32 @@ class MonitoredSandbox(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SandboxMonitor:
-    """Watchdog state of one sandbox. The thread adds to `notices`, the event loop removes.
+    """Watchdog state of one sandbox. The thread adds notices, the event loop removes them.
 
     Args:
         sandbox: the sandbox.
         limits: its limits.
         group: its control group; None if the watchdog enforces the limits itself.
         due: time of the next check; earlier if the machine's use reaches `wake`.
-        wake: the machine's use at which this sandbox, idle until now, could be half-way to a limit.
+        wake: use of the machine at which this sandbox, if it was idle, could be half-way to a limit.
         room: difference between `wake` and the machine's least use since the last check.
+        over: consecutive checks at which its memory exceeded the limit.
+        at_limit: since when it has been at the limit of processes; None if it is not.
+        dying: pid and start of processes that were killed and still hold memory.
+        killed: processes that the kernel has killed for memory.
+        why: reason for which the watchdog has to close it; empty if there is none.
         activity: processor time and processes at the last check; if unchanged, nothing was written.
-        measured: when its tree was last measured; `measuring_s` is the duration.
-        held: bytes and files on the file system at that time.
-        active: its `activity` at that time.
-        use: size of its tree at that time.
-        judged: the excessive amount at the last decision about the disk.
+        measured: when the size of its files was last measured; `measuring_s` is the duration.
+        disk_use: use of the whole file system at that time.
+        measured_activity: its `activity` at that time.
+        tree_use: size of its own files at that time.
+        judged_excess: the excessive amount at the last decision about the disk.
+        offences: such decisions since it was last within its limits.
         holdings: its descriptors at their last check.
         descriptors_due: time of their next check if the sandbox has run since, so that its `activity` differs
             from `descriptors_activity`; `DESCRIPTORS_IDLE_S` later if it has not.
-        hiding: consecutive checks at which some descriptors in flight could not be seen.
-        nameless: bytes of files on disk without a name at the last verdict about the disk.
+        hidden_checks: consecutive checks that could not see some descriptors in flight.
+        unlinked_bytes: bytes of unlinked files on disk at the last decision about the disk.
         unreadable: consecutive checks that could not read its processes; `unreadable_why` is the last error.
     """
 
@@ -133,35 +140,35 @@ class SandboxMonitor:
     killed: int = 0
     lock: Lock = field(default_factory=Lock)
     why: str = ""
-    held: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
+    disk_use: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
     activity: tuple[int, int] = (0, 0)
     idle: bool = False
-    active: tuple[int, int] = (0, 0)
+    measured_activity: tuple[int, int] = (0, 0)
     measured: float = field(default_factory=time.monotonic)
     measuring_s: float = 0.0
-    use: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
-    judged: int = 0
+    tree_use: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
+    judged_excess: int = 0
     offences: int = 0
     holdings: Holdings = field(default_factory=Holdings)
     descriptors_due: float = 0.0
     descriptors_activity: tuple[int, int] = (0, 0)
-    hiding: int = 0
-    nameless: int = 0
+    hidden_checks: int = 0
+    unlinked_bytes: int = 0
     unreadable: int = 0
     unreadable_why: str = ""
 
     @property
-    def looked_at(self) -> bool:
+    def is_checked(self) -> bool:
         """True if its memory, processes and descriptors have to be checked."""
         return self.sandbox.first_pid is not None
 
     @property
-    def unseen(self) -> bool:
-        """True if its descriptors may have changed since their last check, or were not all seen."""
-        return self.activity != self.descriptors_activity or self.hiding > 0
+    def descriptors_outdated(self) -> bool:
+        """True if its descriptors may have changed since the last check, or if that did not see all."""
+        return self.activity != self.descriptors_activity or self.hidden_checks > 0
 
     @property
-    def on_disk(self) -> bool:
+    def has_disk_limit(self) -> bool:
         return self.limits.disk_bytes is not None or self.limits.disk_files is not None
 
     def tell(self, text: str) -> None:
@@ -187,18 +194,22 @@ class SandboxMonitor:
             self.tell(f"{_memory_limit(self.limits)} was reached: {what} killed")
 
 
-def look_at(watch: SandboxMonitor, first: int, proc: int, sandboxes: int) -> tuple[int | None, int | None]:
-    """Check one sandbox's memory, processes and descriptors, and act. Return memory and processes left.
+def check_sandbox(
+    watch: SandboxMonitor, first: int, proc: int, sandboxes: int
+) -> tuple[int | None, int | None]:
+    """Check one sandbox's memory, processes and descriptors, and enforce its limits.
 
     Args:
         first: host pid of its first process.
         proc: descriptor of its /proc.
         sandboxes: number of all sandboxes.
+
+    Returns:
+        Bytes of memory and processes left up to the limits; None if a limit is not checked here.
     """
-    found = without(usage.processes(proc), watch.dying)
-    watch.dying &= (
-        {(process.pid, process.start) for process in usage.processes(proc)} if watch.dying else set()
-    )
+    processes = usage.processes(proc)
+    found = without(processes, watch.dying)
+    watch.dying &= {(process.pid, process.start) for process in processes}
     if watch.group is not None:
         watch.note_killed(watch.group.killed())
     limits = watch.limits
@@ -206,12 +217,13 @@ def look_at(watch: SandboxMonitor, first: int, proc: int, sandboxes: int) -> tup
     before, watch.activity = watch.activity, (sum(process.ticks for process in found), len(found))
     watch.idle = before == watch.activity
     if before == (0, 0):
-        watch.active = watch.activity  # no command has run in it yet
+        watch.measured_activity = watch.activity  # no command has run in it yet
     if limits.processes is not None:
         processes_left = limits.processes - len(found)
         if _judge_processes(watch, proc, found, limits.processes):
             return 0, 0  # the measurements are outdated: check again
-    if time.monotonic() >= watch.descriptors_due + (0.0 if watch.unseen else DESCRIPTORS_IDLE_S):
+    delay_s = 0.0 if watch.descriptors_outdated else DESCRIPTORS_IDLE_S
+    if time.monotonic() >= watch.descriptors_due + delay_s:
         _judge_descriptors(watch, proc, found, sandboxes)
     if limits.memory_bytes is not None and watch.group is None:
         memory_left = _judge_memory(watch, first, proc, found, limits.memory_bytes)
@@ -219,7 +231,7 @@ def look_at(watch: SandboxMonitor, first: int, proc: int, sandboxes: int) -> tup
 
 
 def _judge_descriptors(watch: SandboxMonitor, proc: int, found: list[ProcessUse], sandboxes: int) -> None:
-    started = time.thread_time()  # CPU time: waiting for a processor must not lengthen the pause
+    started = time.thread_time()  # CPU time, because waiting for a processor must not lengthen the pause
     held = holdings(proc, found, () if watch.files is None else watch.files.devices)
     counting_s = _count_watches(proc, held)
     watch.holdings = held
@@ -232,11 +244,11 @@ def _judge_descriptors(watch: SandboxMonitor, proc: int, found: list[ProcessUse]
         counting_s * _COUNTING_FACTOR,
     )
     watch.descriptors_due = time.monotonic() + min(pause_s, _DESCRIPTORS_MOST_S)
-    watch.hiding = watch.hiding + 1 if held.hidden else 0
-    watch.nameless = min(watch.nameless, held.on_disk)
+    watch.hidden_checks = watch.hidden_checks + 1 if held.hidden else 0
+    watch.unlinked_bytes = min(watch.unlinked_bytes, held.on_disk)
     if why := excess(watch.holdings, counters()):
         watch.why = why
-    elif watch.hiding >= _HIDDEN_LOOKS:
+    elif watch.hidden_checks >= _HIDDEN_CHECKS:
         watch.why = f"it keeps {held.hidden} hidden descriptors in flight"
 
 
@@ -268,7 +280,7 @@ def _judge_processes(watch: SandboxMonitor, proc: int, found: list[ProcessUse], 
     count = len(found)
     now = time.monotonic()
     # Threads count if the kernel enforces the limit.
-    if sum(process.threads for process in found) >= limit - _UNSEEN:
+    if sum(process.threads for process in found) >= limit - _UNSEEN_PROCESSES:
         watch.at_limit = watch.at_limit or now
     else:
         watch.at_limit = None
@@ -293,38 +305,36 @@ def memory_of(watch: SandboxMonitor) -> int | None:
     except OSError:  # the sandbox is stopping
         return None
     try:
-        return _exact(watch, proc, _its_own(watch, usage.processes(proc)))[1]
+        return _exact_memory(watch, proc, _without_servers(watch, usage.processes(proc)))[1]
     except OSError:
         return None
     finally:
         os.close(proc)
 
 
-def _its_own(watch: SandboxMonitor, found: list[ProcessUse]) -> list[ProcessUse]:
-    """Leave out our own processes in the sandbox, which are not its use; most drivers have none inside."""
+def _without_servers(watch: SandboxMonitor, found: list[ProcessUse]) -> list[ProcessUse]:
+    """Leave out the service's own processes in the sandbox. Most drivers have none inside."""
     return [process for process in found if process.pid not in {1, *watch.sandbox.servers_inside}]
 
 
 def _judge_memory(watch: SandboxMonitor, first: int, proc: int, found: list[ProcessUse], limit: int) -> int:
-    found = _its_own(watch, found)
+    found = _without_servers(watch, found)
     if watch.files is None:
         root = watch.sandbox.seen_root
         assert root is not None
         watch.files = usage.MemoryFiles(first, root)
     in_files = watch.files.used()
-    # An upper bound: mapped memory counts for each process too, and memory files are from the last check.
+    # An upper bound: shared memory counts once per process, and memory files as at the last check.
     at_most = sum(process.memory for process in found) + in_files + sum(watch.holdings.memory.values())
     if at_most < limit:
         return limit - at_most
-    exact, used, elsewhere = _exact(watch, proc, found)
+    exact, used, in_files = _exact_memory(watch, proc, found)
     if used <= limit:
         watch.over = 0
         return limit - used
     watch.over += 1
     chosen = (
-        list(to_kill(branches(exact, watch.sandbox.servers_inside), used - limit))
-        if used - elsewhere > 0
-        else []
+        list(to_kill(branches(exact, watch.sandbox.servers_inside), used - limit)) if used > in_files else []
     )
     victims = {process for branch in chosen for process in branch.processes}
     if victims:
@@ -338,8 +348,10 @@ def _judge_memory(watch: SandboxMonitor, first: int, proc: int, found: list[Proc
     return 0
 
 
-def _exact(watch: SandboxMonitor, proc: int, found: list[ProcessUse]) -> tuple[list[ProcessUse], int, int]:
-    """Return the processes with their exact memory, the sandbox's memory, and the part no kill can free."""
+def _exact_memory(
+    watch: SandboxMonitor, proc: int, found: list[ProcessUse]
+) -> tuple[list[ProcessUse], int, int]:
+    """Return the processes with exact memory, the sandbox's memory, and its part that no kill can free."""
     held = holdings(proc, found)
     held.watches, watch.holdings = watch.holdings.watches, held
     unlinked = held.memory
@@ -354,10 +366,11 @@ def _exact(watch: SandboxMonitor, proc: int, found: list[ProcessUse]) -> tuple[l
 
 
 def _kill_all(proc: int, servers: frozenset[int], *, shells: bool = False) -> bool:
-    """Kill until a check finds only shells, or with `shells` no processes at all.
+    """Kill processes until only shells are left.
 
     Args:
         servers: tool servers, which are spared.
+        shells: kill the shells too.
 
     Returns:
         False if new processes kept appearing.
@@ -366,13 +379,12 @@ def _kill_all(proc: int, servers: frozenset[int], *, shells: bool = False) -> bo
     killed: set[tuple[int, int]] = set()
     while time.monotonic() < deadline:
         found = usage.processes(proc)
-        # After the first round, new shells, and the next commands that shells start, are not among the
-        # processes to be killed.
-        tops = {1, *servers} if shells and not killed else spared(found, servers)
-        others = [process for process in found if process.pid not in tops]
+        # After the first round, new shells and the next commands of shells are spared.
+        spared_pids = {1, *servers} if shells and not killed else spared(found, servers)
+        others = [process for process in found if process.pid not in spared_pids]
         if killed:
-            began = [process for process in others if process.parent in tops - {1, *servers}]
-            others = [process for process in others if process not in without(began, killed)]
+            next_commands = [process for process in others if process.parent in spared_pids - {1, *servers}]
+            others = [process for process in others if process not in without(next_commands, killed)]
         if not others:
             return True
         fresh = without(others, killed)
@@ -385,9 +397,9 @@ def _kill_all(proc: int, servers: frozenset[int], *, shells: bool = False) -> bo
 
 
 def judge_disk(watch: SandboxMonitor) -> None:
-    """Kill a sandbox's commands once it has too much on disk, and again whenever it has grown further.
+    """Kill a sandbox's commands if it exceeds its disk limits, and again whenever its files have grown.
 
-    Nothing is killed while its files shrink. The first time, shells are spared; later they are killed too,
+    Nothing is killed while the files shrink. The first time, shells are spared; later they are killed too,
     since they may be the writers.
     """
     first = watch.sandbox.first_pid
@@ -402,7 +414,7 @@ def judge_disk(watch: SandboxMonitor) -> None:
             found = usage.processes(proc)
             held = holdings(proc, found, in_memory)
             held.watches, watch.holdings = watch.holdings.watches, held
-            watch.nameless = held.on_disk
+            watch.unlinked_bytes = held.on_disk
             mapped = usage.deleted_mappings(proc, found, (memory_device(), *in_memory), held.inodes)
             _decide_on_disk(watch, held.on_disk + mapped, proc)
         finally:
@@ -410,7 +422,7 @@ def judge_disk(watch: SandboxMonitor) -> None:
 
 
 def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> None:
-    limits, size, files = watch.limits, watch.use.size + unlinked, watch.use.files
+    limits, size, files = watch.limits, watch.tree_use.size + unlinked, watch.tree_use.files
     if limits.disk_bytes is not None and size > limits.disk_bytes:
         what = f"the sandbox's disk limit of {size_words(limits.disk_bytes)} was reached"
         now, far = size, size > 2 * limits.disk_bytes
@@ -418,11 +430,11 @@ def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> N
         what = f"the sandbox's limit of {limits.disk_files} files was reached"
         now, far = files, files > 2 * limits.disk_files
     else:
-        watch.judged = watch.offences = 0
+        watch.judged_excess = watch.offences = 0
         return
-    if now <= watch.judged:
+    if now <= watch.judged_excess:
         return
-    watch.judged, watch.offences = now, watch.offences + 1
+    watch.judged_excess, watch.offences = now, watch.offences + 1
     if far or proc is None:
         watch.why = f"{what} and far exceeded" if far else what
         return

@@ -18,11 +18,11 @@ class ProcessUse:
     """One process of a sandbox.
 
     Args:
-        pid: its number in the sandbox.
-        parent: its parent's number there; 0 if the parent is outside, as for processes of a tool server.
-        start: start time in the kernel's ticks; distinguishes it from a later process with the same number.
+        pid: its pid in the sandbox.
+        parent: its parent's pid there; 0 if the parent is outside, as for processes of a tool server.
+        start: start time in the kernel's ticks; distinguishes it from a later process with the same pid.
         threads: its number of threads.
-        ticks: of processor time, including its exited children.
+        ticks: processor time in the kernel's ticks, including that of its exited children.
         memory: bytes, as far as they were measured.
         name: as the process set it: untrusted.
     """
@@ -52,7 +52,7 @@ class Branch:
 
 
 def spared(processes: Iterable[ProcessUse], servers: Collection[int] = ()) -> set[int]:
-    """Return the first process and the processes that a tool server started: shells and Python sessions.
+    """Return the pids of the first process and of those that a tool server started: shells, Python sessions.
 
     Args:
         servers: tool servers among the processes; spared as well.
@@ -96,20 +96,20 @@ def to_kill(candidates: Iterable[Branch], excess: int) -> Iterator[Branch]:
             gone |= {member.pid for member in branch.processes}
 
 
-def next_look_s(memory_left: int | None, processes_left: int | None, *, took_s: float) -> float:
-    """Return the seconds until a sandbox can have reached a limit, within bounds.
+def next_check_s(memory_left: int | None, processes_left: int | None, *, took_s: float) -> float:
+    """Return the seconds until the next check: until a sandbox could reach a limit, within bounds.
 
     Args:
         memory_left: bytes up to its limit; None if memory is not checked.
-        processes_left: likewise.
+        processes_left: processes up to its limit; None if they are not checked.
         took_s: duration of the last check; checks take a tenth of the time at most.
     """
-    in_time = [LONGEST_S]
+    delays = [LONGEST_S]
     if memory_left is not None:
-        in_time.append(memory_left / MEMORY_GROWTH)
+        delays.append(memory_left / MEMORY_GROWTH)
     if processes_left is not None:
-        in_time.append(max(processes_left / PROCESS_GROWTH, 0.25 if processes_left > 500 else 0.0))
-    return max(SHORTEST_S, 10 * took_s, min(in_time))
+        delays.append(max(processes_left / PROCESS_GROWTH, 0.25 if processes_left > 500 else 0.0))
+    return max(SHORTEST_S, 10 * took_s, min(delays))
 
 
 def killed_words(names: Sequence[str], processes: int) -> str:
@@ -140,7 +140,7 @@ def _tree(top: ProcessUse, children: Mapping[int, Sequence[ProcessUse]]) -> tupl
         process = pending.pop()
         found.append(process)
         for child in children.get(process.pid, ()):
-            if child.pid not in seen:  # /proc is not read atomically: a number can occur twice
+            if child.pid not in seen:  # /proc is not read atomically: a pid can occur twice
                 seen.add(child.pid)
                 pending.append(child)
     return tuple(found)

@@ -1,7 +1,7 @@
 """Memory and processes that a sandbox uses, as its own /proc shows.
 
-Its /proc lists exactly the processes of its pid namespace, even those whose parents have exited. It is
-reached through the sandbox's root directory, and only by descriptors, since processes may exit at any moment.
+Its /proc lists exactly the processes of its pid namespace, even those whose parents have exited. It is opened
+below the sandbox's root directory and read through descriptors, since processes may exit at any moment.
 Process names are untrusted; all other figures are the kernel's.
 """
 
@@ -43,7 +43,7 @@ def _process(proc: int, name: str) -> ProcessUse | None:
     text = _read(proc, f"{name}/stat")
     process = parse_stat(text)
     if process is None and (dead := parse_stat(text, dead=True)) is not None and dead.threads > 1:
-        # Its first thread has exited, the others run: only their own files show the memory.
+        # Its first thread has exited, other threads run: only their own files show the memory.
         for thread in _names(proc, f"{name}/task"):
             living = parse_stat(_read(proc, f"{name}/task/{thread}/stat"))
             if living is not None:
@@ -52,7 +52,7 @@ def _process(proc: int, name: str) -> ProcessUse | None:
 
 
 def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
-    """Parse a process's `stat`; None if it is empty, or if the process has exited and not `dead`."""
+    """Parse a process's `stat`; None if it is empty, or if the process has exited and `dead` is False."""
     head, _, rest = text.rpartition(b") ")
     fields = rest.split()
     if len(fields) < 22 or (fields[0] in (b"Z", b"X") and not dead):
@@ -70,11 +70,11 @@ def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
 
 
 def private_and_shared(proc: int, process: ProcessUse) -> tuple[int, int]:
-    """Return two amounts of memory in bytes: private memory that is freed when the process exits, with its
-    share of pages common with its relatives, and its share of shared memory.
+    """Return a process's private and shared memory in bytes.
 
-    Mapped files count as neither: the kernel reclaims them when needed. A process that cannot be read counts
-    with all its resident memory.
+    Private memory is freed when the process exits; pages in common with its relatives, and shared memory,
+    count in proportion. Mapped files count as neither: the kernel reclaims them when needed. A process that
+    cannot be read counts with all its resident memory.
     """
     fields = dict.fromkeys((b"Pss_Anon:", b"Pss_Shmem:"), -1)
     for line in _read(proc, f"{process.pid}/smaps_rollup").splitlines():
@@ -88,7 +88,7 @@ def private_and_shared(proc: int, process: ProcessUse) -> tuple[int, int]:
 def deleted_mappings(
     proc: int, found: Iterable[ProcessUse], in_memory: Collection[int], counted: Collection[int]
 ) -> int:
-    """Return the bytes of unlinked files on disk that mappings keep, up to the last mapped byte of each.
+    """Return the bytes of unlinked files on disk that are mapped; each counts up to its last mapped byte.
 
     Args:
         in_memory: device numbers of file systems in memory.
@@ -116,8 +116,8 @@ def _device(text: str) -> int:
 class MemoryFiles:
     """The sandbox's own tmpfs mounts that it can write to, found before untrusted code runs in it.
 
-    A tmpfs that this process sees too is not its own, such as that of its workspace if the host has /tmp in
-    memory. Others have files there, and those in the workspace count as disk use.
+    A tmpfs that this process sees too is left out, such as that of the workspace if the host has /tmp in
+    memory: others have files there, and files of the workspace count as disk use.
 
     Args:
         first: host pid of its first process.
@@ -195,7 +195,7 @@ def node_use() -> MachineUse:
 def kill(proc: int, process: ProcessUse) -> bool:
     """Kill `process` if it is still the measured one. Return True if it was.
 
-    Its /proc directory serves as a pidfd: its number in the sandbox cannot be used to kill it from here.
+    Its /proc directory serves as a pidfd: its pid in the sandbox cannot be used to kill it from here.
     """
     with contextlib.suppress(OSError):
         folder = os.open(str(process.pid), os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)

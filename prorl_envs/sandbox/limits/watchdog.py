@@ -1,8 +1,8 @@
 """Watchdog for the limits that the kernel does not enforce: one task and one thread per driver.
 
-The thread checks memory and processes, as often as a sandbox could have reached its limit since the last
-check; it also kills, without waiting for the event loop. The disk is watched as a whole, since one call
-returns how full it is; a sandbox's own tree is measured only after enough was written to matter.
+The thread checks memory and processes, whenever a sandbox could have reached a limit since its last check. It
+also kills processes, without waiting for the event loop. The disk is watched as a whole, since one call
+returns its use; the files of one sandbox are measured only after enough was written to matter.
 """
 
 import asyncio
@@ -19,38 +19,38 @@ from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.limits import usage
-from prorl_envs.sandbox.limits.counters import counters, most
+from prorl_envs.sandbox.limits.counters import counters, largest_holder
 from prorl_envs.sandbox.limits.held_descriptors import Holdings
 from prorl_envs.sandbox.limits.monitor import (
     MonitoredSandbox,
     SandboxMonitor,
+    check_sandbox,
     holdings_of,
     judge_disk,
-    look_at,
 )
-from prorl_envs.sandbox.limits.policy import next_look_s, size_words
+from prorl_envs.sandbox.limits.policy import next_check_s, size_words
 from prorl_envs.sandbox.linux.cgroups import ControlGroup
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two checks of the disk as a whole.
 DISK_S = 0.25
-#: Seconds after which the tree of an active sandbox is measured in any case, since others may have removed as
-#: much as it wrote; and the least ratio of that time to the duration of a measurement.
+#: Seconds after which the files of an active sandbox are measured in any case, since others may have removed
+#: as much as it wrote; and the least ratio of that time to the duration of a measurement.
 REMEASURE_S = 2.0
 REMEASURE_FACTOR = 50
 #: Seconds between two checks of a sandbox that used no processor, unless the machine's use grows meanwhile.
 IDLE_S = 10.0
-#: A sandbox that holds less is not killed to make room on a full disk: the disk was full before.
+#: A sandbox with less on disk is not killed to make room on a full disk: other files fill it.
 GUILTY_BYTES = 64 << 20
 #: Seconds between two attempts to make room on a disk that is nearly full.
 _ROOM_S = 2.0
-#: Bytes by which the kernel's own memory grows before idle sandboxes are checked: a tenth of the memory of
-#: all epoll watches of a user.
+#: Growth of the kernel's own memory, in bytes, after which idle sandboxes are checked: a tenth of the memory
+#: of all epoll watches of a user.
 KERNEL_GROWTH = 64 << 20
-#: Internal errors in checks of single sandboxes, after which the watchdog gives up.
+#: Internal errors in checks of single sandboxes after which the watchdog gives up.
 FAULTS_LIMIT = 8
-#: Consecutive checks at which a running sandbox's /proc could not be read, after which the sandbox is closed.
+#: Consecutive failures to read a running sandbox's /proc after which the sandbox is closed.
 UNREADABLE_LIMIT = 5
 
 
@@ -63,7 +63,7 @@ class Watchdog:
 
     Args:
         directory: directory of the sandboxes' files.
-        reserve_bytes: bytes of that file system to keep free.
+        reserve_bytes: bytes to keep free on its file system.
     """
 
     def __init__(self, directory: Path, reserve_bytes: int) -> None:
@@ -78,16 +78,16 @@ class Watchdog:
         self._disk_due = 0.0
         self._warned = False
         #: The sandbox that is being checked.
-        self._subject: SandboxMonitor | None = None
+        self._checked: SandboxMonitor | None = None
         self._faults = 0
         self._given_up = self._closed = False
-        self.looking_s = 0.0
+        self.checking_s = 0.0
 
     def check(self) -> None:
         """Raise SandboxError if limits are no longer enforced."""
         if self._given_up:
             raise SandboxError(
-                "no sandbox is started: the watchdog, which keeps their limits, has failed",
+                "no sandbox can be started: the watchdog that enforces their limits has failed",
                 hint="the log says why; a new driver has a new watchdog",
             )
 
@@ -96,17 +96,17 @@ class Watchdog:
     ) -> SandboxMonitor:
         """Start to watch a sandbox."""
         watch = SandboxMonitor(sandbox, limits, group)
-        watch.held = _held(os.statvfs(self._directory))
-        # As after a check that found no use yet: the clients that wait for the sandbox need the processor.
-        first_s = next_look_s(limits.memory_bytes, limits.processes, took_s=0.0)
-        watch.due = _together(watch.started + first_s, watch.started)
+        watch.disk_use = _file_system_use(os.statvfs(self._directory))
+        # Not checked at once: the clients that wait for the sandbox need the processor.
+        first_s = next_check_s(limits.memory_bytes, limits.processes, took_s=0.0)
+        watch.due = _round_down(watch.started + first_s, watch.started)
         self._watches[sandbox] = watch
         if self._task is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="watchdog")
-            self._begin()
+            self._start()
         if any(due < self._asleep_until for due in self._times(watch)):
             self._changed.set()
-        if self._given_up:  # given up after `check`
+        if self._given_up:  # it gave up after the caller had called `check`
             self._end_unwatched(watch)
         return watch
 
@@ -123,7 +123,7 @@ class Watchdog:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.shutdown)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._stopped)
 
@@ -131,12 +131,12 @@ class Watchdog:
         """Handle the end of the task: for errors, see the class."""
         if self._closed or task.cancelled() or (error := task.exception()) is None:
             return
-        subject, self._subject = self._subject, None
+        checked, self._checked = self._checked, None
         self._faults += 1
-        if subject is not None and self._faults < FAULTS_LIMIT:
-            logger.critical("the watchdog failed at sandbox %s", subject.sandbox.id, exc_info=error)
-            self._end_unwatched(subject)
-            self._begin()
+        if checked is not None and self._faults < FAULTS_LIMIT:
+            logger.critical("the watchdog failed at sandbox %s", checked.sandbox.id, exc_info=error)
+            self._end_unwatched(checked)
+            self._start()
             return
         logger.critical("the watchdog has failed: no sandbox runs without its limits", exc_info=error)
         self._given_up = True
@@ -150,7 +150,7 @@ class Watchdog:
             reason = f": {why}" if why else ""
             watch.sandbox.end(
                 SandboxError(
-                    f"sandbox {watch.sandbox.id} was ended: its limits can no longer be kept{reason}"
+                    f"sandbox {watch.sandbox.id} was ended: its limits can no longer be enforced{reason}"
                 )
             )
 
@@ -158,17 +158,17 @@ class Watchdog:
         loop = asyncio.get_running_loop()
         while True:
             now = time.monotonic()
-            self._end_the_old(now)
+            self._end_expired(now)
             if candidates := [watch for watch in self._watches.values() if _may_be_due(watch, now)]:
                 node = usage.node_use()
                 if due := [watch for watch in candidates if is_due(watch, node, now)]:
                     assert self._thread is not None
-                    await loop.run_in_executor(self._thread, self._look, due, node)
-                    self._end_the_guilty(due)
+                    await loop.run_in_executor(self._thread, self._check_due, due, node)
+                    self._end_offenders(due)
                     self._keep_headroom()
             if now >= self._disk_due:
                 self._disk_due = time.monotonic() + DISK_S
-                await self._look_at_disk()
+                await self._check_disk()
             self._changed.clear()
             times = (due for watch in self._watches.values() for due in self._times(watch))
             self._asleep_until = min(times, default=math.inf)
@@ -179,20 +179,20 @@ class Watchdog:
 
     def _times(self, watch: SandboxMonitor) -> Iterator[float]:
         """Yield the times at which checks of a sandbox are due."""
-        if watch.looked_at:
+        if watch.is_checked:
             yield watch.due
         if watch.limits.lifetime_s is not None:
             yield watch.started + watch.limits.lifetime_s
-        if self._reserve or watch.on_disk or watch.wake is not None:
+        if self._reserve or watch.has_disk_limit or watch.wake is not None:
             yield self._disk_due
 
-    def _end_the_old(self, now: float) -> None:
+    def _end_expired(self, now: float) -> None:
         for watch in tuple(self._watches.values()):
             lifetime_s = watch.limits.lifetime_s
             if lifetime_s is not None and now >= watch.started + lifetime_s:
                 self._end(watch, f"it was {lifetime_s:g} s old, the most it may be")
 
-    def _end_the_guilty(self, watches: Iterable[SandboxMonitor]) -> None:
+    def _end_offenders(self, watches: Iterable[SandboxMonitor]) -> None:
         for watch in watches:
             if watch.why:
                 self._end(watch, watch.why)
@@ -201,9 +201,9 @@ class Watchdog:
                 self._end_unwatched(watch, watch.unreadable_why)
 
     def _keep_headroom(self, refused: int | None = None) -> MonitoredSandbox | None:
-        """Kill the sandbox that holds the most, if all together hold too much: see `counters.most`."""
+        """Kill the sandbox that `counters.largest_holder` chooses, and return it; None if there is none."""
         held = {watch: watch.holdings for watch in self._watches.values() if watch.sandbox.alive}
-        chosen = most(held, counters(), refused)
+        chosen = largest_holder(held, counters(), refused)
         if chosen is None:
             return None
         watch, why = chosen
@@ -217,7 +217,7 @@ class Watchdog:
             refused: the error number.
 
         Returns:
-            The sandbox that is killed for it; None if none holds enough to be the reason.
+            The killed sandbox; None if no sandbox holds enough to be the cause.
         """
         watches = tuple(self._watches.values())
         if self._thread is not None and not self._closed:
@@ -235,75 +235,76 @@ class Watchdog:
 
     # Runs in the thread.
 
-    def _look(self, watches: Iterable[SandboxMonitor], node: usage.MachineUse) -> None:
+    def _check_due(self, watches: Iterable[SandboxMonitor], node: usage.MachineUse) -> None:
         for watch in watches:
-            self._subject = watch
+            self._checked = watch
             started = time.thread_time()
-            left: tuple[int | None, int | None] = (None, None)
+            remaining: tuple[int | None, int | None] = (None, None)
             first, root = watch.sandbox.first_pid, watch.sandbox.seen_root
             if watch.sandbox.alive and first is not None and root is not None:
                 try:
                     proc = usage.open_proc(root)
                     try:
-                        left = look_at(watch, first, proc, len(self._watches))
+                        remaining = check_sandbox(watch, first, proc, len(self._watches))
                     finally:
                         os.close(proc)
                     watch.unreadable = 0
                 except OSError as error:  # the sandbox is stopping; if it does not, see UNREADABLE_LIMIT
                     watch.unreadable, watch.unreadable_why = watch.unreadable + 1, str(error)
             took = time.thread_time() - started
-            self.looking_s += took
+            self.checking_s += took
             now = time.monotonic()
-            pause_s = next_look_s(*left, took_s=took)
-            watch.room = half_way(*left) if watch.idle and not watch.unseen and pause_s > DISK_S else None
+            pause_s = next_check_s(*remaining, took_s=took)
+            may_wait = watch.idle and not watch.descriptors_outdated and pause_s > DISK_S
+            watch.room = half_way(*remaining) if may_wait else None
             watch.wake = None if watch.room is None else node + watch.room
-            watch.due = _together(now + (pause_s if watch.wake is None else IDLE_S), now)
-        self._subject = None
+            watch.due = _round_down(now + (pause_s if watch.wake is None else IDLE_S), now)
+        self._checked = None
 
     # Runs in the event loop.
 
-    async def _look_at_disk(self) -> None:
+    async def _check_disk(self) -> None:
         status = os.statvfs(self._directory)
-        held = _held(status)
+        held = _file_system_use(status)
         now = time.monotonic()
         suspects = [watch for watch in tuple(self._watches.values()) if _suspicious(watch, held, now)]
         for watch in suspects:
-            self._subject = watch
+            self._checked = watch
             if await self._measure(watch, held):
                 assert self._thread is not None
                 await asyncio.get_running_loop().run_in_executor(self._thread, judge_disk, watch)
-        self._subject = None
-        self._end_the_guilty(suspects)
+        self._checked = None
+        self._end_offenders(suspects)
         if status.f_bavail * status.f_frsize < self._reserve:
             await self._make_room(held)
             self._disk_due = time.monotonic() + _ROOM_S
 
     async def _measure(self, watch: SandboxMonitor, held: DiskUse) -> bool:
-        """Measure a sandbox's tree. Return False if the sandbox has stopped."""
+        """Measure the size of a sandbox's files. Return False if the sandbox has stopped."""
         limits = watch.limits
         size = limits.disk_bytes if limits.disk_bytes is not None else 1 << 62
         files = limits.disk_files if limits.disk_files is not None else 1 << 62
         started, activity = time.monotonic(), watch.activity
         try:
-            # Up to twice the limit, to detect a sandbox that is far beyond it.
-            watch.use = await watch.sandbox.measure_disk(size=2 * size, files=2 * files)
+            # Stop at twice the limit: a sandbox that reaches this is far beyond it.
+            watch.tree_use = await watch.sandbox.measure_disk(size=2 * size, files=2 * files)
         except SandboxError as error:
             if watch.sandbox.alive:
                 logger.warning("sandbox %s: its files cannot be measured: %s", watch.sandbox.id, error)
             return False
         finally:
-            watch.held, watch.active, watch.measured = held, activity, time.monotonic()
+            watch.disk_use, watch.measured_activity, watch.measured = held, activity, time.monotonic()
             watch.measuring_s = watch.measured - started
         return watch.sandbox.alive
 
     async def _make_room(self, held: DiskUse) -> None:
-        """Kill the sandbox that holds most of a nearly full disk."""
+        """Kill the sandbox that holds the most of a nearly full disk."""
         watches = [watch for watch in tuple(self._watches.values()) if watch.sandbox.alive]
         for watch in watches:
-            self._subject = watch
+            self._checked = watch
             await self._measure(watch, held)
-        self._subject = None
-        largest = max(watches, key=lambda watch: watch.use.size, default=None)
+        self._checked = None
+        largest = max(watches, key=lambda watch: watch.tree_use.size, default=None)
         if largest is not None and largest.use.size >= GUILTY_BYTES:
             held_words = size_words(largest.use.size)
             self._end(largest, f"the machine's disk is nearly full, and it holds {held_words} of it")
@@ -318,7 +319,7 @@ def _all_holdings(watches: Iterable[SandboxMonitor]) -> list[Holdings]:
 
 def _may_be_due(watch: SandboxMonitor, now: float) -> bool:
     """Return True if a check is due, or may be due depending on the machine's use."""
-    return watch.looked_at and (watch.due <= now or watch.wake is not None)
+    return watch.is_checked and (watch.due <= now or watch.wake is not None)
 
 
 def is_due(watch: SandboxMonitor, node: usage.MachineUse, now: float) -> bool:
@@ -339,14 +340,14 @@ def is_due(watch: SandboxMonitor, node: usage.MachineUse, now: float) -> bool:
 
 
 def half_way(memory_left: int | None, processes_left: int | None) -> usage.MachineUse:
-    """Return the growth of the machine's use if a sandbox had gone half of its way to a limit."""
+    """Return by how much the machine's use grows if a sandbox goes half of the way to a limit."""
     memory = 1 << 62 if memory_left is None else memory_left // 2
     tasks = 1 << 62 if processes_left is None else processes_left // 2
     return usage.MachineUse(memory, tasks, KERNEL_GROWTH)
 
 
-def _together(due: float, now: float) -> float:
-    """Round a distant time down to one that other sandboxes share.
+def _round_down(due: float, now: float) -> float:
+    """Round a distant time down to a time that other sandboxes share.
 
     A thousand idle sandboxes then wake the loop four times a second, not five hundred times.
     """
@@ -354,31 +355,31 @@ def _together(due: float, now: float) -> float:
 
 
 def _suspicious(watch: SandboxMonitor, held: DiskUse, now: float) -> bool:
-    """Return True if a sandbox can have reached a disk limit since its tree was last measured."""
-    if not watch.on_disk or not watch.sandbox.alive:
+    """Return True if a sandbox can have reached a disk limit since its files were last measured."""
+    if not watch.has_disk_limit or not watch.sandbox.alive:
         return False
     limits = watch.limits
     pairs = (
-        (held.size - watch.held.size, limits.disk_bytes, watch.use.size),
-        (held.files - watch.held.files, limits.disk_files, watch.use.files),
+        (held.size - watch.disk_use.size, limits.disk_bytes, watch.tree_use.size),
+        (held.files - watch.disk_use.files, limits.disk_files, watch.tree_use.files),
     )
-    # From half of the way on: writes during the measurement must not carry it far beyond the limit.
+    # Measure from half-way on: writes during the measurement must not carry it far beyond the limit.
     near = any(new > 0 and limit is not None and new >= (limit - use) / 2 for new, limit, use in pairs)
-    was_active = not watch.looked_at or watch.activity != watch.active
+    was_active = not watch.is_checked or watch.activity != watch.measured_activity
     pause_s = max(REMEASURE_S, REMEASURE_FACTOR * watch.measuring_s)
-    return near or _more_without_a_name(watch) or (was_active and now >= watch.measured + pause_s)
+    return near or _unlinked_files_exceed_limit(watch) or (was_active and now >= watch.measured + pause_s)
 
 
-def _more_without_a_name(watch: SandboxMonitor) -> bool:
-    """Return True if the descriptors show more files without a name than at the last verdict, and too much.
+def _unlinked_files_exceed_limit(watch: SandboxMonitor) -> bool:
+    """Return True if unlinked files exceed the limit, and have grown since the last decision about the disk.
 
     The growth of the file system does not show them if others free as much, and on a loaded machine the next
     measurement can be a minute away.
     """
-    limit, nameless = watch.limits.disk_bytes, watch.holdings.on_disk
-    return limit is not None and nameless > watch.nameless and watch.use.size + nameless > limit
+    limit, unlinked = watch.limits.disk_bytes, watch.holdings.on_disk
+    return limit is not None and unlinked > watch.unlinked_bytes and watch.tree_use.size + unlinked > limit
 
 
-def _held(status: os.statvfs_result) -> DiskUse:
+def _file_system_use(status: os.statvfs_result) -> DiskUse:
     """Return the use of a file system; 0 files if it does not count them."""
     return DiskUse((status.f_blocks - status.f_bfree) * status.f_frsize, status.f_files - status.f_ffree)

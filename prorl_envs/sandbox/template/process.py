@@ -351,7 +351,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
 
 
 def _cause(report: dict[str, Any]) -> OSError | None:
-    """Return the system error that a failed fork reports, if any: see `counters.refused_for_want`."""
+    """Return the system error that a failed fork reports, if any: see `counters.full_counter_errno`."""
     number = report.get("errno")
     return OSError(number, os.strerror(number)) if isinstance(number, int) else None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.sandbox.limits import in_flight
-from prorl_envs.sandbox.limits.in_flight import Queue, Waiting, look_into, waiting
+from prorl_envs.sandbox.limits.in_flight import Queue, WaitingSocket, count_waiting, read_queues
 from prorl_envs.sandbox.limits.policy import ProcessUse
 from prorl_envs.sandbox.limits.usage import parse_stat
 
@@ -46,12 +46,12 @@ def seen(*sockets: socket.socket) -> Queue:
     """Return the descriptors queued in sockets of this process."""
     found = Queue()
     each = [
-        Waiting(this_process(), sock.fileno(), (status.st_dev, status.st_ino), count)
+        WaitingSocket(this_process(), sock.fileno(), (status.st_dev, status.st_ino), count)
         for sock in sockets
-        if (count := waiting(None, f"/proc/self/fdinfo/{sock.fileno()}"))
+        if (count := count_waiting(None, f"/proc/self/fdinfo/{sock.fileno()}"))
         for status in [os.fstat(sock.fileno())]
     ]
-    for _, queue in look_into(each):
+    for _, queue in read_queues(each):
         found.files += queue.files
         found.nested += queue.nested
         found.hidden += queue.hidden
@@ -130,11 +130,11 @@ def test_descriptors_that_arrive_after_the_count_are_closed_too(pair: OpenPair, 
     sender, receiver = pair(socket.SOCK_STREAM)
     socket.send_fds(sender, [b"x"], [file] * 2)
     status = os.fstat(receiver.fileno())
-    counted = Waiting(this_process(), receiver.fileno(), (status.st_dev, status.st_ino), 2)
+    counted = WaitingSocket(this_process(), receiver.fileno(), (status.st_dev, status.st_ino), 2)
     for _ in range(3):
         socket.send_fds(sender, [b"x"], [file] * 2)
     before = open_descriptors()
-    ((_, queue),) = look_into([counted])
+    ((_, queue),) = read_queues([counted])
     assert queue.hidden == 0 and len(queue.files) >= 2
     assert open_descriptors() == before
 
@@ -143,7 +143,9 @@ def test_another_socket_with_the_same_number_is_not_confused_with_it(pair: OpenP
     sender, receiver = pair(socket.SOCK_STREAM)
     socket.send_fds(sender, [b"x"], [file])
     other = os.fstat(file)
-    ((_, queue),) = look_into([Waiting(this_process(), receiver.fileno(), (other.st_dev, other.st_ino), 1)])
+    ((_, queue),) = read_queues(
+        [WaitingSocket(this_process(), receiver.fileno(), (other.st_dev, other.st_ino), 1)]
+    )
     assert (queue.files, queue.hidden) == ([], 1)
 
 

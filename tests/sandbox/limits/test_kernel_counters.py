@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.limits.counters import Counter, counters, excess, most, refused_for_want
+from prorl_envs.sandbox.limits.counters import Counter, counters, excess, full_counter_errno, largest_holder
 from prorl_envs.sandbox.limits.held_descriptors import Holdings, count_watches, holdings
 from prorl_envs.sandbox.limits.policy import ProcessUse
 
@@ -35,8 +35,8 @@ def test_a_sandbox_over_its_share_is_named_with_its_count(held: Holdings, why: s
 
 def test_the_largest_holder_is_killed_once_all_together_hold_three_quarters() -> None:
     calm = {str(number): Holdings(watches=150 + number) for number in range(7)}
-    assert most(calm, SHARES) is None
-    chosen = most({**calm, "a": Holdings(watches=180)}, SHARES)
+    assert largest_holder(calm, SHARES) is None
+    chosen = largest_holder({**calm, "a": Holdings(watches=180)}, SHARES)
     assert chosen is not None and chosen[0] == "a" and "epoll watches are short" in chosen[1]
 
 
@@ -56,13 +56,13 @@ def test_the_error_number_names_the_exhausted_resource(refused: int, guilty: str
         "sending": Holdings(in_flight=3),
         "opening": Holdings(descriptors=900),
     }
-    chosen = most(held, SHARES, refused)
+    chosen = largest_holder(held, SHARES, refused)
     assert (None if chosen is None else chosen[0]) == guilty
 
 
 def test_no_sandbox_is_killed_if_none_holds_much() -> None:
-    assert most({"a": Holdings(watches=5), "b": Holdings(watches=6)}, SHARES, errno.ENOSPC) is None
-    assert most({}, SHARES, errno.ENOSPC) is None
+    assert largest_holder({"a": Holdings(watches=5), "b": Holdings(watches=6)}, SHARES, errno.ENOSPC) is None
+    assert largest_holder({}, SHARES, errno.ENOSPC) is None
 
 
 def test_a_refusal_is_found_among_the_causes_of_an_error() -> None:
@@ -72,9 +72,9 @@ def test_a_refusal_is_found_among_the_causes_of_an_error() -> None:
         except OSError as error:
             raise SandboxError("no sandbox") from error
     except SandboxError as error:
-        assert refused_for_want(error) == errno.ETOOMANYREFS
-    assert refused_for_want(SandboxError("no sandbox")) is None
-    assert refused_for_want(PermissionError(errno.EPERM, "no")) is None
+        assert full_counter_errno(error) == errno.ETOOMANYREFS
+    assert full_counter_errno(SandboxError("no sandbox")) is None
+    assert full_counter_errno(PermissionError(errno.EPERM, "no")) is None
 
 
 def test_the_kernels_total_is_read(tmp_path: Path) -> None:

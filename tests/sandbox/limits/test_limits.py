@@ -329,7 +329,7 @@ async def test_without_limits_nothing_is_checked(open_box: OpenBox, run_dir: Pat
     driver = BubblewrapDriver(limits=NodeLimits(each=free, reserve_bytes=0))
     box = await open_box(driver, SandboxSpec())
     assert (await box.bash("head -c 30M /dev/zero > f; sleep 0.5; echo fine", timeout_s=30)).text == "fine\n"
-    assert driver.containment.looking_s == 0
+    assert driver.limit_enforcer.checking_s == 0
     await driver.aclose()
 
 
@@ -471,7 +471,9 @@ async def test_a_failing_check_kills_its_sandbox_and_the_watchdog_continues(
         for sandbox in (one, other):
             watchdog.add(sandbox, LIMITS, None)
             await sandbox.ended.wait()
-            assert "can no longer be kept" in str(sandbox.why) and not isinstance(sandbox.why, SandboxLimit)
+            assert "can no longer be enforced" in str(sandbox.why) and not isinstance(
+                sandbox.why, SandboxLimit
+            )
         watchdog.check()
     finally:
         await watchdog.aclose()
@@ -492,7 +494,7 @@ async def test_a_running_sandbox_whose_processes_cannot_be_read_is_closed(tmp_pa
         await sandbox.ended.wait()
     finally:
         await watchdog.aclose()
-    assert "limits can no longer be kept: [Errno 2]" in str(sandbox.why)
+    assert "limits can no longer be enforced: [Errno 2]" in str(sandbox.why)
     assert not isinstance(sandbox.why, SandboxLimit)
 
 
@@ -501,12 +503,12 @@ async def test_no_sandbox_runs_once_limits_are_no_longer_enforced(open_box: Open
     try:
         box = await open_box(driver)
         for _ in range(FAULTS_LIMIT):
-            driver.containment._watchdog.add(impossible := Impossible(), LIMITS, None)
+            driver.limit_enforcer._watchdog.add(impossible := Impossible(), LIMITS, None)
             await impossible.ended.wait()
-        with pytest.raises(SandboxError, match="limits can no longer be kept") as caught:
+        with pytest.raises(SandboxError, match="limits can no longer be enforced") as caught:
             await box.bash("echo hello", timeout_s=10)
         assert not isinstance(caught.value, SandboxLimit)
-        with pytest.raises(SandboxError, match="the watchdog, which keeps their limits, has failed"):
+        with pytest.raises(SandboxError, match="the watchdog that enforces their limits has failed"):
             await driver.start(SPEC)
         await box.sandbox.close()
         assert not driver.sandboxes

@@ -6,7 +6,7 @@ from prorl_envs.sandbox.limits.policy import (
     ProcessUse,
     branches,
     killed_words,
-    next_look_s,
+    next_check_s,
     size_words,
     spared,
     to_kill,
@@ -103,15 +103,15 @@ def test_process_names_are_made_harmless() -> None:
 
 
 def test_the_nearer_the_limit_the_sooner_the_next_check() -> None:
-    assert next_look_s(100 << 30, None, took_s=0) == LONGEST_S
-    assert next_look_s(2 << 30, None, took_s=0) == 0.5
-    assert next_look_s(0, None, took_s=0) == SHORTEST_S
-    assert next_look_s(100 << 30, 40, took_s=0) == SHORTEST_S
-    assert next_look_s(None, None, took_s=0) == LONGEST_S
+    assert next_check_s(100 << 30, None, took_s=0) == LONGEST_S
+    assert next_check_s(2 << 30, None, took_s=0) == 0.5
+    assert next_check_s(0, None, took_s=0) == SHORTEST_S
+    assert next_check_s(100 << 30, 40, took_s=0) == SHORTEST_S
+    assert next_check_s(None, None, took_s=0) == LONGEST_S
 
 
 def test_checks_take_a_tenth_of_the_time_at_most() -> None:
-    assert next_look_s(0, 0, took_s=0.3) == 3.0
+    assert next_check_s(0, 0, took_s=0.3) == 3.0
 
 
 def test_messages_name_processes_and_sizes() -> None:
@@ -123,9 +123,9 @@ def test_messages_name_processes_and_sizes() -> None:
 
 
 def test_many_remaining_processes_delay_the_next_check() -> None:
-    assert next_look_s(None, 500, took_s=0) == 0.125
-    assert next_look_s(None, 501, took_s=0) == 0.25
-    assert next_look_s(None, 2000, took_s=0) == 0.5
+    assert next_check_s(None, 500, took_s=0) == 0.125
+    assert next_check_s(None, 501, took_s=0) == 0.25
+    assert next_check_s(None, 2000, took_s=0) == 0.5
 
 
 def test_messages_name_five_processes_at_most() -> None:

@@ -17,7 +17,7 @@ from prorl_envs.sandbox.limits.monitor import (
     DESCRIPTORS_IDLE_S,
     MonitoredSandbox,
     SandboxMonitor,
-    look_at,
+    check_sandbox,
 )
 from prorl_envs.sandbox.limits.usage import MachineUse, MemoryFiles, open_proc
 from prorl_envs.sandbox.limits.watchdog import _suspicious, half_way, is_due
@@ -79,12 +79,12 @@ def test_deleted_open_files_trigger_a_measurement() -> None:
     """Independent of what others free meanwhile, and of how long the last measurement took."""
     sandbox = cast(MonitoredSandbox, SimpleNamespace(alive=True, first_pid=1))
     watch = SandboxMonitor(sandbox=sandbox, limits=SandboxLimits(disk_bytes=100), group=None)
-    watch.held, watch.measuring_s, watch.use = DiskUse(1000, 10), 60.0, DiskUse(30, 1)
+    watch.disk_use, watch.measuring_s, watch.tree_use = DiskUse(1000, 10), 60.0, DiskUse(30, 1)
     now = watch.measured + 1.0
     assert not _suspicious(watch, DiskUse(500, 10), now)
     watch.holdings.on_disk = 71
     assert _suspicious(watch, DiskUse(500, 10), now)
-    watch.nameless = 71  # already judged
+    watch.unlinked_bytes = 71  # already judged
     assert not _suspicious(watch, DiskUse(500, 10), now)
 
 
@@ -126,13 +126,13 @@ async def test_descriptors_of_an_idle_sandbox_are_checked_again(run_dir: Path) -
         proc = open_proc(root)
         try:
             watch = SandboxMonitor(sandbox, SandboxLimits(), group=None)
-            look_at(watch, first, proc, 1)
+            check_sandbox(watch, first, proc, 1)
             before = watch.holdings
-            assert not watch.unseen
-            look_at(watch, first, proc, 1)
+            assert not watch.descriptors_outdated
+            check_sandbox(watch, first, proc, 1)
             assert watch.holdings is before
             watch.descriptors_due -= DESCRIPTORS_IDLE_S + 1
-            look_at(watch, first, proc, 1)
+            check_sandbox(watch, first, proc, 1)
             assert watch.holdings is not before
         finally:
             os.close(proc)
