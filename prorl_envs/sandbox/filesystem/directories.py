@@ -25,9 +25,10 @@ _PREFIX = "prorl-sandboxes-"
 _ARMED = "locked"
 #: Directories for sandboxes if the temporary directory is not suited, as in jobs of batch systems.
 _SHORT_BASES = (Path("/tmp"), Path("/var/tmp"))
-#: Seconds after which a directory without the mark of a lock counts as a killed driver's.
+#: Seconds after which a directory without the file `_ARMED` counts as a killed driver's.
 _UNMARKED_S = 60
-#: A Unix socket's path has at most 107 bytes; paths of tools below a sandbox's directory need the rest.
+#: Most bytes in the path of this directory. A Unix socket's path has at most 107 bytes, and the paths of
+#: tools below a sandbox's directory need the rest.
 PATH_LIMIT = 64
 BASE_REMEDY = (
     "set PRORL_RUN_DIR to a writable directory on a local disk, with a short path and not mounted noexec"
@@ -37,9 +38,9 @@ BASE_REMEDY = (
 def node_local_base(chosen: Path | None = None) -> Path:
     """Return the directory under which a driver makes its own, and create it if it does not exist.
 
-    The default is `$PRORL_RUN_DIR`, else the temporary directory; if sandboxes cannot be there, `/tmp` or
-    `/var/tmp`, which is logged. Not `$XDG_RUNTIME_DIR`: it is a small tmpfs, and workspaces hold whole source
-    trees. Never raises: users of the directory report failures.
+    The default is `$PRORL_RUN_DIR`, else the temporary directory. If sandboxes cannot be there, it is `/tmp`
+    or `/var/tmp`, and a warning is logged. `$XDG_RUNTIME_DIR` is not used: it is a small tmpfs, and
+    workspaces hold whole source trees. Never raises: users of the directory report failures.
 
     Args:
         chosen: the directory to use in place of the default.
@@ -65,7 +66,7 @@ def _unsuited(base: Path) -> str:
     return ""
 
 
-@functools.cache  # it is asked for often, and logs once
+@functools.cache  # called often, but must log once
 def _default_base(wanted: Path, others: tuple[Path, ...]) -> Path:
     if not (problem := base_problem(wanted)):
         return wanted
@@ -77,13 +78,13 @@ def _default_base(wanted: Path, others: tuple[Path, ...]) -> Path:
 
 
 class DriverDirectory:
-    """A private locked directory, made on construction.
+    """A private locked directory, created by the constructor.
 
     Args:
-        base: existing directory to make it in, on a local disk.
+        base: existing directory on a local disk, in which it is created.
 
     Raises:
-        UnsupportedMachine: it cannot be made there, or see `base_problem`.
+        UnsupportedMachine: it cannot be created, or `base` is not suited (see `base_problem`).
     """
 
     def __init__(self, base: Path) -> None:
@@ -103,7 +104,7 @@ class DriverDirectory:
 
     @property
     def id(self) -> str:
-        """The part of its name that is unique on this node."""
+        """The part of the directory's name that is unique on this node."""
         return self.path.name.rpartition("-")[2]
 
     def remove(self) -> None:
@@ -147,7 +148,7 @@ def _is_abandoned(path: Path) -> bool:
         if status.st_uid != os.geteuid():
             return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Without the mark, a driver may be about to lock it, or was killed before that or while removing it.
+        # Without the file, a driver may be about to lock the directory, or was killed before that.
         return (path / _ARMED).exists() or time.time() - status.st_mtime > _UNMARKED_S
     except BlockingIOError:
         return False
@@ -156,11 +157,11 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a tree that a sandbox wrote, once nothing runs in it any more. A missing tree is no error.
+    """Remove a tree that a stopped sandbox wrote. A missing tree is no error.
 
     No link is followed. Directories are moved up to the top before they are emptied, so that neither depth
-    nor path length matters (an agent can nest deeper than a path can name), and unreadable ones are made
-    readable (overlayfs leaves one of mode 000).
+    nor path length matters (an agent can nest directories deeper than a path can name). Unreadable
+    directories are made readable (overlayfs leaves one of mode 000).
 
     Raises:
         OSError: something cannot be removed.
@@ -180,13 +181,13 @@ def remove_tree(path: Path) -> None:
 def _clear(top: int) -> None:
     """Remove the content of a directory (a descriptor)."""
     fresh_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
-    pending = _directories_left(top)
+    pending = _unlink_files(top)
     while pending:
         name = pending.pop()
         make_accessible(name, top)
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
         try:
-            for child in _directories_left(fd):
+            for child in _unlink_files(fd):
                 make_accessible(child, fd)  # moving a directory needs write access to it
                 moved = next(fresh_names)
                 os.rename(child, moved, src_dir_fd=fd, dst_dir_fd=top)
@@ -196,8 +197,8 @@ def _clear(top: int) -> None:
         os.rmdir(name, dir_fd=top)
 
 
-def _directories_left(fd: int) -> list[str]:
-    """Unlink everything in the directory but its directories, and return their names."""
+def _unlink_files(fd: int) -> list[str]:
+    """Unlink all entries of a directory but its subdirectories, and return the names of these."""
     while True:
         directories, unlinked = [], False
         # One entry at a time: a sandbox can make more files than fit in memory as a list of names.
@@ -213,7 +214,7 @@ def _directories_left(fd: int) -> list[str]:
 
 
 def make_accessible(path: Path | str, dir_fd: int | None = None) -> None:
-    """Make a directory of this user's accessible to it, if a sandbox changed its mode."""
+    """Make one of this user's directories accessible again, if a sandbox changed its mode."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
     try:
         if stat.S_IMODE(os.fstat(fd).st_mode) & 0o700 != 0o700:

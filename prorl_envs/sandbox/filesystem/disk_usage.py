@@ -34,7 +34,7 @@ def measure(root: int, pidfd: int | None, *, size: int, files: int) -> DiskUse:
     Args:
         root: descriptor of the tree's directory.
         pidfd: the sandbox's first process; None if the sandbox has no user namespace of its own.
-        size, files: bounds at which to stop, since more is too much in any case.
+        size, files: bounds at which to stop: a larger tree is too large in any case.
 
     Raises:
         OSError: the sandbox has stopped.
@@ -88,13 +88,13 @@ class _Entered:
     def __init__(self, fd: int, closed: tuple[int, int] | None = None) -> None:
         self.fd = fd
         self.names = _names(fd)
-        self._closed = closed  # if its mode was changed to open it: its descriptor, and the mode before
+        self._closed = closed  # its descriptor and former mode, if the mode was changed to open it
 
     def leave(self) -> None:
         self.names.close()
         os.close(self.fd)
         if self._closed is not None:
-            _close_again(*self._closed)
+            _restore_mode(*self._closed)
 
 
 def _enter(name: str, parent: int) -> _Entered | None:
@@ -109,24 +109,24 @@ def _enter(name: str, parent: int) -> _Entered | None:
     return None
 
 
-def _enter_closed(itself: int) -> _Entered:
-    """Enter a directory that is closed to its own user (this one, if the sandbox has no user of its own).
+def _enter_closed(handle: int) -> _Entered:
+    """Enter a directory that its owner may not read (this user, if the sandbox has no user of its own).
 
-    It stays open to its user until `close_agent_sandbox`: otherwise nothing in it can be inspected.
+    Its mode stays changed until `leave`: otherwise nothing in it can be inspected.
     """
-    mode = stat.S_IMODE(os.fstat(itself).st_mode)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
     try:
-        os.chmod(_path(itself), mode | 0o500)  # noqa: PTH101 - the template imports no pathlib
-        return _Entered(os.open(_path(itself), os.O_RDONLY | os.O_DIRECTORY), (itself, mode))
+        os.chmod(_path(handle), mode | 0o500)  # noqa: PTH101 - the template imports no pathlib
+        return _Entered(os.open(_path(handle), os.O_RDONLY | os.O_DIRECTORY), (handle, mode))
     except OSError:
-        _close_again(itself, mode)
+        _restore_mode(handle, mode)
         raise
 
 
-def _close_again(itself: int, mode: int) -> None:
+def _restore_mode(handle: int, mode: int) -> None:
     with contextlib.suppress(OSError):
-        os.chmod(_path(itself), mode)  # noqa: PTH101
-    os.close(itself)
+        os.chmod(_path(handle), mode)  # noqa: PTH101
+    os.close(handle)
 
 
 def _path(fd: int) -> str:
@@ -134,7 +134,7 @@ def _path(fd: int) -> str:
 
 
 def _names(fd: int) -> Generator[str, None, None]:
-    # One at a time: a directory can have more entries than fit in memory as a list of names.
+    # A generator, because a directory can have more entries than fit in memory as a list of names.
     with os.scandir(fd) as entries:
         for entry in entries:
             yield entry.name

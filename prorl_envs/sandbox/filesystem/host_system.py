@@ -1,4 +1,4 @@
-"""System files of a sandbox: the host's `/usr` read-only, and an `/etc` of our own.
+"""System files of a sandbox: the host's `/usr` read-only, and a generated `/etc`.
 
 The host's `/etc` is never mounted: a sandbox run by root could read `/etc/shadow` through it.
 """
@@ -13,7 +13,7 @@ from prorl_envs.sandbox.base import DEFAULT_HOSTNAME
 #: Top-level directories that are links into /usr on most systems, and real on some.
 _ROOT_DIRECTORIES = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
-#: Files of the host's /etc, if they exist, that programs need. No secrets, no links out of it but to /usr.
+#: Files of the host's /etc, if they exist, that programs need. No secrets; links only into /usr.
 _COPIED = (
     "alternatives",
     "ld.so.cache",
@@ -29,8 +29,8 @@ _COPIED = (
     "ssl/openssl.cnf",
 )
 
-#: Links to manual pages, most of those in `alternatives` (321 of 391 on a Debian). No program needs
-#: them, and on a slow file system each takes 0.5 ms to make and 0.5 ms to remove.
+#: Links to manual pages, which are most links in `alternatives` (321 of 391 on a Debian). No program needs
+#: them, and on a slow file system it takes 0.5 ms to create one and 0.5 ms to remove it.
 _MANUALS = shutil.ignore_patterns("*.gz")
 
 #: Files in /proc about the kernel rather than a process: keys and timers of all users, memory, addresses.
@@ -53,20 +53,20 @@ _KERNEL_FILES = (
 
 
 def kernel_masks(proc: Path = Path("/proc")) -> Iterator[str]:
-    """Yield bubblewrap options that hide, in a new /proc, files about the kernel.
+    """Yield bubblewrap options that hide files about the kernel in a new /proc.
 
-    Only files that this user can read, since each costs a mount.
+    Only those that this user can read, since each takes a mount.
 
     Args:
-        proc: the host's, which has the same files.
+        proc: the host's /proc, which has the same files.
     """
     for name in kernel_files(proc):
-        # A device on a mount without devices: it cannot even be opened.
+        # The mount forbids devices, so that /dev/null cannot even be opened here.
         yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
 
 
 def kernel_files(proc: Path = Path("/proc")) -> Iterator[str]:
-    """Return the names of the files about the kernel in `proc` that this user can read."""
+    """Yield the names of the files about the kernel in `proc` that this user can read."""
     return (name for name in _KERNEL_FILES if os.access(proc / name, os.R_OK))
 
 
@@ -88,11 +88,11 @@ def root_directories(host: Path = Path("/")) -> Iterator[Path]:
 
 
 def write_etc(target: Path, *, uid: int, home: str, host: Path = Path("/etc")) -> None:
-    """Write an `/etc` directory into `target`, a new directory.
+    """Write an `/etc` directory.
 
     Args:
-        target: made here.
-        uid: the user inside, entered in passwd and group beside root and nobody.
+        target: path of the directory, which is created.
+        uid: user id inside; passwd and group list it beside root and nobody.
         home: that user's home directory inside.
         host: directory from which the harmless files are copied.
     """

@@ -1,7 +1,7 @@
-"""Variables that an image's definition sets (`ENV` of a Dockerfile), read as data.
+"""Environment variables that an image sets (`ENV` of a Dockerfile), read as data.
 
 Apptainer and SingularityCE write them into a script of the image, one line each: `export NAME="VALUE"` or
-`export NAME="${NAME:-"VALUE"}"`, where VALUE is escaped for the shell and then quoted as Go quotes. Nothing
+`export NAME="${NAME:-"VALUE"}"`, where VALUE is escaped for the shell and then quoted as a Go string. Nothing
 of the image is run: lines of any other form, and all other scripts, are skipped.
 """
 
@@ -18,12 +18,12 @@ _FOLDER = "/.singularity.d/env"
 _SCRIPT = re.compile(r"10-docker[\w-]*\.sh")
 _SIZE_LIMIT = 256 * 1024
 _LINE = re.compile(r'export ([A-Za-z_][A-Za-z0-9_]*)="(?:\$\{\1:-(?:"(.*)")?\}|(.*))"')
-#: Go's escapes, and the other characters allowed in its quotes.
+#: An escape in a Go string, or other characters in it.
 _QUOTED = re.compile(
     r'\\(?:([abfnrtv\\"])|x([0-9a-f]{2})|u([0-9a-f]{4})|U(00[01][0-9a-f]{5}))|([^\\"]+)', re.DOTALL
 )
 _CONTROLS = dict(zip('abfnrtv\\"', '\a\b\f\n\r\t\v\\"', strict=True))
-#: One character, or an escaped one that is special to the shell.
+#: An escaped character that is special to the shell, or an ordinary character.
 _ESCAPED = re.compile(r'\\([\\"`$])|([^\\"`$])', re.DOTALL)
 
 
@@ -33,7 +33,7 @@ def read_image_env(root: Path) -> dict[str, str]:
     Links are resolved inside `root`. Blocks.
 
     Raises:
-        SandboxError: they cannot be read.
+        SandboxError: the variables cannot be read.
     """
     try:
         folder = root / LayerTree([root]).resolve(_FOLDER)[1:]
@@ -67,7 +67,7 @@ def _text(path: Path) -> str:
 
 
 def _plain(quoted: str) -> str:
-    """Unquote a value. Raise ValueError if a shell would do more than take it as text."""
+    """Unquote a value. Raise ValueError if a shell would not take it literally."""
     parts = []
     for match in _all(_QUOTED, quoted):
         control, byte, short, long, other = match.groups()
@@ -77,8 +77,8 @@ def _plain(quoted: str) -> str:
         parts.append(_CONTROLS[control] if control else chr(int(number, 16)) if number else other)
     value = "".join(match[1] or match[2] for match in _all(_ESCAPED, "".join(parts)))
     if "\0" in value:
-        raise ValueError("no variable holds it")
-    value.encode()  # a ValueError as well if it is not valid text
+        raise ValueError("a zero byte")
+    value.encode()  # raises a ValueError if it is not valid text
     return value
 
 
@@ -86,5 +86,5 @@ def _all(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     """Return matches that together cover all of `text`, or raise ValueError."""
     found = list(pattern.finditer(text))
     if sum(len(match[0]) for match in found) != len(text):
-        raise ValueError("not all of it is understood")
+        raise ValueError("not all of the text is understood")
     return found

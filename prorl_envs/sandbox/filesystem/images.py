@@ -1,4 +1,4 @@
-"""Images of one driver: each stays mounted as long as a sandbox uses it, and some longer."""
+"""Images that a driver has mounted for its sandboxes, and a few for the next ones."""
 
 import asyncio
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class ImageUse:
 
     Args:
         layers: the directories of its root file system on the host, the lowest first; never written to.
-        key: identifies its mount or its layers; empty for a directory, which needs none.
+        key: identifies the mount or the layers; empty for a directory, which is not mounted.
     """
 
     layers: tuple[Path, ...]
     key: str = ""
 
 
-class Available(Protocol):
+class AvailableImage(Protocol):
     """Image that sandboxes can use until it is released."""
 
     @property
@@ -36,18 +36,18 @@ class Available(Protocol):
     def release(self) -> None: ...
 
 
-class _HeldLayers:
+class _LeasedLayers:
     """Layers of an image, leased so that no process evicts them.
 
     Raises:
-        SandboxError: one is missing.
+        SandboxError: a layer is missing.
     """
 
     def __init__(self, image: Path) -> None:
         self.layers = read_layered(image).layers
         self._lease = LayerLease(self.layers)
         try:
-            check_layers(image, self.layers)  # one may have been evicted before the lease
+            check_layers(image, self.layers)  # a layer may have been evicted before the lease
         except BaseException:
             self._lease.release()
             raise
@@ -58,13 +58,13 @@ class _HeldLayers:
 
 
 @dataclass(slots=True)
-class _Held:
-    mounting: asyncio.Task[Available]
+class _ImageEntry:
+    mounting: asyncio.Task[AvailableImage]
     users: int = 0
 
 
 class Images:
-    """Mounts images at first use and keeps the most recently used.
+    """Mounts images at first use and keeps the most recently used ones mounted.
 
     Args:
         base: existing directory on a local disk, the same for all services that should share mounts.
@@ -74,7 +74,7 @@ class Images:
     def __init__(self, base: Path, *, idle_limit: int = IDLE_LIMIT) -> None:
         self._base = base
         self._idle_limit = idle_limit
-        self._held: dict[str, _Held] = {}  # in the order of last use
+        self._images: dict[str, _ImageEntry] = {}  # in the order of last use
         self._closed = False
 
     async def acquire(self, image: Path) -> ImageUse:
@@ -91,17 +91,18 @@ class Images:
             raise SandboxError(f"cannot read the image {image}: {error.strerror}") from error
         if self._closed:
             raise SandboxError("the driver is closed")
-        held = self._held.pop(key, None) or _Held(
+        entry = self._images.pop(key, None) or _ImageEntry(
             asyncio.create_task(asyncio.to_thread(_make_available, image, self._base))
         )
-        self._held[key] = held
-        held.users += 1
+        self._images[key] = entry
+        entry.users += 1
         try:
-            mounted = await asyncio.shield(held.mounting)
+            mounted = await asyncio.shield(entry.mounting)
         except BaseException:
-            held.users -= 1
-            if held.mounting.done() and held.mounting.exception() is not None and self._held.get(key) is held:
-                del self._held[key]
+            entry.users -= 1
+            failed = entry.mounting.done() and entry.mounting.exception() is not None
+            if failed and self._images.get(key) is entry:
+                del self._images[key]
             raise
         return ImageUse(mounted.layers, key)
 
@@ -109,39 +110,39 @@ class Images:
         """Release the result of `acquire`.
 
         Raises:
-            SandboxError: another image, unused for long, cannot be unmounted.
+            SandboxError: an unused image cannot be unmounted.
         """
         if not use.key:
             return
-        self._held[use.key].users -= 1
-        idle = [key for key, held in self._held.items() if held.users == 0]
+        self._images[use.key].users -= 1
+        idle = [key for key, entry in self._images.items() if entry.users == 0]
         for key in idle[: max(len(idle) - self._idle_limit, 0)]:
-            await _unmount(self._held.pop(key))
+            await _unmount(self._images.pop(key))
 
     async def aclose(self) -> None:
-        """Release every image. No sandbox may use one any more.
+        """Release every image. No sandbox may use any of them.
 
         Raises:
-            SandboxError: one cannot be unmounted.
+            SandboxError: an image cannot be unmounted.
         """
         self._closed = True
-        held, self._held = self._held, {}
-        outcomes = await asyncio.gather(*map(_unmount, held.values()), return_exceptions=True)
+        entries, self._images = self._images, {}
+        outcomes = await asyncio.gather(*map(_unmount, entries.values()), return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
 
 
-def _make_available(image: Path, base: Path) -> Available:
+def _make_available(image: Path, base: Path) -> AvailableImage:
     if not is_layered(image):
         return mount(image, base)
     try:
-        return _HeldLayers(image)
+        return _LeasedLayers(image)
     except OSError as error:
         raise SandboxError(f"cannot use the image {image}: {error}", hint="build it again") from error
 
 
-async def _unmount(held: _Held) -> None:
-    await asyncio.wait([held.mounting])
-    if held.mounting.exception() is None:
-        await asyncio.to_thread(held.mounting.result().release)
+async def _unmount(entry: _ImageEntry) -> None:
+    await asyncio.wait([entry.mounting])
+    if entry.mounting.exception() is None:
+        await asyncio.to_thread(entry.mounting.result().release)

@@ -1,8 +1,8 @@
 """Leases of layers: a store never evicts a layer while a process holds a lease of it.
 
-A store has `layers/KEY/` and beside it `leases/KEY`. A lease is a shared lock (flock) of that file, which the
-kernel releases if the holder is killed; its time is the layer's last use. NFS passes these locks on to other
-nodes. On a file system without locks only the last use protects a layer.
+A store has `layers/KEY/` and beside it `leases/KEY`. A lease is a shared lock (flock) of that file. The
+kernel releases it if the holder is killed. The file's time is that of the layer's last use. NFS passes these
+locks on to other nodes. On a file system without locks only the last use protects a layer.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def open_locked(path: Path, operation: int) -> int | None:
-    """Open and lock a file, which is created if it does not exist; return the descriptor.
+    """Open a file (creating it if necessary) and lock it.
 
     Args:
-        operation: of `fcntl.flock`.
+        operation: operation of `fcntl.flock`.
 
     Returns:
-        None if another holder prevents it and the operation does not wait.
+        The descriptor; None if the file is locked elsewhere and the operation does not wait.
 
     Raises:
         OSError: the file cannot be opened.
@@ -59,9 +59,9 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 class LayerLease:
-    """Lease of layers, until `release`. Directories that are in no store need none and are skipped.
+    """Lease of layers, until `release`. Directories outside a store need no lease and are skipped.
 
-    A store that this user may not write is not leased either: its owner has to keep layers long enough.
+    A store that this user may not write has no leases either: its owner has to keep layers long enough.
 
     Args:
         layers: directories of layers, such as those of a `LayeredImage`.

@@ -1,8 +1,9 @@
 """Layered images: directories that an overlay shows as one root file system.
 
 A layer has overlayfs's own form: a removed file is a character device 0:0, and a directory that hides those
-below it has the extended attribute `user.overlay.opaque` (kernel documentation, filesystems/overlayfs). An
-ordinary user can make both. Layers are untrusted: the host never follows a link in one.
+of lower layers has the extended attribute `user.overlay.opaque` (kernel documentation,
+filesystems/overlayfs). An ordinary user can create both. Layers are untrusted: the host never follows their
+links.
 """
 
 import json
@@ -19,7 +20,7 @@ from prorl_envs.errors import SandboxError
 
 #: Name extension of a layered image's file.
 SUFFIX = ".layers.json"
-#: Most layers of one image: their paths have to fit into one page, with the other options of the mount.
+#: Most layers of one image: their paths and the other mount options have to fit into one page.
 LAYER_LIMIT = 120
 OPAQUE_ATTRIBUTE = "user.overlay.opaque"
 
@@ -37,11 +38,11 @@ class ImageConfig:
     Args:
         env: variables of every process.
         workdir: absolute path of the initial working directory; "" is `/`.
-        user: user, or user and group, names or numbers: "", `app`, `1000:1000`.
+        user: user, or user and group, as names or numbers: "", `app`, `1000:1000`.
         entrypoint, command: the default program, and its default arguments.
         shell: program of shell-form instructions.
         labels: free text by name.
-        ports: `80/tcp`.
+        ports: such as `80/tcp`.
         volumes: absolute paths.
         healthcheck: the OCI health check's fields (`Test`, and durations in nanoseconds); None without one.
         stop_signal: name or number; "" is the default.
@@ -82,7 +83,7 @@ class LayeredImage:
             OSError: it cannot be written.
         """
         base = path.parent.resolve()
-        layers = [str(one.relative_to(base) if one.is_relative_to(base) else one) for one in self.layers]
+        layers = [str(path.relative_to(base) if path.is_relative_to(base) else path) for path in self.layers]
         record = {"format": _FORMAT, "layers": layers, "config": asdict(self.config)}
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(record, indent=1) + "\n")
@@ -98,7 +99,7 @@ def read_layered(path: Path) -> LayeredImage:
     """Read a layered image's file.
 
     Raises:
-        SandboxError: it cannot be read, is no such file, or a layer is missing.
+        SandboxError: the file cannot be read or is not a layered image's, or a layer is missing.
     """
     try:
         with path.open("rb") as file:
@@ -125,7 +126,7 @@ def _config(record: Mapping[str, Any]) -> ImageConfig:
 
 
 def check_layers(path: Path, layers: Sequence[Path]) -> None:
-    """Raise SandboxError if the layers of the image file `path` are too many, or not all there."""
+    """Raise SandboxError if the image file `path` has no layers, too many layers or missing layers."""
     if not 1 <= len(layers) <= LAYER_LIMIT:
         raise SandboxError(f"the image {path} has {len(layers)} layers, not 1 to {LAYER_LIMIT}")
     for layer in layers:
@@ -138,12 +139,12 @@ def check_layers(path: Path, layers: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry:
-    """Entry of an image that a path leads to.
+    """File or directory of an image, found by a path.
 
     Args:
-        path: absolute inside, without links; its parts need not exist.
-        hosts: host paths that form it, the topmost first; empty if it does not exist.
-        status: of the first of them; never of a link.
+        path: absolute path inside, with all links resolved; its parts need not exist.
+        hosts: host paths that form the entry, the topmost first; empty if it does not exist.
+        status: status of the first host path; never that of a link.
     """
 
     path: str
@@ -157,7 +158,7 @@ class LayerEntry:
 
 
 class LayerTree:
-    """View of layers as an overlay shows them, for the host. Follows no link of theirs on the host.
+    """Merged view of layers for the host, as an overlay shows them. Never follows a link on the host.
 
     Args:
         layers: directories, the lowest first.
@@ -179,14 +180,14 @@ class LayerTree:
         return Path(hosts[0]) if hosts else None
 
     def locate(self, target: str) -> LayerEntry:
-        """Return the entry that an absolute path inside leads to.
+        """Follow an absolute path inside, and return the entry there.
 
         Raises:
             SandboxError: its links form a loop.
         """
         pending = list(reversed(PurePosixPath(target).parts[1:]))
         done: list[str] = []
-        levels = [self._root]  # of the root directory and each of `done`
+        levels = [self._root]  # the host paths of the root directory, and of each part in `done`
         links = 0
         while pending:
             part = pending.pop()
@@ -200,17 +201,17 @@ class LayerTree:
                 continue
             links += 1
             if links > _LINK_LIMIT:
-                raise SandboxError(f"the image's {target} is a link in circles")
-            aim = PurePosixPath(_with_access(os.readlink, hosts[0]))
-            if aim.is_absolute():
+                raise SandboxError(f"the image's {target} is a link that forms a loop")
+            destination = PurePosixPath(_with_access(os.readlink, hosts[0]))
+            if destination.is_absolute():
                 done, levels = [], levels[:1]
-            pending += reversed([part for part in aim.parts if part != "/"])
+            pending += reversed([part for part in destination.parts if part != "/"])
         hosts = levels[-1]
         status = _with_access(os.lstat, hosts[0]) if hosts else None
         return LayerEntry("/" + "/".join(done), hosts, status)
 
     def resolve(self, target: str) -> str:
-        """Resolve the links of an absolute path inside; its parts need not exist. Return an absolute path.
+        """Return an absolute path inside with its links resolved; its parts need not exist.
 
         Raises:
             SandboxError: its links form a loop.
@@ -218,7 +219,7 @@ class LayerTree:
         return self.locate(target).path
 
     def kind(self, path: str) -> int:
-        """Return the file type of the entry that a path leads to (`stat.S_IFDIR` ...); 0 if there is none.
+        """Return the file type of the entry at a path (`stat.S_IFDIR` ...); 0 if there is none.
 
         Raises:
             SandboxError: its links form a loop.
@@ -226,10 +227,10 @@ class LayerTree:
         return self.locate(path).kind
 
     def read(self, path: str, limit: int) -> str | None:
-        """Return the text of the regular file that a path leads to; None if there is none, or it is larger.
+        """Return the text of the regular file at a path; None if there is none, or if it is too large.
 
         Args:
-            limit: most bytes.
+            limit: most bytes of the file.
 
         Raises:
             SandboxError: its links form a loop.
@@ -262,16 +263,16 @@ def _below(hosts: Sequence[str], name: str) -> tuple[tuple[str, ...], os.stat_re
     return tuple(found), first
 
 
-def _with_access[T](look: Callable[[str], T], path: str) -> T:
-    """Call `look` with a host path. Directories of this user that deny it access are opened meanwhile.
+def _with_access[T](call: Callable[[str], T], path: str) -> T:
+    """Call `call` with a host path. Meanwhile, grant this user access to its own directories on the path.
 
-    A layer may have such directories: the emulated root that made it could enter them nevertheless.
+    A layer may have directories that deny it: the emulated root that created them could enter nevertheless.
 
     Raises:
-        OSError: as `look` does.
+        OSError: as `call` does.
     """
     try:
-        return look(path)
+        return call(path)
     except PermissionError:
         with _OPENING, ExitStack() as opened:
             for place in (*reversed(Path(path).parents), Path(path)):
@@ -280,7 +281,7 @@ def _with_access[T](look: Callable[[str], T], path: str) -> T:
                 if stat.S_ISDIR(status.st_mode) and mode & 0o700 != 0o700 and status.st_uid == os.geteuid():
                     place.chmod(mode | 0o700)
                     opened.callback(place.chmod, mode)
-            return look(path)
+            return call(path)
 
 
 def _opaque_attribute(directory: str) -> bytes:
@@ -288,13 +289,13 @@ def _opaque_attribute(directory: str) -> bytes:
 
 
 def is_whiteout(status: os.stat_result) -> bool:
-    """Return True if an entry of a layer stands for a removed file."""
+    """Return True if an entry of a layer marks a removed file."""
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
 def is_opaque(directory: Path | str) -> bool:
-    """Return True if a directory of a layer hides those below it."""
+    """Return True if a directory of a layer hides the same directory of lower layers."""
     try:
         return _with_access(_opaque_attribute, str(directory)) == b"y"
-    except OSError:  # not set, or a file system without attributes
+    except OSError:  # the attribute is not set, or the file system has no attributes
         return False

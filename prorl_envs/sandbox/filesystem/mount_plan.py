@@ -1,5 +1,5 @@
-"""Translation of a `SandboxSpec` to bubblewrap's command line; its mount options are also the mount plan of
-all sandboxes made of namespaces. Pure: starts no process, changes no file."""
+"""Translation of a `SandboxSpec` to bubblewrap's command line. All drivers that use namespaces follow its
+mount options. Pure: starts no process, changes no file."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ INIT = (
     "trap '' HUP INT QUIT ALRM TERM USR1 USR2 TSTP TTIN TTOU; trap 'died=1' CHLD; "
     'echo ready; while died=; read _ || [ "$died" ]; do jobs; done',
 )
-#: Directories of every sandbox that are mounted over an image's.
+#: Directories of every sandbox that are mounted over those of its image.
 _KERNELS = ("/proc", "/dev")
 _COVERED = (*_KERNELS, "/run", "/tmp", HOME)
 
@@ -45,11 +45,11 @@ _RUN_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class SandboxFiles:
-    """The host directories of one sandbox, below the driver's.
+    """Host directories of one sandbox, in the driver's directory.
 
     Args:
-        root: the sandbox's own.
-        etc: shared by the sandboxes of a uid.
+        root: the sandbox's own directory, which contains the others.
+        etc: its `/etc`, shared by all sandboxes with the same uid.
         layers: the root file system of the spec's image, the lowest directory first; empty without an image.
     """
 
@@ -64,7 +64,7 @@ class SandboxFiles:
 
     @property
     def overlay_work(self) -> Path:
-        """The overlay's work directory, for the kernel, beside `upper`."""
+        """Work directory of the overlay, which belongs to the kernel."""
         return self.root / "overlay"
 
     @property
@@ -84,7 +84,7 @@ class SandboxFiles:
         return self.root / f"upper{index}", self.root / f"overlay{index}"
 
     def state(self, spec: SandboxSpec) -> Iterator[Path]:
-        """Yield the directories that hold the sandbox's files."""
+        """Yield the directories with the sandbox's files."""
         if not spec.emulate_root:
             yield from (self.work, self.tmp, self.home)
         if self.layers:
@@ -119,7 +119,7 @@ def check(spec: SandboxSpec) -> None:
             raise SandboxError(f"not an absolute path inside the sandbox: {target!r}")
     texts = [*spec.env, *spec.env.values(), *(str(mount.source) for mount in spec.mounts)]
     if any("\0" in text for text in texts):
-        raise SandboxError("a variable or the source of a mount holds a zero byte")
+        raise SandboxError("a variable or the source of a mount contains a zero byte")
     for mount in spec.mounts:
         if mount.overlay and mount.writable:
             raise SandboxError(
@@ -156,9 +156,9 @@ def through_links(spec: SandboxSpec) -> SandboxSpec:
 
 
 def _through_link(path: str) -> str:
-    for link, aim in _ROOT_LINKS.items():
+    for link, destination in _ROOT_LINKS.items():
         if path.startswith(f"{link}/"):
-            return aim + path[len(link) :]
+            return destination + path[len(link) :]
     return path
 
 
@@ -174,7 +174,7 @@ def default_environment(spec: SandboxSpec) -> dict[str, str]:
 
 
 def covered(spec: SandboxSpec) -> tuple[str, ...]:
-    """Return the directories that every such sandbox has as mounts, over the image's."""
+    """Return the directories inside that are mounted over those of the image in every such sandbox."""
     return _KERNELS if spec.emulate_root else _COVERED
 
 
@@ -197,10 +197,10 @@ def _unusable(limits: SandboxLimits) -> str:
         "file_bytes": 1 << 20,
         "lifetime_s": 0.1,
     }
-    for name, least in smallest.items():
+    for name, minimum in smallest.items():
         value = getattr(limits, name)
-        if value is not None and value < least:
-            return f"{name} is {value}, the least is {least}"
+        if value is not None and value < minimum:
+            return f"{name} is {value}, the least is {minimum}"
     return ""
 
 
@@ -208,15 +208,15 @@ def bwrap_arguments(spec: SandboxSpec, mounts: Sequence[str]) -> list[str]:
     """Return bubblewrap's arguments, without `--info-fd`.
 
     Args:
-        mounts: of `mount_options`.
+        mounts: result of `mount_options`.
     """
     return [*_isolation(spec), *mounts, *INIT]
 
 
 def shared_memory_bytes(spec: SandboxSpec) -> int:
-    """Return the size of /dev/shm, and of all System V shared memory.
+    """Return the limit of /dev/shm, and of all System V shared memory, in bytes.
 
-    Killing a process does not free their content, so they may never hold all the memory of the sandbox.
+    Killing a process does not free their content, so they may never take all the memory of the sandbox.
     """
     memory = spec.limits.memory_bytes if spec.limits is not None else None
     return _SHM_BYTES if memory is None else min(_SHM_BYTES, memory // 4)
@@ -228,12 +228,12 @@ def mount_options(
     """Yield a sandbox's mounts as bubblewrap options, in order.
 
     Args:
-        system_masks: hidden in addition to the spec's own `masks`.
+        system_masks: paths that are hidden in addition to the spec's `masks`.
     """
     memory = spec.limits.memory_bytes if spec.limits is not None else None
     run = _RUN_BYTES if memory is None else min(_RUN_BYTES, memory // 4)
     yield from _image_system(files) if files.layers else _host_system(spec, files)
-    # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
+    # Read-only as a whole: if root runs the sandbox, its user owns all of /proc/sys for the kernel.
     yield from ("--proc", "/proc", *_kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev")
     shm = shared_memory_bytes(spec)
     yield from ("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
@@ -241,8 +241,8 @@ def mount_options(
         yield from ("--perms", "755", "--size", str(run), "--tmpfs", "/run")
         yield from ("--bind", str(files.tmp), "/tmp")
         if not files.layers:
-            for link, aim in _ROOT_LINKS.items():
-                yield from ("--dir", str(PurePosixPath(link).parent), "--symlink", aim, link)
+            for link, destination in _ROOT_LINKS.items():
+                yield from ("--dir", str(PurePosixPath(link).parent), "--symlink", destination, link)
         yield from ("--bind", str(files.home), HOME)
         yield from ("--bind", str(files.work), spec.workdir)
     for index, mount in enumerate(spec.mounts):
@@ -253,7 +253,7 @@ def mount_options(
         yield from ("--remount-ro", "/")
 
 
-# Cached: the same for all sandboxes of this process, and read from the disk.
+# Cached, because the result needs the disk and is the same for all sandboxes of this process.
 @functools.cache
 def _kernel_masks() -> tuple[str, ...]:
     return tuple(kernel_masks())
@@ -287,14 +287,14 @@ def _isolation(spec: SandboxSpec) -> Iterator[str]:
     for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):
         if namespace != "net" or not spec.network.open:
             yield f"--unshare-{namespace}"
-    # No further user namespaces inside: they grant every capability against the kernel's own code.
+    # No further user namespaces inside: they give access to kernel code that needs capabilities.
     yield "--disable-userns"
     # Not --die-with-parent: it follows the thread that forked, and it can kill bubblewrap before its child is
-    # released, which then waits forever. The first process's lifetime socket has neither fault.
+    # released, so that the child waits forever. The first process's lifetime socket has neither fault.
     yield from ("--new-session", "--as-pid-1", "--clearenv")
     yield from ("--uid", str(spec.uid), "--gid", str(spec.uid), "--hostname", spec.hostname)
-    # The first process keeps one capability, which is without power in a user namespace. It makes the
-    # process more privileged than all others inside, so that none can trace it and take its lifetime socket.
+    # The first process keeps one capability, which allows nothing in a user namespace. It makes the process
+    # more privileged than all others inside, so that none can trace it and take its lifetime socket.
     yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SYS_PACCT")
 
 

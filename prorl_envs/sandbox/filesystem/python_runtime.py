@@ -1,8 +1,8 @@
 """Mounts that make this Python, with its installed packages, work inside a sandbox.
 
 A forked IPython imports lazily (parts of the standard library, numpy's submodules), so the files it was
-started from must have the same paths inside. Packages that hold tasks and their reference solutions must not
-be visible there.
+started from must have the same paths inside. Packages with tasks and their reference solutions must not be
+visible there.
 """
 
 import os
@@ -21,16 +21,16 @@ from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 #: Installed packages that hold graders and reference solutions: ours and NeMo Gym's.
 HIDDEN_PACKAGES = ("prorl_envs", "resources_servers", "environments", "responses_api_agents")
 
-#: Entry point group of other packages' environments (see `env/registry.py`): these hold references too.
+#: Entry point group of other packages' environments (see `env/registry.py`), which hold solutions too.
 _GROUP = "prorl_envs.environments"
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _SYSTEM = Path("/usr")
 
 
 def python_runtime() -> tuple[tuple[Mount, ...], tuple[str, ...], dict[str, str]]:
-    """Return the parts of a `SandboxSpec` that make this interpreter run inside.
+    """Return the parts of a `SandboxSpec` with which this interpreter runs inside.
 
-    Never mounts a checkout: an editable installation's source stays invisible.
+    A checkout is never mounted: the source of an editable installation stays invisible.
 
     Returns:
         Read-only mounts, masks that hide `hidden_packages`, and environment variables.
@@ -61,11 +61,11 @@ def system_masks(system: Path = _SYSTEM) -> tuple[str, ...]:
     """
     patterns = ("lib*/python3*/*-packages", "local/lib*/python3*/*-packages")
     folders = dict.fromkeys(folder for pattern in patterns for folder in system.glob(pattern))
-    own = [Path(path).resolve() for path in prorl_envs.__path__]
-    folders |= dict.fromkeys((*package_folders(), *(path.parent for path in own)))
+    ours = [Path(path).resolve() for path in prorl_envs.__path__]
+    folders |= dict.fromkeys((*package_folders(), *(path.parent for path in ours)))
     masks = [Path(mask).resolve() for folder in folders for mask in hidden_in(folder)]
-    # A checkout's environment families lie beside the package, which holds a link to them.
-    masks += [families.resolve() for path in own if (families := path / "envs").is_symlink()]
+    # In a checkout, the environment families are beside the package, which has a link to them.
+    masks += [families.resolve() for path in ours if (families := path / "envs").is_symlink()]
     return tuple(str(mask) for mask in dict.fromkeys(masks) if mask.is_relative_to(system))
 
 
@@ -79,7 +79,7 @@ def package_folders() -> tuple[Path, ...]:
 
 @cache
 def hidden_packages() -> tuple[str, ...]:
-    """Return HIDDEN_PACKAGES, and packages that bring environments of their own."""
+    """Return HIDDEN_PACKAGES and all other packages that provide environments."""
     others = {point.module.partition(".")[0] for point in entry_points(group=_GROUP)}
     return (*HIDDEN_PACKAGES, *sorted(others - {*HIDDEN_PACKAGES}))
 
@@ -92,7 +92,7 @@ def hidden_in(folder: Path) -> Iterator[str]:
 
 
 def _visible_library_path(mounts: tuple[Mount, ...]) -> str:
-    """Return the part of LD_LIBRARY_PATH visible inside: some interpreters find their own library by it."""
+    """Return the folders of LD_LIBRARY_PATH that are visible inside: some interpreters need it to start."""
     folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
     return ":".join(
         folder for folder in folders if any(Path(folder).is_relative_to(mount.source) for mount in mounts)

@@ -15,7 +15,7 @@ from prorl_envs.sandbox.filesystem.layered import LayerTree
 from prorl_envs.sandbox.filesystem.mount_plan import HOME, ROOT_HOME, covered, mount_points
 
 _ACCOUNTS_LIMIT = 1 << 20
-#: Files in the directory of a sandbox with an emulated root, and their places inside.
+#: Files in the host directory of a sandbox with an emulated root, and their paths inside.
 _NAMES = {"hosts": "/etc/hosts", "hostname": "/etc/hostname"}
 #: apt gives up its privileges before a download and then checks that it has lost them.
 _APT_DIRECTORY = "/etc/apt/apt.conf.d"
@@ -42,10 +42,10 @@ def resolve_targets(tree: LayerTree, spec: SandboxSpec) -> SandboxSpec:
 def write_upper(tree: LayerTree, upper: Path, spec: SandboxSpec) -> None:
     """Write the initial changes to the image into `upper`, before `upper` is mounted over it.
 
-    This user owns the mount points there: bubblewrap could make none below another user's directory.
+    They include the mount points: bubblewrap cannot create them in another user's directory of the image.
 
     Args:
-        spec: with its paths resolved.
+        spec: the sandbox's spec, with its paths resolved.
     """
     upper.chmod(0o755)
     for target, is_directory in mount_points(spec).items():
@@ -58,10 +58,10 @@ def write_upper(tree: LayerTree, upper: Path, spec: SandboxSpec) -> None:
 
 
 def write_root_upper(tree: LayerTree, upper: Path, spec: SandboxSpec) -> None:
-    """Write the initial changes for an emulated root, who owns the image: only what the image lacks.
+    """Write the additions for an emulated root, who owns the image: missing directories, a setting of apt.
 
     Args:
-        spec: with its paths resolved.
+        spec: the sandbox's spec, with its paths resolved.
     """
     upper.chmod(_mode(tree, "/", 0o755))
     for path, mode in ((spec.workdir, 0o755), ("/tmp", 0o1777), (ROOT_HOME, 0o700)):
@@ -77,7 +77,7 @@ def write_root_upper(tree: LayerTree, upper: Path, spec: SandboxSpec) -> None:
 def add_names(tree: LayerTree, spec: SandboxSpec, directory: Path) -> SandboxSpec:
     """Return `spec` with the sandbox's own names mounted from `directory`, if the image has an `/etc`.
 
-    For an emulated root: the image's own `/etc` is part of what may become a layer, and must not hold them.
+    Used for an emulated root, whose changes to `/etc` may become a layer: that must not contain the names.
     """
     if tree.kind("/etc") != stat.S_IFDIR:
         return spec
@@ -107,7 +107,7 @@ def check_owners(layers: Sequence[Path], user: int, group: int) -> None:
 
 
 def _is_directory_if_any(tree: LayerTree, path: str) -> bool:
-    """Return True if an absolute path is a directory of the image, or nothing, and no link is on the way."""
+    """Return True if an absolute path without links is a directory of the image, or does not exist in it."""
     found = tree.locate(path)
     return found.path == path and found.kind in (0, stat.S_IFDIR)
 
@@ -120,7 +120,7 @@ def _make_directories(upper: Path, directory: str) -> None:
 
 
 def _add_directory(tree: LayerTree, upper: Path, directory: str, mode: int) -> None:
-    """Make a directory in `upper`, with those above it. Directories of the image keep their modes."""
+    """Create a directory in `upper`, with its parents. Directories of the image keep their modes."""
     parts = PurePosixPath(directory).parts[1:]
     for count in range(1, len(parts) + 1):
         inside = "/" + "/".join(parts[:count])

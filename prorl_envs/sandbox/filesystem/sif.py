@@ -1,7 +1,7 @@
 """Parser of Singularity image files (SIF): finds the root file system and the labels.
 
-Parsed here rather than by `apptainer sif list`, so that a SIF works without an installed Apptainer. The
-layout is that of the `sif` package of Sylabs and Apptainer, version 1 of the format: little-endian, unpadded.
+This parser replaces `apptainer sif list`, so that a SIF works without an installed Apptainer. The layout is
+that of the `sif` package of Sylabs and Apptainer, version 1 of the format: little-endian, unpadded.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from prorl_envs.errors import SandboxError
 
-#: Launch line, magic, version, architecture, identity; then the number of descriptors, and their offset.
+#: Launch line, magic, version, architecture, identity; then the number of descriptors and their offset.
 _HEADER = struct.Struct("<32s10s3s3s16s16x8xqqq16x")
 #: Data type, used, id, group, link, offset, size; then times, owner and name; then file system and part type.
 _DESCRIPTOR = struct.Struct("<i?4x4x4xqq8x16x16x128sii376x")
@@ -45,7 +45,7 @@ def system_partition(path: Path) -> Partition:
     """Return the primary system partition of the SIF at `path`.
 
     Raises:
-        SandboxError: it is no SIF, is cut short, or its system is not a plain squashfs.
+        SandboxError: the file is no SIF or is cut short, or its system is not a plain squashfs.
     """
     try:
         with path.open("rb") as file:
@@ -59,10 +59,10 @@ def system_partition(path: Path) -> Partition:
 def labels(path: Path) -> dict[str, str]:
     """Return the labels that the SIF at `path` was built with; empty if it has none.
 
-    Parsed here: if a SIF does not store them separately, `apptainer inspect` runs the image's own shell.
+    `apptainer inspect` is not used: if a SIF does not store labels separately, it runs the image's own shell.
 
     Raises:
-        SandboxError: it is no SIF.
+        SandboxError: the file is no SIF.
     """
     try:
         with path.open("rb") as file:

@@ -39,15 +39,15 @@ _REMEDY = (
     "`apptainer build --sandbox DIRECTORY IMAGE` and give the directory"
 )
 
-#: Mounts an image and starts a keeper that unmounts once all shared locks are released. The script's own lock
-#: covers the time until then, in case the service is killed. A keeper that wakes late may find that another
-#: service has mounted the image anew, so it first checks that the file is still the one it locked.
+#: Mounts an image and starts a keeper, which unmounts it once all shared locks are released. The script has
+#: its own shared lock until the keeper runs, in case the service is killed. Another service may have mounted
+#: the image anew when the keeper gets its lock, so the keeper checks that the locked file is still there.
 _MOUNT_AND_KEEP = """
 place=$1 offset=$2 image=$3
 exec 9<"$place/users"
 flock -s 9 || exit
 "$squashfuse" -o "ro,nosuid,nodev,offset=$offset" "$image" "$place/root" 9<&- || exit
-exec 9<"$place/users"  # the share ends; where the service lives, its own goes on
+exec 9<"$place/users"  # releases this shared lock; a living service has its own
 {
     flock -x 9 && [ "$place/users" -ef /proc/self/fd/9 ] && exec "$fusermount" -u -z "$place/root"
 } 2>/dev/null &
@@ -73,11 +73,11 @@ class MountedImage:
 
     @property
     def layers(self) -> tuple[Path, ...]:
-        """See `images.Available`: the root file system is the only layer."""
+        """See `images.AvailableImage`: the root file system is the only layer."""
         return (self.root,)
 
     def release(self) -> None:
-        """Release the share; the last one unmounts. Idempotent.
+        """Release the share; releasing the last share unmounts the image. Idempotent.
 
         Raises:
             SandboxError: the image cannot be unmounted.
@@ -96,7 +96,7 @@ def mount(image: Path, base: Path) -> MountedImage:
     """Mount the SIF `image`, or take a share in its mount.
 
     Args:
-        image: the file. After a change of its content it counts as another image.
+        image: path of the SIF. If the file changes, it counts as another image.
         base: existing directory on a local disk, below which all services of this user share mounts.
 
     Raises:
@@ -109,7 +109,7 @@ def mount(image: Path, base: Path) -> MountedImage:
             place.mkdir(mode=0o700, exist_ok=True)
             lock = _lock_directory(place)
         except (FileNotFoundError, FileExistsError):  # `mkdir` checks an existing path again
-            continue  # its last user was removing it
+            continue  # the last user of the mount was removing the directory
         try:
             return _share(image, partition, place)
         finally:
@@ -150,7 +150,7 @@ def _sweep(place: Path) -> bool:
 
 
 def _share(image: Path, partition: Partition, place: Path) -> MountedImage:
-    """Take a share, and mount if need be. The caller holds the lock of `place`, so calls are serialised."""
+    """Take a share, and mount the image if necessary. The caller holds the lock of `place`."""
     users = _open_users(place)
     share = MountedImage(place, users)
     try:
@@ -166,7 +166,7 @@ def _share(image: Path, partition: Partition, place: Path) -> MountedImage:
 
 def _remove_unused(place: Path, users: int) -> bool:
     """Unmount and remove `place` unless another share exists. The caller holds the lock of `place`."""
-    if not _has_no_other(users):
+    if not _is_last_share(users):
         return False
     root = place / "root"
     if _is_mounted(root):
@@ -180,13 +180,13 @@ def _remove_unused(place: Path, users: int) -> bool:
     return True
 
 
-def _has_no_other(users: int) -> bool:
+def _is_last_share(users: int) -> bool:
     """Take the exclusive lock unless another share exists. Return True on success."""
     for _ in range(3):
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # A lock conversion releases the lock for a moment, in which the keeper may get it: wait.
+            # Converting the lock releases it for a moment. The keeper may have got it meanwhile: wait for it.
             fcntl.flock(users, fcntl.LOCK_SH)
         else:
             return True
@@ -194,7 +194,7 @@ def _has_no_other(users: int) -> bool:
 
 
 def _serves(root: Path) -> bool:
-    """Return True if the image is mounted and its squashfuse alive; remove the mount of a dead one."""
+    """Return True if the image is mounted and its squashfuse runs; unmount it if that has died."""
     if not _is_mounted(root):
         return False
     try:
@@ -208,7 +208,7 @@ def _serves(root: Path) -> bool:
 
 
 def _mount(image: Path, partition: Partition, place: Path) -> None:
-    """Mount in a process that survives this one, so that every mount has a keeper."""
+    """Mount the image and start its keeper, in processes that survive this one."""
     (place / "root").mkdir(mode=0o700, exist_ok=True)
     find_program("flock")
     programs = {
@@ -240,15 +240,15 @@ def _run(command: list[str], *, env: Mapping[str, str] | None = None) -> None:
             stderr=subprocess.PIPE,
             env={"PATH": _PROGRAMS, **(env or {})},
             cwd="/",
-            start_new_session=True,  # no signals sent to the service's process group
+            start_new_session=True,  # signals to the service's process group must not reach it
             timeout=_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"cannot mount an image: {error}", hint=_REMEDY) from error
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip() or f"{command[0]} failed without a word"
-        raise SandboxError(f"cannot mount an image: {said}", hint=_REMEDY)
+        reason = done.stderr.decode(errors="replace").strip() or f"{command[0]} failed without a message"
+        raise SandboxError(f"cannot mount an image: {reason}", hint=_REMEDY)
 
 
 def _own_directory(base: Path) -> Path:
@@ -274,7 +274,7 @@ def identity(image: Path) -> str:
 
 
 def _is_mounted(path: Path) -> bool:
-    """Check the kernel's list of mounts: access to the mount itself could block on a dead squashfuse."""
+    """Return whether a path is a mount point. Access to the path itself could block on a dead squashfuse."""
     return str(path) in mount_places()
 
 
@@ -301,7 +301,7 @@ def _lock_directory(place: Path) -> int:
     """Return a descriptor of the directory with an exclusive lock.
 
     Raises:
-        FileNotFoundError: it does not exist, or was removed while this waited.
+        FileNotFoundError: the directory does not exist, or was removed during the wait.
     """
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

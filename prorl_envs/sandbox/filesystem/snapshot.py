@@ -1,7 +1,7 @@
 """Snapshot of a sandbox's files, from which a rollout branches or restarts.
 
-Included are the workspace, the home, `/tmp`, and changes to the image and to overlay mounts. Not included
-are processes, the content of `/run` and `/dev/shm`, and data written during the copy: a file that is being
+It has the workspace, the home directory, `/tmp`, and the changes to the image and to overlay mounts. It has
+no processes, nothing of `/run` and `/dev/shm`, and no data written during the copy: a file that is being
 written at that moment may be incomplete.
 """
 
@@ -23,8 +23,8 @@ class Snapshot:
     """A snapshot made by `Sandbox.snapshot`; owned by the driver, and removed with it or by `remove`.
 
     Args:
-        spec: of the sandbox it was taken of.
-        path: host directory with one directory for each of the sandbox's. Untrusted, as in `workspace`.
+        spec: spec of the original sandbox.
+        path: host directory with a copy of each of the sandbox's directories. Its content is untrusted.
         copied: amount of data.
         work: path of the workspace below `path`; None if it is a directory of the image.
     """
@@ -36,22 +36,22 @@ class Snapshot:
 
     @property
     def workspace(self) -> Path:
-        """Host path of the workspace as it was, for a read-only mount into another sandbox.
+        """Host path of the copied workspace, for a read-only mount into another sandbox.
 
         Raises:
-            SandboxError: the image has that directory: see `Sandbox.workspace`.
+            SandboxError: the image has the workspace's directory: see `Sandbox.workspace`.
         """
         if self.work is None:
             raise no_workspace(self.spec)
         return self.path / self.work
 
     def check(self, spec: SandboxSpec) -> None:
-        """Raise SandboxError if a sandbox of `spec` has other directories than this snapshot's."""
-        ours, theirs = (
+        """Raise SandboxError if a sandbox of `spec` has other directories than this snapshot."""
+        original, other = (
             replace(each, env={}, hostname="-", default_route=False, limits=None, network=Network())
             for each in (self.spec, spec)
         )
-        if ours != theirs:
+        if original != other:
             raise SandboxError(
                 "the snapshot is of a sandbox with another image, workdir, uid, mounts or masks",
                 hint="start it with `snapshot.spec`; environment, host name, limits and network may differ",
@@ -71,7 +71,7 @@ def no_workspace(spec: SandboxSpec) -> SandboxError:
 
 
 async def copy_trees(source: Path, target: Path, names: Iterable[str], stop: threading.Event) -> Copied:
-    """Copy the directories `names` below `source` to `target`, which is made if need be.
+    """Copy the directories `names` below `source` to `target`, which is created if necessary.
 
     Args:
         stop: set it to stop the copy early; cancelling the caller sets it too.
@@ -101,14 +101,14 @@ def _copy_trees(source: Path, target: Path, names: list[str], stop: threading.Ev
     except OSError as error:
         raise SandboxError(f"the sandbox's files cannot be copied: {error}") from error
     except CopyStopped:
-        raise SandboxError("the sandbox ended while its files were copied") from None
+        raise SandboxError("the sandbox stopped while its files were copied") from None
     return total
 
 
 def check_mount_points(places: Mapping[str, Path], targets: Mapping[str, bool]) -> None:
-    """Check that mounts into copied directories land in them.
+    """Check that no mount into a copied directory leads out of it.
 
-    An agent could replace a mount point by a link, and so redirect the mount out of the sandbox.
+    An agent could replace a mount point by a link, and thereby redirect the mount out of the sandbox.
 
     Args:
         places: the copied directories on the host, by their paths inside.

@@ -1,8 +1,8 @@
 """Copy of a tree that a sandbox wrote and may still write to, for snapshots.
 
-No link is followed, on either side. Copies by reflink if the file system can (the blocks are shared until one
-side changes them), else by the kernel's own copy; holes stay holes. Preserved are contents, kinds, modes,
-times, hard links, and the `user.` attributes in which an overlay records deletions. Everything blocks.
+No link is followed, on either side. Files are copied by reflink if the file system supports it (both share
+the blocks until one changes), else by the kernel's own copy; holes stay holes. The copy preserves contents,
+kinds, modes, times, hard links, and the `user.` attributes in which an overlay records deletions. Blocks.
 """
 
 import errno
@@ -18,7 +18,7 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.filesystem.disk_usage import DEPTH_LIMIT
 
-#: Limit of nested directories that are closed to their own user.
+#: Limit of nested directories that their owner may not read.
 CLOSED_LIMIT = 64
 _FICLONE = 0x40049409  # from <linux/fs.h>: _IOW(0x94, 9, int)
 _CHUNK = 16 << 20
@@ -38,7 +38,7 @@ class Copied:
 
     Args:
         entries: files, directories, links and all else.
-        size_bytes: sizes of the files, holes not counted.
+        size_bytes: total size of the files without their holes.
     """
 
     entries: int = 0
@@ -52,7 +52,7 @@ class _Copier:
     done: Copied = field(default_factory=Copied)
     reflinks: bool = True
     links: dict[tuple[int, int], Names] = field(default_factory=dict)
-    #: Directories in the order they were made, with the mode and times to set at the end.
+    #: Created directories in order, with the mode and times to set at the end.
     made: list[tuple[Names, os.stat_result]] = field(default_factory=list)
 
 
@@ -61,11 +61,11 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
 
     Args:
         source: a directory on the host whose content is untrusted.
-        target: made here.
+        target: path of the copy, which is created.
         stop: set it to stop the copy early.
 
     Raises:
-        CopyStopped: `stop` was set; `target` may hold a part.
+        CopyStopped: `stop` was set; `target` may be a partial copy.
         OSError: something cannot be read or written.
         SandboxError: the tree is deeper than DEPTH_LIMIT.
     """
@@ -75,15 +75,13 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
     while pending:
         names, status = pending.pop()
         if len(names) > DEPTH_LIMIT:
-            raise SandboxError(
-                f"the sandbox's files lie in more than {DEPTH_LIMIT} directories in each other"
-            )
+            raise SandboxError(f"the sandbox has directories that are nested more than {DEPTH_LIMIT} deep")
         try:
             with _opened(source, names) as read, _opened(target, names) as write:
                 copier.made.append((names, status))
                 pending += _copy_directory(copier, names, read, write)
         except FileNotFoundError:
-            if not names:  # the tree itself
+            if not names:  # the tree handle
                 raise
     for names, status in reversed(copier.made):
         with _opened(target, names) as fd:
@@ -94,7 +92,7 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
 def _copy_directory(
     copier: _Copier, names: Names, source: int, target: int
 ) -> list[tuple[Names, os.stat_result]]:
-    """Copy the files of one directory; return its subdirectories, made but still empty."""
+    """Copy the files of one directory; return its subdirectories, which are created but still empty."""
     _copy_attributes(source, target)
     directories = []
     with os.scandir(source) as entries:
@@ -125,20 +123,20 @@ def _copy_entry(copier: _Copier, names: Names, found: os.stat_result, source: in
     elif stat.S_ISREG(found.st_mode):
         _copy_file(copier, name, found, source, target)
     else:
-        # Sockets, pipes, and the device without number by which an overlay marks deleted files.
+        # Sockets, pipes, and the device 0:0 that marks a deleted file in an overlay.
         os.mknod(name, stat.S_IFMT(found.st_mode) | 0o600, os.makedev(0, 0), dir_fd=target)
     if found.st_nlink > 1:
         copier.links[found.st_dev, found.st_ino] = names
 
 
 def _copy_file(copier: _Copier, name: str, found: os.stat_result, source: int, target: int) -> None:
-    with ExitStack() as held:
-        read = _open_file(name, source, held)
+    with ExitStack() as cleanup:
+        read = _open_file(name, source, cleanup)
         status = os.fstat(read)
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", name)
         write = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
-        held.callback(os.close, write)
+        cleanup.callback(os.close, write)
         if not (copier.reflinks and _cloned(copier, read, write)):
             _copy_content(copier, read, write, status.st_size)
         copier.done.size_bytes += min(status.st_size, status.st_blocks * 512)
@@ -158,7 +156,7 @@ def _cloned(copier: _Copier, read: int, write: int) -> bool:
 
 
 def _copy_content(copier: _Copier, read: int, write: int, size: int) -> None:
-    """Copy the data up to `size`, the file's size when it was opened: it may grow all the time."""
+    """Copy the data up to `size`, the size of the file when it was opened: it may grow meanwhile."""
     os.ftruncate(write, size)
     offset = 0
     while offset < size:
@@ -180,7 +178,7 @@ def _copy_content(copier: _Copier, read: int, write: int, size: int) -> None:
 
 
 def _copy_range(read: int, write: int, size: int, start: int) -> int:
-    """Copy bytes to the same place; return their number."""
+    """Copy bytes to the same offset; return their number."""
     try:
         return os.copy_file_range(read, write, size, start, start)
     except OSError as error:
@@ -205,14 +203,14 @@ def _finish(fd: int, status: os.stat_result) -> None:
 def _opened(root: Path, names: Names) -> Iterator[int]:
     """Open the directory at `names` below `root`, passing through directories only.
 
-    Directories closed to their owner are opened to it meanwhile, including those on the path.
+    Directories that their owner may not read, including those on the path, are made readable meanwhile.
     """
-    with ExitStack() as held:
+    with ExitStack() as cleanup:
         closed: list[int] = []
-        fd = _open_directory(str(root), None, held, closed)
+        fd = _open_directory(str(root), None, cleanup, closed)
         try:
             for name in names:
-                below = _open_directory(name, fd, held, closed)
+                below = _open_directory(name, fd, cleanup, closed)
                 os.close(fd)
                 fd = below
             yield fd
@@ -220,41 +218,41 @@ def _opened(root: Path, names: Names) -> Iterator[int]:
             os.close(fd)
 
 
-def _open_directory(name: str, dir_fd: int | None, held: ExitStack, closed: list[int]) -> int:
-    """Open a directory; if it is closed to its owner, hold its descriptor and add it to `closed`."""
-    if len(closed) > CLOSED_LIMIT:  # each takes a descriptor of the service's
-        raise SandboxError(f"more than {CLOSED_LIMIT} directories in each other are closed to their own user")
+def _open_directory(name: str, dir_fd: int | None, cleanup: ExitStack, closed: list[int]) -> int:
+    """Open a directory; if its owner may not read it, make it readable meanwhile and add it to `closed`."""
+    if len(closed) > CLOSED_LIMIT:  # each takes one of the service's descriptors
+        raise SandboxError(f"more than {CLOSED_LIMIT} nested directories deny their owner access")
     with ExitStack() as opened:
-        itself = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-        opened.callback(os.close, itself)
-        if _lend(itself, 0o500, opened):
-            held.push(opened.pop_all())
-            closed.append(itself)
-        return os.open(f"/proc/self/fd/{itself}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        opened.callback(os.close, handle)
+        if _grant(handle, 0o500, opened):
+            cleanup.push(opened.pop_all())
+            closed.append(handle)
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def _open_file(name: str, dir_fd: int, held: ExitStack) -> int:
-    """Open a file to read; it may have been replaced by anything meanwhile."""
+def _open_file(name: str, dir_fd: int, cleanup: ExitStack) -> int:
+    """Open a file for reading; anything may have replaced it meanwhile."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=dir_fd)
     except PermissionError:
-        itself = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-        held.callback(os.close, itself)
-        if not stat.S_ISREG(os.fstat(itself).st_mode):
+        handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        cleanup.callback(os.close, handle)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", name) from None
-        _lend(itself, 0o400, held)
-        fd = os.open(f"/proc/self/fd/{itself}", os.O_RDONLY | os.O_CLOEXEC)
-    held.callback(os.close, fd)
+        _grant(handle, 0o400, cleanup)
+        fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
+    cleanup.callback(os.close, fd)
     return fd
 
 
-def _lend(fd: int, needed: int, held: ExitStack) -> bool:
-    """Grant the owner missing rights until `held` closes. Return True if any were missing."""
+def _grant(fd: int, needed: int, cleanup: ExitStack) -> bool:
+    """Grant the owner missing rights until `cleanup` closes. Return True if any were missing."""
     mode = stat.S_IMODE(os.fstat(fd).st_mode)
     if mode & needed == needed:
         return False
-    itself = Path(f"/proc/self/fd/{fd}")
-    itself.chmod(mode | needed)
-    held.callback(itself.chmod, mode)
+    handle = Path(f"/proc/self/fd/{fd}")
+    handle.chmod(mode | needed)
+    cleanup.callback(handle.chmod, mode)
     return True

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -46,8 +46,8 @@ class ControlGroup:
     """Control group of one sandbox.
 
     Args:
-        folder: of the group.
-        controllers: those that it has.
+        folder: the group's directory.
+        controllers: names of the controllers that the group has.
     """
 
     def __init__(self, folder: Path, controllers: Collection[str]) -> None:
@@ -97,8 +97,8 @@ class ControlGroups:
     """Parent group in which a driver creates the groups of its sandboxes.
 
     Args:
-        place: the parent's folder.
-        controllers: those that its subgroups have.
+        place: the parent's directory.
+        controllers: names of the controllers that its subgroups have.
     """
 
     place: Path
@@ -126,9 +126,9 @@ def settings(limits: SandboxLimits, nice: int) -> dict[str, str]:
 
 
 def find_groups(mechanism: Mechanism, proc: Path = Path("/proc")) -> ControlGroups | None:
-    """Return the groups that this process may divide; None if the watchdog must enforce the limits.
+    """Return the parent group for sandboxes; None if the watchdog must enforce the limits.
 
-    This process moves to a group of its own beside those of the sandboxes.
+    This process moves into a group of its own beside those of the sandboxes.
 
     Args:
         mechanism: the requested mechanism.
@@ -155,11 +155,10 @@ def find_groups(mechanism: Mechanism, proc: Path = Path("/proc")) -> ControlGrou
 
 def delegated(proc: Path = Path("/proc")) -> tuple[Path | None, str]:
     """Return the group of this process if its subtree is delegated to this user; else None and the reason."""
-    mount = next((at for at, kind, _ in _mounts(proc) if kind == "cgroup2"), None)
+    mount = _mount_point(proc)
     if mount is None:
         return None, "no hierarchy is mounted"
-    own = _memberships(proc).get("", "/")
-    place = mount / own.lstrip("/")
+    place = mount / _memberships(proc).get("", "/").lstrip("/")
     if place.name == _SERVICE:  # another driver of this process has moved it
         place = place.parent
     try:
@@ -178,8 +177,7 @@ def delegated(proc: Path = Path("/proc")) -> tuple[Path | None, str]:
 def sessions_weigh_alike(proc: Path = Path("/proc")) -> bool:
     """Return whether the kernel divides CPU time by session (sched_autogroup): see sched(7).
 
-    If so, a nice value has no effect on other sessions. The kernel does not do so in a group that has a
-    weight.
+    If so, a nice value has no effect on other sessions. Groups with a weight are exempt.
     """
     switch = proc / "sys/kernel/sched_autogroup_enabled"
     if not switch.exists() or switch.read_text().strip() != "1":
@@ -187,12 +185,12 @@ def sessions_weigh_alike(proc: Path = Path("/proc")) -> bool:
     memberships = _memberships(proc)
     if "cpu" in memberships:
         return memberships["cpu"] == "/"
-    mount = next((at for at, kind, _ in _mounts(proc) if kind == "cgroup2"), None)
+    mount = _mount_point(proc)
     return mount is None or not (mount / memberships.get("", "/").lstrip("/") / "cpu.weight").exists()
 
 
 def _is_marked(place: Path) -> bool:
-    """Return whether systemd marks the group as delegated. To root, every group looks writable."""
+    """Return whether systemd marks the group as delegated. Root can write to every group."""
     for name in ("user.delegate", "trusted.delegate"):
         with contextlib.suppress(OSError):
             if os.getxattr(place, name) == b"1":
@@ -233,14 +231,14 @@ def _is_descendant(pid: int) -> bool:
     return True  # it has exited
 
 
-def _mounts(proc: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield the path, kind and own options of every mount of a whole hierarchy."""
+def _mount_point(proc: Path) -> Path | None:
+    """Return where the whole hierarchy of version 2 is mounted; None if it is not."""
     for line in proc_lines(proc / "self/mountinfo"):
         before, _, after = line.partition(" - ")
         fields = before.split(" ")
-        kind, _, options = after.split(" ", 2)
-        if kind.startswith("cgroup") and fields[3] == "/":
-            yield Path(fields[4]), kind, options
+        if after.startswith("cgroup2 ") and fields[3] == "/":
+            return Path(fields[4])
+    return None
 
 
 def _memberships(proc: Path) -> dict[str, str]:
@@ -256,14 +254,14 @@ def sweep_groups(directory: Path) -> None:
     """Remove the groups of a killed driver whose directory the caller has found abandoned.
 
     Args:
-        directory: the driver's; no sandbox can write the record in it.
+        directory: the driver's directory; no sandbox can write the record in it.
     """
     try:
         record = json.loads((directory / RECORD).read_bytes())
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        logger.warning("cannot read where a killed service had its control groups: %s", error)
+        logger.warning("cannot read the record of a killed service's control groups: %s", error)
         return
     for folder in Path(record["place"]).glob(f"{_PREFIX}{record['driver']}-*"):
         _remove(folder, _REMOVE_S)

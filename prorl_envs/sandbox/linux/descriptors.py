@@ -1,4 +1,4 @@
-"""This process's limits of open files and processes; descriptors over a Unix socket, and behind a pidfd.
+"""This process's limits of open files and processes; descriptors received over Unix sockets.
 
 The kernel counts the descriptors in flight (sent over Unix sockets and not yet received) per host user, and
 refuses to send if they are more than the sender's own soft limit of open files: see `too_many_unix_fds` in
@@ -15,16 +15,16 @@ from prorl_envs.errors import SandboxError, UnsupportedMachine
 _SIZE = array.array("i").itemsize
 #: Maximum of open descriptors of this process, if the machine allows it. Twice the default limit of programs
 #: in sandboxes; not more, because some programs iterate over all possible numbers.
-_MANY = 131_072
+_MAX_DESCRIPTORS = 131_072
 #: Descriptors of one sandbox with a shell and a Python session (measured: 15.2; 9.2 without Python).
-_EACH = 16
+_PER_SANDBOX = 16
 #: Minimum that the tools need.
-_FEW = 1024
-#: Minimum by which the limit of programs in sandboxes is lower than this process's own: a message carries up
-#: to 253 descriptors beyond the limit that the kernel compares.
+_MIN_DESCRIPTORS = 1024
+#: Least difference between this process's own limit and that of programs in sandboxes: one message can exceed
+#: the limit that the kernel compares by up to 253 descriptors.
 _HEADROOM = 512
-#: Minimum of processes and threads: the service's own, and those of some sandboxes. With 200, some failed.
-_FEW_PROCESSES = 400
+#: Minimum of processes and threads, for the service and some sandboxes. With 200, some sandboxes failed.
+_MIN_PROCESSES = 400
 #: Soft limit of programs in sandboxes, which they may raise to the hard one.
 SOFT_OPEN_FILES = 4096
 #: Reserved for closing sandboxes: without a free descriptor, not even a directory can be removed.
@@ -32,25 +32,25 @@ _RESERVE = 128
 
 
 def allow_many() -> None:
-    """Raise this process's own soft limit of descriptors, usually 1,024, to the hard one, at most `_MANY`.
+    """Raise this process's soft limit of descriptors to the hard one, at most to `_MAX_DESCRIPTORS`.
 
     Raises:
         UnsupportedMachine: the hard limit is too low for a single sandbox.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _hard_limit()
-    if soft != resource.RLIM_INFINITY and soft < min(hard, _MANY):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY), hard))
+    if soft != resource.RLIM_INFINITY and soft < min(hard, _MAX_DESCRIPTORS):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MAX_DESCRIPTORS), hard))
 
 
 def _hard_limit() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard != resource.RLIM_INFINITY and hard < _FEW + _HEADROOM:
+    if hard != resource.RLIM_INFINITY and hard < _MIN_DESCRIPTORS + _HEADROOM:
         raise UnsupportedMachine(
-            f"a process may open no more than {hard} files here; the service needs {_FEW + _HEADROOM}: "
-            f"{_FEW} for programs in sandboxes, and {_HEADROOM} more of its own",
+            f"a process may open no more than {hard} files here; the service needs "
+            f"{_MIN_DESCRIPTORS + _HEADROOM}: {_MIN_DESCRIPTORS} for programs in sandboxes, {_HEADROOM} more itself",
             hint="raise the hard limit: `ulimit -Hn`, LimitNOFILE= of systemd",
         )
-    return _MANY if hard == resource.RLIM_INFINITY else hard
+    return _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
 
 
 def sandboxes_allowed() -> int:
@@ -59,7 +59,7 @@ def sandboxes_allowed() -> int:
     Raises:
         UnsupportedMachine: the limit is too low for a single sandbox.
     """
-    return (min(_hard_limit(), _MANY) - _HEADROOM - _RESERVE) // _EACH
+    return (min(_hard_limit(), _MAX_DESCRIPTORS) - _HEADROOM - _RESERVE) // _PER_SANDBOX
 
 
 def allow_processes() -> None:
@@ -71,10 +71,10 @@ def allow_processes() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() == 0 or soft == resource.RLIM_INFINITY:
         return
-    if hard != resource.RLIM_INFINITY and hard < _FEW_PROCESSES:
+    if hard != resource.RLIM_INFINITY and hard < _MIN_PROCESSES:
         raise UnsupportedMachine(
             f"this user may have no more than {hard} processes and threads; the service needs "
-            f"{_FEW_PROCESSES}",
+            f"{_MIN_PROCESSES}",
             hint="raise the hard limit: `ulimit -Hu`, LimitNPROC= of systemd",
         )
     resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
@@ -83,12 +83,12 @@ def allow_processes() -> None:
 def open_files_inside(wanted: int) -> int:
     """Return the open file limit of programs in sandboxes: `wanted`, or less if this process's own is low.
 
-    Always clearly below this process's own: three quarters of it at most.
+    At most three quarters of this process's own limit, so that it stays clearly below.
     """
-    own, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if own == resource.RLIM_INFINITY:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
         return wanted
-    return min(wanted, max(_FEW, own - max(_HEADROOM, own // 4)))
+    return min(wanted, max(_MIN_DESCRIPTORS, soft - max(_HEADROOM, soft // 4)))
 
 
 def check_room() -> None:

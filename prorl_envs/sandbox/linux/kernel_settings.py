@@ -22,15 +22,16 @@ type Setting = tuple[str, str]
 _PART = 8
 #: Pseudo-terminals of one sandbox. All sandboxes share the total, `kernel.pty.max`.
 TERMINALS = 64
-#: Counted per user as well, but limited per process: kind, soft and hard limit. The first is an eighth of
-#: Linux's default and holds one queue of the default size. POSIX timers count among pending signals.
+#: Limits per process of resources that the kernel counts per user: kind, soft and hard limit. The first is an
+#: eighth of Linux's default and holds one queue of the default size. POSIX timers count as pending signals.
 PROCESS_LIMITS = (
     (resource.RLIMIT_MSGQUEUE, 102400, 102400),
     (resource.RLIMIT_SIGPENDING, 4096, 4096),
 )
 
-#: Kernel memory for these counts as no process's memory. The defaults allow 64 GB of semaphores and 512 MB of
-#: messages; these are the values of Linux before 3.19, and no program has been seen to need more.
+#: The kernel memory that these settings limit counts as no process's memory. The defaults allow 64 GB of
+#: semaphores and 512 MB of messages; these are the values of Linux before 3.19, and no program has been seen
+#: to need more.
 _IPC_SETTINGS: tuple[Setting, ...] = (
     ("kernel/sem", "250 32000 100 128"),
     ("kernel/msgmni", "16"),
@@ -96,9 +97,9 @@ def make_writable(place: str) -> None:
 
 
 def _remount(place: str, flags: int) -> None:
-    # statvfs(2) and mount(2) use the same values. Flags locked on the mount must be passed again.
-    kept = os.statvfs(place).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    mount("", place, "", _MS_REMOUNT | _MS_BIND | flags | kept)
+    # Flags locked on the mount must be passed again. statvfs(2) and mount(2) use the same values for them.
+    locked = os.statvfs(place).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    mount("", place, "", _MS_REMOUNT | _MS_BIND | flags | locked)
 
 
 def protect_devices() -> None:
@@ -117,7 +118,7 @@ def protect_devices() -> None:
 def write_settings(settings: Sequence[Setting], proc: int) -> None:
     """Write settings of this process's namespaces.
 
-    A kernel before 6.10 lets only root set those of an ipc namespace; the watchdog counts the usage that
+    A kernel before 6.10 lets only root set those of an ipc namespace; the watchdog counts what
     cannot be limited there.
 
     Args:
@@ -133,10 +134,10 @@ def write_settings(settings: Sequence[Setting], proc: int) -> None:
 
 
 def enter_and_limit(pidfd: int, settings: Sequence[Setting], terminals: int, *, host_network: bool) -> None:
-    """Enter the user namespace that owns a sandbox's mounts, and limit there the resources that are shared.
+    """Enter the user namespace that owns a sandbox's mounts, and limit the shared resources from there.
 
-    That namespace is the parent of the one that the sandbox's processes are in. For a sandbox whose program
-    does not set these limits. The caller joins the sandbox afterwards.
+    For sandboxes whose launcher does not set these limits. The entered namespace is the parent of that of the
+    sandbox's processes; the caller joins the sandbox afterwards.
 
     Args:
         pidfd: the sandbox's first process.

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from prorl_envs.sandbox.linux.descriptors import receive_descriptors
 
-#: Sockets whose closing stops something, so no copy of this process may keep them open.
-_held: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+#: Sockets whose closing stops a process, so no fork of this process may keep them open.
+_closed_in_forks: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def not_in_forks(sock: socket.socket) -> None:
@@ -24,15 +24,15 @@ def not_in_forks(sock: socket.socket) -> None:
 
     Such a child could outlive a killed service, and keep its sandboxes alive.
     """
-    _held.add(sock)
+    _closed_in_forks.add(sock)
 
 
-def _close_held() -> None:
-    for sock in _held:
+def _close_in_fork() -> None:
+    for sock in _closed_in_forks:
         sock.close()
 
 
-os.register_at_fork(after_in_child=_close_held)
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 async def readable(fd: int) -> None:
@@ -81,7 +81,7 @@ class Process:
     """Process held by its pidfd, not necessarily a child of this process.
 
     Args:
-        pidfd: owned from now on, and closed once the process has exited.
+        pidfd: this object owns it, and closes it once the process has exited.
     """
 
     def __init__(self, pid: int, pidfd: int) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 def proc_lines(path: Path) -> list[str]:
     r"""Return the lines of a file, cut at line feeds only.
 
-    The kernel escapes no other ends of lines in paths. `str.splitlines`, and reading as text, also cut at
-    `\r`, `\x0b` or U+2028. Bytes that are no UTF-8 become surrogates, as in `os.fsdecode`.
+    The kernel escapes line feeds in paths, but no other line ends. `str.splitlines`, and reading as text,
+    also cut at `\r`, `\x0b` or U+2028. Bytes that are no UTF-8 become surrogates, as in `os.fsdecode`.
 
     Raises:
         OSError: the file cannot be read.

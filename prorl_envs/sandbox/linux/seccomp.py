@@ -64,7 +64,7 @@ def _check(rule: Rule) -> list[bytes]:
     """Return instructions that refuse a call by one rule, or fall through.
 
     Only the lower half of an argument is compared: the kernel uses no more of these arguments, and both
-    machines store it first.
+    architectures store that half first.
     """
     refuse = _return(_FAIL_WITH | rule.code)
     program = [_load_argument(rule.argument)]
@@ -81,8 +81,8 @@ def _check(rule: Rule) -> list[bytes]:
 
 def _skip_if_equal(values: tuple[int, ...], count: int) -> list[bytes]:
     """Return instructions that skip the next `count` instructions if the loaded value is one of these."""
-    last = len(values) - 1
-    return [_INSTRUCTION.pack(_JUMP_EQUAL, last - at + count, 0, value) for at, value in enumerate(values)]
+    last = count + len(values) - 1
+    return [_INSTRUCTION.pack(_JUMP_EQUAL, last - index, 0, value) for index, value in enumerate(values)]
 
 
 def _skip_unless(condition: Condition | None, count: int) -> list[bytes]:
@@ -94,9 +94,9 @@ def _skip_unless(condition: Condition | None, count: int) -> list[bytes]:
 
 
 def root_emulation_program(architecture: Architecture) -> bytes:
-    """Return the filter that answers `Architecture.emulated` with success and without effect. Pure.
+    """Return the filter in which the calls of `Architecture.emulated` report success and do nothing. Pure.
 
-    It is installed after the other one, and its answers go before that one's permissions (seccomp(2)).
+    Installed beside the filter of `filter_program`, whose permissions it overrides (seccomp(2)).
     """
     done = _return(_FAIL_WITH)
     program = [
@@ -108,14 +108,10 @@ def root_emulation_program(architecture: Architecture) -> bytes:
     for number in architecture.emulated.values():
         program += [_INSTRUCTION.pack(_JUMP_EQUAL, 0, 1, number), done]
     for number, argument in architecture.emulated_devices.values():
-        check = [part for rule in _devices(argument) for part in _check(rule)]
-        check.append(_return(_ALLOW))
+        devices = Rule(argument=argument, code=0, mask=_FILE_TYPE, values=(stat.S_IFCHR, stat.S_IFBLK))
+        check = [*_check(devices), _return(_ALLOW)]
         program += [_INSTRUCTION.pack(_JUMP_EQUAL, 0, len(check), number), *check]
     return b"".join([*program, _return(_ALLOW)])
-
-
-def _devices(argument: int) -> tuple[Rule, ...]:
-    return (Rule(argument=argument, code=0, mask=_FILE_TYPE, values=(stat.S_IFCHR, stat.S_IFBLK)),)
 
 
 @functools.cache
@@ -136,8 +132,7 @@ def root_emulation() -> bytes | None:
 def install_filter() -> None:
     """Filter this process and all that it starts, permanently, unless it was forked from a filtered one.
 
-    Needs no-new-privileges to be set. Architectures that are not listed get no filter; the namespaces isolate
-    there as well.
+    Needs no-new-privileges to be set. Architectures that are not listed get no filter.
 
     Raises:
         OSError: the kernel refused.

@@ -55,7 +55,7 @@ class Rule:
 #: namespace; packet sockets need a capability that nothing inside has. Of Internet sockets, SCTP, DCCP,
 #: MPTCP, SMC and the like are large, rarely used parts of the kernel, some loaded on first use; programs fall
 #: back to TCP. Netlink keeps routing (name lookups, `ip`) and socket listings (`ss`); libaudit and others
-#: take the refusal for a kernel without the family.
+#: treat the refusal like a kernel without the family.
 _SOCKET_RULES = (
     Rule(argument=0, code=errno.EAFNOSUPPORT, allowed=(_AF_UNIX, *_INTERNET, _AF_NETLINK)),
     Rule(
@@ -81,8 +81,8 @@ _SOCKET_RULES = (
 _NO_USER_NAMESPACE = Rule(argument=0, code=errno.EPERM, any_bit=_CLONE_NEWUSER)
 
 BY_ARGUMENT: dict[str, tuple[Rule, ...]] = {
-    # A user namespace grants every capability against the kernel's own code, and not every driver can forbid
-    # it otherwise.
+    # A user namespace gives access to kernel code that needs capabilities, and not every driver can forbid it
+    # in another way.
     "clone": (_NO_USER_NAMESPACE,),
     "unshare": (_NO_USER_NAMESPACE,),
     # A command could escape by typing into its terminal. Line disciplines other than the default are drivers
@@ -106,11 +106,11 @@ class Architecture:
         refused: numbers of calls refused with EPERM.
         absent: numbers of calls refused with ENOSYS, after which programs fall back to others.
         by_argument: numbers of the calls in `BY_ARGUMENT`.
-        emulated: numbers of the calls that report success to an emulated root and have no effect: only one
-            user is known in its sandbox, so that no file can change its owner and no process its user.
-            Attributes are among them because rpm sets file capabilities.
-        emulated_devices: numbers of the calls that make files, and which argument is the mode: they report
-            success for devices.
+        emulated: numbers of the calls that report success to an emulated root and have no effect: its sandbox
+            has only one user, so that no file can change its owner and no process its user. Calls that set
+            attributes are among them because rpm sets file capabilities.
+        emulated_devices: numbers of the calls that create files, and index of their mode argument; they
+            report success for devices.
     """
 
     audit: int
@@ -122,7 +122,7 @@ class Architecture:
     emulated_devices: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-# Numbers that are the same on every architecture.
+# These calls have the same numbers on every architecture.
 _ABSENT_EVERYWHERE = {
     "io_uring_setup": 425,
     "io_uring_enter": 426,
@@ -159,7 +159,7 @@ ARCHITECTURES = {
             **_ABSENT_EVERYWHERE,
             # `fs.aio-max-nr` is one number for the whole machine. Databases fall back to threads.
             "io_setup": 206,
-            # Groups and marks are counted per user; it reports events of every process on a mounted file.
+            # Groups and marks are counted per user, and it reports accesses by all processes to a mount.
             "fanotify_init": 300,
             # 16-bit segments, with a long record of faults.
             "modify_ldt": 154,

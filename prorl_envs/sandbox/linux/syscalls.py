@@ -23,7 +23,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_MAX = 63
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Every argument is an unsigned long: passed as a plain int, the upper half would be undefined.
+# Every argument is an unsigned long: the upper half of a plain int would be undefined.
 _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 

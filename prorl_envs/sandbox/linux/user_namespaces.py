@@ -1,7 +1,7 @@
-"""Why a machine refuses user namespaces, and the remedy that fits it.
+"""Find out why a machine refuses user namespaces, and a remedy.
 
-Also a program that needs no package and only Python 3.9: it exits with 1 and prints both if this machine
-refuses them. `scripts/setup.sh` runs it before it installs anything.
+This file is also a program for Python 3.9 without packages. If this machine refuses user namespaces, it
+prints the cause and the remedy and exits with 1. `scripts/setup.sh` runs it before it installs anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 _CLONE_NEWUSER, _CLONE_NEWNS = 0x1000_0000, 0x2_0000
 _CAP_SYS_ADMIN = 21
 
-#: Words of messages about a limit of namespaces, which are those of ENOSPC.
+#: Words of messages about a limit of namespaces: the kernel reports it as ENOSPC.
 _LIMIT_WORDS = ("No space left on device", "ENOSPC", "number exceeded", "namespaces exceeded")
 _CONTAINER_FILES = (".dockerenv", "run/.containerenv")
 _KUBERNETES = "KUBERNETES_SERVICE_HOST"
@@ -49,12 +49,16 @@ class NamespaceRefusal(NamedTuple):
 
 
 def refusal_of(
-    said: str, *, proc: Path = Path("/proc"), root: Path = Path("/"), environ: Mapping[str, str] = os.environ
+    message: str,
+    *,
+    proc: Path = Path("/proc"),
+    root: Path = Path("/"),
+    environ: Mapping[str, str] = os.environ,
 ) -> NamespaceRefusal:
     """Return why namespaces are refused here, from this machine's settings.
 
     Args:
-        said: message of the call that failed; the cause if the settings show none.
+        message: message of the call that failed; it becomes the cause if the settings show none.
         proc, root: the directories `/proc` and `/`.
         environ: this process's environment.
     """
@@ -78,35 +82,37 @@ def refusal_of(
             "this process runs in a chroot, where the kernel refuses user namespaces",
             "run it outside, or enter the directory as a container (`bwrap`, `systemd-nspawn`) instead",
         )
-    if in_container and _is_denial(said):
+    if in_container and _is_denial(message):
         remedy = _POD_REMEDY if _KUBERNETES in environ else _CONTAINER_REMEDY
-        return NamespaceRefusal(f"this container may not create sandboxes: {_plain(said)}", remedy)
+        return NamespaceRefusal(f"this container may not create sandboxes: {_plain(message)}", remedy)
     if _setting("kernel/apparmor_restrict_unprivileged_userns", proc) == "1" and not privileged:
         return NamespaceRefusal(
             "AppArmor restricts user namespaces (kernel.apparmor_restrict_unprivileged_userns=1)",
             "as root: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile that "
             "allows `userns` to this program",
         )
-    if any(words in said for words in _LIMIT_WORDS):
+    if any(words in message for words in _LIMIT_WORDS):
         return NamespaceRefusal(
-            _plain(said), f"as root{place}: `sysctl user.max_user_namespaces=65536`", lasting=False
+            _plain(message), f"as root{place}: `sysctl user.max_user_namespaces=65536`", lasting=False
         )
     return NamespaceRefusal(
-        _plain(said),
+        _plain(message),
         "this machine must allow user namespaces: see docs/troubleshooting.md",
-        lasting=_is_denial(said),
+        lasting=_is_denial(message),
     )
 
 
-def _is_denial(said: str) -> bool:
-    return any(word in said.lower() for word in ("permi", "denied"))
+def _is_denial(message: str) -> bool:
+    return any(word in message.lower() for word in ("permi", "denied"))
 
 
-def _plain(said: str) -> str:
+def _plain(message: str) -> str:
     """Replace the error text of ENOSPC, which means a limit here, and bubblewrap's guess at a cause."""
-    if _REFUSED in said and _GUESS in said:
+    if _REFUSED in message and _GUESS in message:
         return "the kernel refuses new namespaces"
-    return said.replace("No space left on device", "the kernel's limit of namespaces is reached (user.max_*)")
+    return message.replace(
+        "No space left on device", "the kernel's limit of namespaces is reached (user.max_*)"
+    )
 
 
 def _setting(name: str, proc: Path) -> str:
@@ -126,24 +132,24 @@ def _has_capability(number: int, proc: Path) -> bool:
 
 
 def _in_chroot(proc: Path) -> bool:
-    """Return whether this process called chroot: then its root directory is no mount point, or a mount that
+    """Return whether this process runs in a chroot: its root directory is no mount point, or is a mount that
     the first process sees below its own root directory."""
-    own, first = (_mount_points(proc / name / "mountinfo") for name in ("self", "1"))
-    roots = [number for number, place in own.items() if place == "/"]
-    return bool(own) and all(first.get(number, "/") != "/" for number in roots)
+    here, init = (_mount_points(proc / name / "mountinfo") for name in ("self", "1"))
+    roots = [number for number, place in here.items() if place == "/"]
+    return bool(here) and all(init.get(number, "/") != "/" for number in roots)
 
 
 def _mount_points(mountinfo: Path) -> dict[str, str]:
-    """Return the mount points of a process by the number of the mount; none if they cannot be read."""
+    """Parse a `mountinfo` file. Return mount points by mount number; empty if it cannot be read."""
     try:
-        lines = mountinfo.read_bytes().split(b"\n")  # cut nowhere else: paths hold other line ends
+        lines = mountinfo.read_bytes().split(b"\n")  # not `splitlines`: paths contain other line ends
     except OSError:
         return {}
     fields = (os.fsdecode(line).split(" ") for line in lines if line)
     return {number: place for number, _, _, _, place, *_ in fields}
 
 
-def _try() -> str:
+def _create_namespaces() -> str:
     """Create a user and a mount namespace in a child. Return the error, or ""."""
     libc = ctypes.CDLL(None, use_errno=True)
     child = os.fork()
@@ -155,8 +161,8 @@ def _try() -> str:
 
 def main() -> None:
     """Exit with 1 if this machine refuses user namespaces, and print why and what to do."""
-    if said := _try():
-        refusal = refusal_of(said)
+    if message := _create_namespaces():
+        refusal = refusal_of(message)
         sys.exit(f"error: this machine cannot start sandboxes: {refusal.cause}\nhint: {refusal.remedy}")
 
 

@@ -25,7 +25,7 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-#: Networks in it whose addresses contain an IPv4 address that a gateway connects to: 6to4 and Teredo.
+#: Networks of these whose addresses contain an IPv4 address that a gateway connects to: 6to4 and Teredo.
 _TUNNELS = (ipaddress.IPv6Network("2002::/16"), ipaddress.IPv6Network("2001::/32"))
 
 
@@ -102,15 +102,15 @@ class Policy:
             return ""
         return f"{target} is not on the allowlist of this sandbox"
 
-    def address_refusal(self, target: Target, address: Address, *, own: bool) -> str:
+    def address_refusal(self, target: Target, address: Address, *, local: bool) -> str:
         """Return why an address of the target's name is refused; empty if it is not.
 
         Args:
-            own: whether the address is one of this machine's.
+            local: whether the address belongs to this machine.
         """
         if self.lists(str(address), target.port):
             return ""
-        if own or not is_public(address):
+        if local or not is_public(address):
             return f"{target} leads to an address that is not public and not on the allowlist of this sandbox"
         return ""
 
@@ -126,7 +126,7 @@ def is_public(address: Address) -> bool:
 
 
 def parse_target(text: str, default_port: int | None = None) -> Target | None:
-    """Parse `host` and port of a request; None unless the spelling is canonical, letter case aside.
+    """Parse `host` and port of a request; None unless the spelling is canonical, ignoring case.
 
     Args:
         default_port: used if `text` has no port; None makes the port mandatory.
@@ -147,8 +147,8 @@ def _pattern(text: str) -> Pattern:
     below = host.startswith("*.")
     name = host.removeprefix("*.")
     number = _port(port) if port else None
-    plain = _is_name(name) if below else _is_host(name)
-    if not text.isascii() or not plain or (port and number is None) or text.endswith(":"):
+    valid = _is_name(name) if below else _is_host(name)
+    if not text.isascii() or not valid or (port and number is None) or text.endswith(":"):
         raise SandboxError(
             f"not a host that can be allowed: {text!r}",
             hint="host, host:port, *.host or *.host:port, in ASCII (xn--...) and without a scheme; IPv6 "
@@ -158,7 +158,7 @@ def _pattern(text: str) -> Pattern:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return the host with its brackets, and the port, empty if it is missing."""
+    """Return the host (with its brackets) and the port (empty if it is missing)."""
     if text.startswith("["):
         host, bracket, rest = text.partition("]")
         # Only a port may follow the bracket; any other text becomes an invalid port.

@@ -2,7 +2,7 @@
 
 It listens on a socket that was created in the sandbox's network namespace, and connects from the host's. None
 of its code runs inside. Clients are hostile: heads, connections, waiting times and memory are bounded, and a
-client that does not read delays only its own server.
+client that does not read delays only its own connection.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class ProxyLimits:
     """Limits for the clients of a proxy.
 
     Args:
-        connections: simultaneous ones per sandbox; further ones wait in the kernel's queue.
+        connections: simultaneous connections per sandbox; further ones wait in the kernel's queue.
         lookups: simultaneous name lookups per sandbox.
         head_bytes: size of a request's head.
         head_s: seconds until the head must have arrived.
@@ -63,8 +63,8 @@ class ProxyCounts:
         connections: accepted connections.
         refused: requests answered with an error, by the policy or as malformed.
         failed: requests whose server could not be reached.
-        sent_bytes: to servers.
-        received_bytes: from servers.
+        sent_bytes: bytes sent to servers.
+        received_bytes: bytes received from servers.
     """
 
     connections: int = 0
@@ -78,7 +78,7 @@ class Gateway:
     """Shared state of the proxies of one driver.
 
     Args:
-        limits: of each sandbox.
+        limits: limits of each sandbox.
         resolve: resolver of names; None means the host's own.
     """
 
@@ -92,7 +92,7 @@ class Gateway:
         self.free = _MOST_CONNECTIONS if unlimited else max(descriptors // 8, limits.connections)
         # Separate threads: lookups that hang must not occupy the service's other threads.
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="prorl-lookup")
-        self._looking: set[asyncio.Task[list[Address]]] = set()
+        self._pending_lookups: set[asyncio.Task[list[Address]]] = set()
 
     def serve(self, sandbox_id: str, listener: socket.socket, patterns: Iterable[str]) -> "Proxy":
         """Serve on `listener`, which the proxy owns from now on."""
@@ -101,22 +101,22 @@ class Gateway:
     def look_up(self, name: str) -> asyncio.Task[list[Address]]:
         """Look up a name. Do not cancel the task: its thread would continue, and there are few threads."""
         lookup = asyncio.create_task(self._addresses(name))
-        self._looking.add(lookup)
-        lookup.add_done_callback(self._looked_up)
+        self._pending_lookups.add(lookup)
+        lookup.add_done_callback(self._finish_lookup)
         return lookup
 
     async def aclose(self) -> None:
         """Stop lookups, after all proxies are closed. Threads run until the host's timeout. Idempotent."""
-        lookups = tuple(self._looking)
+        lookups = tuple(self._pending_lookups)
         for lookup in lookups:
             lookup.cancel()
         await asyncio.gather(*lookups, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _looked_up(self, lookup: asyncio.Task[list[Address]]) -> None:
-        self._looking.discard(lookup)
+    def _finish_lookup(self, lookup: asyncio.Task[list[Address]]) -> None:
+        self._pending_lookups.discard(lookup)
         if not lookup.cancelled():
-            lookup.exception()  # marks it as retrieved: the caller may have gone
+            lookup.exception()  # marks it as retrieved, because the caller may have stopped waiting
 
     async def _addresses(self, name: str) -> list[Address]:
         return [ipaddress.ip_address(text) for text in await self._resolve(name)][:_ADDRESSES]
@@ -166,7 +166,7 @@ class Proxy:
             await readable(self._listener.fileno())
             try:
                 return self._listener.accept()[0]
-            except (BlockingIOError, ConnectionError):  # the client has gone
+            except (BlockingIOError, ConnectionError):  # the client has disconnected
                 continue
             except OSError as error:  # no descriptors or no memory
                 logger.warning("the proxy of sandbox %s cannot accept: %s", self._sandbox_id, error)
@@ -187,7 +187,7 @@ class Proxy:
         try:
             await self._handle(client)
         except ProxyRefused as refused:
-            self._note(refused)
+            self._record_refusal(refused)
             await self._answer(client, refused)
         except OSError:  # a side closed the connection, or no data moved for too long
             pass
@@ -223,10 +223,10 @@ class Proxy:
         return data[: end + 4], data[end + 4 :]
 
     async def _connect(self, target: Target) -> socket.socket:
-        """Connect to an address that was checked: a second lookup could return another."""
+        """Connect to an address that was checked, because a second lookup could return another."""
         addresses = [target.address] if target.address else await self._addresses(target)
         for address in addresses:
-            if reason := self._policy.address_refusal(target, address, own=_is_own(address)):
+            if reason := self._policy.address_refusal(target, address, local=_is_local(address)):
                 raise ProxyRefused(403, reason)
         for address in addresses:
             # An address that does not answer must leave time for the next.
@@ -264,7 +264,7 @@ class Proxy:
             if request.head is None:
                 await loop.sock_sendall(client, b"HTTP/1.1 200 Connection established\r\n\r\n")
             else:
-                # One request per connection, with the announced body: the next may be for another host.
+                # Relay one request per connection, with the announced body: the next may be for another host.
                 await loop.sock_sendall(server, request.head)
                 rest = rest[: request.body_bytes]
                 body = request.body_bytes - len(rest)
@@ -279,21 +279,22 @@ class Proxy:
             except* OSError as gone:
                 raise ConnectionResetError("one side went away") from gone
 
-    def _note(self, refused: ProxyRefused) -> None:
+    def _record_refusal(self, refused: ProxyRefused) -> None:
         counts = self._gateway.counts
         if refused.status in (502, 504):
             counts.failed += 1
         else:
             counts.refused += 1
-        # Each reason once, and a bounded number: clients could fill the log.
+        # Log each reason once, and a bounded number of reasons: clients could fill the log.
         if refused.reason not in self._logged and len(self._logged) < _LOGGED_REFUSALS:
             self._logged.add(refused.reason)
             logger.info("the proxy of sandbox %s refused: %s", self._sandbox_id, refused.reason)
 
     async def _answer(self, client: socket.socket, refused: ProxyRefused) -> None:
-        """Send the reason, and let it arrive: closing a socket with unread input would discard it."""
+        """Send the reason, then read remaining input: closing a socket with unread input discards the
+        answer."""
         text = f"{refused.reason}\n".encode("ascii", "replace")
-        # Also in the status line: clients show it even if they show nothing else of an answer to CONNECT.
+        # The status line has the reason too: many clients show nothing else of an answer to CONNECT.
         head = (
             f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}: {refused.reason}\r\n"
             f"Content-Type: text/plain\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
@@ -311,7 +312,7 @@ class Proxy:
 async def _pump(
     source: socket.socket, sink: socket.socket, moved: Callable[[int], None], limit: int | None = None
 ) -> None:
-    """Copy `limit` bytes, or until end of file, which is passed on to `sink`."""
+    """Copy `limit` bytes, or all up to end of file; then close `sink` for writing."""
     loop = asyncio.get_running_loop()
     while limit is None or limit > 0:
         data = await loop.sock_recv(source, _CHUNK if limit is None else min(_CHUNK, limit))
@@ -344,8 +345,8 @@ def _family(address: Address) -> socket.AddressFamily:
     return socket.AF_INET if address.version == 4 else socket.AF_INET6
 
 
-def _is_own(address: Address) -> bool:
-    """Return whether the address is this machine's: the kernel connects to those from the same address.
+def _is_local(address: Address) -> bool:
+    """Return whether the address is this machine's: the kernel then chooses it as source address as well.
 
     Sends nothing.
     """

@@ -12,17 +12,17 @@ from prorl_envs.sandbox.network.policy import Target, parse_target
 _LINE = re.compile(rb"([A-Z]{1,20}) ([\x21-\x7e]+) (HTTP/1\.[01])")
 _ADDRESS = re.compile(r"http://([^/?#]*)([/?][^#]*)?", re.IGNORECASE)
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\0\r\n]*)")
-#: Headers for a single hop (RFC 9110, 7.6.1); `host` is rebuilt from the address.
+#: Headers that apply to a single hop (RFC 9110, 7.6.1); `host` is rebuilt from the address.
 _NOT_PASSED_ON = frozenset(
     {b"connection", b"keep-alive", b"proxy-authorization", b"proxy-connection", b"te", b"upgrade", b"host"}
 )
 
 
 class ProxyRefused(Exception):
-    """Refusal of a request, which is answered with an error and nothing else.
+    """Refusal of a request. The client receives only an error.
 
     Args:
-        status: of the answer.
+        status: HTTP status of the answer.
         reason: one line of ASCII, for the model to read.
     """
 

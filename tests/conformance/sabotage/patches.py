@@ -719,7 +719,7 @@ REST = (
     Patch(
         "the proxy's check of addresses",
         "sandbox/network/proxy.py",
-        "            if reason := self._policy.address_refusal(target, address, own=_is_own(address)):\n",
+        "            if reason := self._policy.address_refusal(target, address, local=_is_local(address)):\n",
         '            if reason := "":\n',
         ("NET-015",),
     ),

@@ -86,21 +86,21 @@ def test_a_target_has_one_spelling_whatever_the_input(text: str) -> None:
 def test_these_addresses_are_not_public(address: str) -> None:
     assert not is_public(ipaddress.ip_address(address))
     assert "not public" in POLICY.address_refusal(
-        Target("pypi.org", 443), ipaddress.ip_address(address), own=False
+        Target("pypi.org", 443), ipaddress.ip_address(address), local=False
     )
 
 
 def test_a_public_address_is_refused_only_if_it_is_the_machines_own() -> None:
     name = Target("pypi.org", 443)
-    assert POLICY.address_refusal(name, ipaddress.ip_address("8.8.8.8"), own=False) == ""
-    assert "not public" in POLICY.address_refusal(name, ipaddress.ip_address("8.8.8.8"), own=True)
+    assert POLICY.address_refusal(name, ipaddress.ip_address("8.8.8.8"), local=False) == ""
+    assert "not public" in POLICY.address_refusal(name, ipaddress.ip_address("8.8.8.8"), local=True)
 
 
 def test_a_listed_address_may_be_private() -> None:
     private = ipaddress.ip_address("10.1.2.3")
     policy = Policy(["*.example.com:8000", "10.1.2.3:8000", "*.example.com"])
-    assert policy.address_refusal(Target("a.example.com", 8000), private, own=True) == ""
-    assert "not public" in policy.address_refusal(Target("a.example.com", 443), private, own=False)
+    assert policy.address_refusal(Target("a.example.com", 8000), private, local=True) == ""
+    assert "not public" in policy.address_refusal(Target("a.example.com", 443), private, local=False)
 
 
 def test_a_request_is_forwarded_without_hop_by_hop_headers() -> None:
