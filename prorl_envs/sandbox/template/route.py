@@ -1,8 +1,8 @@
-"""Changes to a sandbox's network from outside: a listening socket in it, and a default route on its loopback
-interface, by netlink.
+"""Changes to a sandbox's network from outside: a socket that listens in it, and a default route on its
+loopback interface, by netlink.
 
 Without a route, a connection to an outside address fails at once ("network is unreachable"); with this one it
-times out, as on a network whose firewall drops it. Some test suites behave only under the latter.
+times out, as on a network whose firewall drops it. Some test suites need a timeout.
 """
 
 import errno
@@ -29,8 +29,8 @@ _ERROR = struct.Struct("=i")
 def add_default_route(netns: int) -> None:
     """Enter the network namespace `netns` (a descriptor) and route everything to its loopback interface.
 
-    For a single-threaded process that does nothing else afterwards. A sandbox's network namespace belongs to
-    a user namespace above that of its processes, so only a process from outside may do this.
+    For a single-threaded process that does nothing else afterwards. The network namespace belongs to a user
+    namespace above that of the sandbox's processes, so only a process from outside may change it.
 
     Raises:
         OSError: the kernel refused.
@@ -52,14 +52,14 @@ def add_own_default_route() -> None:
             _request(netlink, _new_route(socket.AF_INET6, loopback))
         except OSError as error:
             if error.errno not in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP, errno.EACCES):
-                raise  # any error other than that of a host without IPv6
+                raise  # these are the errors of a host without IPv6
 
 
 def listen_inside(netns: int | None, port: int) -> socket.socket:
     """Enter the network namespace `netns` (a descriptor) and listen on its loopback interface.
 
-    None means the namespace of this process. The socket stays in its namespace, whichever process accepts on
-    it. For a process as in `add_default_route`.
+    None means the namespace of this process. The socket stays in that namespace, whichever process accepts on
+    it. Use it as `add_default_route` says.
 
     Raises:
         OSError: the kernel refused.

@@ -1,9 +1,9 @@
 """Template as the first process of a sandbox: see `drivers/instance/driver.py`.
 
-With the other drivers, tool servers enter from outside. Here they are forked inside, in the pid namespace of
-the programs that they run, so the kernel's general rules protect them: a process that is not dumpable cannot
-be traced or read, and the first process of a namespace receives no signal from inside for which it has no
-handler.
+With the other drivers, tool servers enter from outside. With this driver they are forked inside, in the pid
+namespace of the programs that they run, so only general rules of the kernel protect them: no process can
+trace or read one that is not dumpable, and the first process of a namespace receives no signal from inside
+for which it has no handler.
 """
 
 import contextlib
@@ -33,25 +33,25 @@ _EVERY_USER = [b"0", b"0", b"4294967295"]
 #: Seconds in which all other processes must be killed.
 _KILL_S = 5.0
 
-#: In a tool server, the socket to the first process; None if that is another program.
-_first: socket.socket | None = None
+#: In a tool server, its socket to the first process; None if the first process is another program.
+_init_socket: socket.socket | None = None
 
 
-def become_first(
+def become_init(
     *, route: bool, settings: Sequence[Setting], terminals: int
 ) -> tuple[dict[str, object], list[int]]:
-    """Apply all isolation that this process can, before anything else runs here.
+    """Apply all isolation that this process can, before anything else runs in the sandbox.
+
+    All arguments need capabilities, which the process has only if root runs Apptainer.
 
     Args:
         route: whether to add a default route.
-        settings: of its namespaces.
-        terminals: limit of its pseudo-terminals. All three need capabilities, which the process has only if
-            root runs Apptainer.
+        settings: settings of the sandbox's namespaces.
+        terminals: limit of its pseudo-terminals.
 
     Returns:
-        Data for the host to check (this process's pid and namespaces), and descriptors for the host: one of
-        this process, and one of its root directory, through which the host sees the sandbox's files and
-        processes.
+        Data for the host to check (this process's pid and namespaces), and two descriptors for the host: of
+        this process, and of its root directory, which shows the host the sandbox's files and processes.
 
     Raises:
         OSError: the kernel refused; nothing hostile may run here.
@@ -65,7 +65,7 @@ def become_first(
         _limit_namespaces(settings)
         limit_terminals(terminals)
         protect_devices()
-        # If root runs Apptainer, the kernel takes the user of such a sandbox for the owner of /proc/sys.
+        # If root runs Apptainer, the sandbox's user owns /proc/sys for the kernel.
         for place in ("/proc", "/dev"):
             make_read_only(place)
         if route:
@@ -75,37 +75,37 @@ def become_first(
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     install_filter()
     prctl(PR_SET_DUMPABLE, 0)
-    # Without a handler no signal from inside reaches this process; Python sets one for SIGINT.
+    # A signal from inside reaches this process only if it has a handler, as Python sets for SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return found, descriptors
 
 
-def serve_under(first: socket.socket) -> None:
+def set_init_socket(sock: socket.socket) -> None:
     """Set the socket to the first process, in a tool server that was just forked."""
-    global _first
-    _first = first
+    global _init_socket
+    _init_socket = sock
 
 
 def is_inside() -> bool:
     """Return whether this process is a tool server in the pid namespace of the programs that it runs."""
-    return _first is not None
+    return _init_socket is not None
 
 
-def end_others() -> None:
+def kill_others() -> None:
     """Make the first process kill every process but itself and the tool servers.
 
     Raises:
         OSError: new processes started faster than they could be killed.
     """
-    assert _first is not None
-    _first.send(b"end")
-    if _first.recv(16) != b"ended":
+    assert _init_socket is not None
+    _init_socket.send(b"end")
+    if _init_socket.recv(16) != b"ended":
         raise OSError(errno.EAGAIN, "the sandbox starts processes faster than they can be killed")
 
 
-def end_all_but(spared: set[int]) -> bool:
+def kill_all_but(spared: set[int]) -> bool:
     """Kill every process but this one and `spared`, in the first process. Return whether all are killed."""
-    if os.getpid() != 1:  # elsewhere this would kill everything that this user runs
+    if os.getpid() != 1:  # outside a pid namespace, this would kill all processes of this user
         return False
     deadline = time.monotonic() + _KILL_S
     while victims := [pid for pid in _processes() if pid not in spared and _lives(pid)]:
@@ -135,18 +135,18 @@ def _lives(pid: int) -> bool:
 def _has_capabilities() -> bool:
     with open("/proc/self/status", "rb") as file:  # noqa: PTH123
         sets = [line.split()[1] for line in file if line.startswith(b"Cap")]
-    return any(int(each, 16) for each in sets)
+    return any(int(mask, 16) for mask in sets)
 
 
 def _limit_namespaces(settings: Sequence[Setting]) -> None:
     with open("/proc/self/uid_map", "rb") as file:  # noqa: PTH123 - the template imports no pathlib
         shares_users = file.read().split() == _EVERY_USER
-    # Without a user namespace of its own, these settings would be the host's.
-    own = [(path, value) for path, value in settings if not (shares_users and path.startswith("user/"))]
+    # Without a separate user namespace, its settings would be the host's.
+    separate = [(path, value) for path, value in settings if not (shares_users and path.startswith("user/"))]
     make_writable("/proc/sys")
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        write_settings(own, proc)
+        write_settings(separate, proc)
     finally:
         os.close(proc)
         make_read_only("/proc/sys")

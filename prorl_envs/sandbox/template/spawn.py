@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 
 def spawn(command: Sequence[str], fds: Sequence[int]) -> int:
-    """Start a program without a copy of this process: creating and destroying a copy would take longer than
+    """Start a program without forking this process: creating and destroying the copy would take longer than
     the program's start. The program leads its own session and has no environment.
 
     Args:
         command: the program's path and arguments, its name first.
-        fds: the descriptor for its standard streams, and the descriptors for its next numbers.
+        fds: the descriptor for its standard streams, then those for its numbers from 3 on.
 
     Returns:
-        its pid, a child of this process.
+        The pid of the program, which is a child of this process.
 
     Raises:
-        OSError: it cannot be run.
+        OSError: the program cannot be run.
     """
     path, *arguments = command
     streams, *others = fds
-    # Through high numbers, so that no target overwrites a source.
+    # First copy all to high numbers, so that no target overwrites a source.
     high = max(fds) + 1
     sources = [streams] * 3 + others
     return os.posix_spawn(
@@ -29,9 +29,9 @@ def spawn(command: Sequence[str], fds: Sequence[int]) -> int:
         arguments,
         {},
         file_actions=[
-            *((os.POSIX_SPAWN_DUP2, fd, high + place) for place, fd in enumerate(sources)),
-            *((os.POSIX_SPAWN_DUP2, high + place, place) for place in range(len(sources))),
-            *((os.POSIX_SPAWN_CLOSE, high + place) for place in range(len(sources))),
+            *((os.POSIX_SPAWN_DUP2, fd, high + number) for number, fd in enumerate(sources)),
+            *((os.POSIX_SPAWN_DUP2, high + number, number) for number in range(len(sources))),
+            *((os.POSIX_SPAWN_CLOSE, high + number) for number in range(len(sources))),
         ],
         setsid=True,
         # Programs inherit ignored and blocked signals, whether from Python or from this process's parent.

@@ -1,7 +1,7 @@
-"""Template processes, seen from the host: started once, forked for each tool server.
+"""Host side of template processes, which are started once and forked for each tool server.
 
-An interpreter per sandbox costs 100 ms and 15 MB; a fork of a process that has imported everything costs 2 ms
-and 1 MB, and needs nothing from the sandbox's image.
+An interpreter per sandbox takes 100 ms and 15 MB; a fork of a process that has imported everything takes 2 ms
+and 1 MB, and needs no files of the sandbox's image.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ class TemplateSpec:
     """Preparation of a template before it forks.
 
     Args:
-        entries: the only `package.module:function`s its forks may run; their modules are imported.
+        entries: `package.module:function`s that its forks may run, and no others; it imports their modules.
         preload: further modules to import, or `module:function`s to call once, in order.
-        start_timeout_s: seconds it may take to get ready.
-        wrapper: the program that runs it; None for none.
+        start_timeout_s: seconds in which it must be ready.
+        wrapper: another program that runs it; None starts it directly.
     """
 
     entries: tuple[str, ...]
@@ -35,7 +35,8 @@ class TemplateSpec:
     wrapper: Wrapper | None = None
 
 
-#: Templates of a node, by the name that `Sandbox.spawn` uses. Names only: this package imports no tools.
+#: Templates of a node, by the name that `Sandbox.spawn` uses. The entries are text: this package imports no
+#: tools.
 TEMPLATES: Mapping[str, TemplateSpec] = {
     "base": TemplateSpec(
         entries=(
@@ -56,9 +57,9 @@ class Template:
     """Template process, started at first use and again whenever it is found dead.
 
     Args:
-        name: its name in messages.
+        name: name of the template in messages.
         spec: its preparation.
-        nice: minimum nice value of it and its forks.
+        nice: minimum nice value of the template and its forks.
         filtered: whether the system calls of all its forks are filtered from the start.
     """
 
@@ -76,9 +77,9 @@ class Template:
         return None if self._process is None else self._process.pid
 
     @property
-    def own_pid(self) -> int | None:
-        """Pid of the template itself, which another program may run; None if it is not ready."""
-        return None if self._process is None else self._process.own_pid
+    def inner_pid(self) -> int | None:
+        """Pid of the template itself, not of a program that runs it; None if it is not ready."""
+        return None if self._process is None else self._process.inner_pid
 
     async def start(self) -> None:
         """Start the process unless it runs.
@@ -133,7 +134,7 @@ class Template:
 
         Args:
             command: the program's path and arguments, its name first.
-            fds: the descriptor for its standard streams, and the descriptors for its next numbers.
+            fds: the descriptor for its standard streams, then those for its numbers from 3 on.
 
         Raises:
             SandboxError: the template does not start, or the process could not be created.
@@ -145,10 +146,10 @@ class Template:
         """Measure a directory tree in a separate process: see `disk_usage.measure`.
 
         Args:
-            fds: the tree's directory, and the sandbox's first process if it has one.
+            fds: descriptor of the tree's directory, and a pidfd of the sandbox's first process if it has one.
 
         Raises:
-            SandboxError: the sandbox has stopped, or it took too long.
+            SandboxError: the sandbox has stopped, or the measurement took too long.
         """
         process = await self._ensure()
         return await process.measure(sandbox_id, fds, size=size, files=files)

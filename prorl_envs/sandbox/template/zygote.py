@@ -1,4 +1,4 @@
-"""Template process itself: imports the modules that tool servers need, then forks one per request.
+"""The template process: imports the modules that tool servers need, then forks a child per request.
 
 Started by `process.py` with the control socket as descriptor 0, an empty environment and nothing else open.
 It is single-threaded and never acts on input from a sandbox; only its forks do.
@@ -8,16 +8,16 @@ It is single-threaded and never acts on input from a sandbox; only its forks do.
                         socket.
                         Default route or listening socket: the network namespace, the status socket.
                         Program (spawned, not forked): the descriptor for its standard streams, those for its
-                        next numbers, the status socket.
+                        numbers from 3 on, the status socket.
                         Size of a tree: its directory, the sandbox's first process if it has one, the status
                         socket.
                         While there is a spare (a child forked in advance), only the spare reads the
-                        requests; it takes one and is an ordinary child from then on.
+                        requests. It handles the next request and is an ordinary child from then on.
     template -> host    on the control socket, `ready` with its pid, or the error; for each fork, on its
                         status socket, the child's pid with its pidfd (a spare sends them itself).
                         The first process of a sandbox (see `sandbox_init.py`) adds to `ready` its namespaces,
-                        and descriptors of itself and of its root directory. Its forks join nothing: tools
-                        get no namespaces, and the descriptors in their place mean nothing.
+                        and descriptors of itself and of its root directory. Its forks join no
+                        namespaces, and ignore their descriptors.
     child -> host       on the status socket: `ready` once it has joined, with the listening socket if one
                         was requested; or the error; and later, if the entry fails, its traceback
 """
@@ -43,17 +43,17 @@ from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_l
 from prorl_envs.sandbox.linux.seccomp import install_filter, own_program
 from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
 from prorl_envs.sandbox.template.enter import (
-    begin,
-    end_with,
+    die_with_parent,
+    drop_privileges,
+    enter_cgroups,
     join,
     lead_session,
     restore_signals,
-    settle,
     yield_processors,
 )
-from prorl_envs.sandbox.template.immortal_objects import immortalise
+from prorl_envs.sandbox.template.immortal_objects import make_immortal
 from prorl_envs.sandbox.template.route import add_default_route, listen_inside
-from prorl_envs.sandbox.template.sandbox_init import become_first, end_all_but, is_inside, serve_under
+from prorl_envs.sandbox.template.sandbox_init import become_init, is_inside, kill_all_but, set_init_socket
 from prorl_envs.sandbox.template.spawn import spawn
 
 MESSAGE_LIMIT = 160 * 1024
@@ -71,19 +71,19 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     _replace_with_null(0)
     restore_signals()
-    # Adopts orphans of a tool server: a zombie that is not reaped would keep its pid namespace alive.
+    # Adopts a tool server's orphans: an unreaped zombie would keep its pid namespace alive.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     setup = control.recv(MESSAGE_LIMIT)
-    if not setup:  # the host has exited
+    if not setup:  # end of file: the host has exited
         return
     try:
         prepared = _prepare(json.loads(setup))
     except (ImportError, AttributeError, OSError) as error:
-        _say(control, error="".join(traceback.format_exception(error)))
+        _send(control, error="".join(traceback.format_exception(error)))
         return
     gc.collect()
-    if not prepared.inside:  # the first process forks only once or twice, and a sandbox waits for it
-        immortalise()
+    if not prepared.inside:  # a first process forks only once or twice, and its sandbox waits for it
+        make_immortal()
     gc.freeze()
     socket.send_fds(control, [json.dumps({"ready": True, **prepared.found}).encode()], prepared.descriptors)
     if prepared.inside:
@@ -99,7 +99,7 @@ class _Prepared:
         entries: functions that its forks may run.
         inside: whether it is the first process of a sandbox.
         spares: whether to keep a child forked in advance.
-        found, descriptors: data and descriptors for the host.
+        found, descriptors: data and descriptors to send to the host.
     """
 
     entries: dict[str, Entry]
@@ -118,18 +118,18 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
         if function:
             getattr(loaded, function)()
     entries = {name: _load(name) for name in setup["entries"]}
-    # Only after the imports, because the first sandbox waits for them.
+    # After the imports, because the first sandbox waits for them.
     yield_processors(setup["nice"])
     found: dict[str, object] = {"pid": os.getpid()}
     descriptors: list[int] = []
     inside = setup.get("inside")
     if inside is not None:
-        # The cells of a Python session must not see the package's folder.
+        # The cells of a Python session must not import from the package's folder.
         sys.path[:] = [path for path in sys.path if path != inside["code"]]
-        found, descriptors = become_first(
+        found, descriptors = become_init(
             route=inside["route"], settings=inside["settings"], terminals=inside["terminals"]
         )
-    if setup["filtered"]:  # the kernel translates a filter anew for each process that installs it
+    if setup["filtered"]:  # once here: the kernel compiles the filter for each process that installs it
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         install_filter()
     return _Prepared(entries, inside is not None, setup["spares"], found, descriptors)
@@ -153,7 +153,7 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
-    #: Closes when the spare takes a request, or dies.
+    #: Socket that closes when the spare receives a request, or dies.
     spare: socket.socket | None = None
     wanted = prepared.spares
     while True:
@@ -181,7 +181,7 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
                 _spawn(request["command"], fds)
                 continue
             try:
-                ours, theirs = _way_to_first(prepared, request)
+                ours, theirs = _init_socket_pair(prepared, request)
             except OSError as error:  # the machine has no more open files
                 _refuse(fds, error)
                 continue
@@ -194,18 +194,18 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
         for fd in ready & servers.keys():
             if servers[fd].recv(16):
                 _reap(children)
-                ended = end_all_but(children)
+                ended = kill_all_but(children)
                 with contextlib.suppress(OSError):  # it has exited
                     servers[fd].send(b"ended" if ended else b"some live")
             else:
                 poll.unregister(fd)
                 servers.pop(fd).close()
-    signal.set_wakeup_fd(-1)  # it closes with this function
+    signal.set_wakeup_fd(-1)  # the socket closes when this function returns
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot be another process's
 
 
-def _way_to_first(
+def _init_socket_pair(
     prepared: _Prepared, request: dict[str, Any]
 ) -> tuple[socket.socket, socket.socket] | tuple[None, None]:
     if not prepared.inside or "entry" not in request:
@@ -225,57 +225,57 @@ def _reap(children: set[int]) -> None:
 
 
 def _fork(
-    request: dict[str, Any], fds: list[int], prepared: _Prepared, first: socket.socket | None
+    request: dict[str, Any], fds: list[int], prepared: _Prepared, init_socket: socket.socket | None
 ) -> int | None:
-    """Fork a child for a request. `first` is its socket to this process, if it is to have one."""
+    """Fork a child for a request. `init_socket` is the child's socket to this process, if it needs one."""
     parent = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
-        # A sandbox may have used up the user's processes: that must not stop the tool servers of all
-        # sandboxes.
-        if first is not None:
-            first.close()
+        # A sandbox may have used up the user's processes. This process must continue: its exit would stop the
+        # tool servers of all sandboxes.
+        if init_socket is not None:
+            init_socket.close()
         _refuse(fds, error)
         return None
     if pid == 0:
-        _live(request, fds, prepared, parent, first)
-    if first is not None:
-        first.close()
-    return _tell_of(pid, fds)
+        _run_child(request, fds, prepared, parent, init_socket)
+    if init_socket is not None:
+        init_socket.close()
+    return _report_child(pid, fds)
 
 
 def _spawn(command: list[str], fds: list[int]) -> None:
-    """Start a program. It is not among the children that are killed with this process: bubblewrap, killed at
-    the wrong moment, would make its own child wait forever."""
+    """Start a program. It is not killed with this process: the child of a bubblewrap that is killed at the
+    wrong moment would wait forever."""
     try:
         pid = spawn(command, fds[:-1])
     except OSError as error:
         _refuse(fds, error)
     else:
-        _tell_of(pid, fds, ready=True)
+        _report_child(pid, fds, ready=True)
 
 
-def _tell_of(pid: int, fds: list[int], **more: object) -> int:
+def _report_child(pid: int, fds: list[int], **more: object) -> int:
     """Send the host the pidfd of a child. Kill the child if that fails."""
     *others, status_fd = fds
     with socket.socket(fileno=status_fd) as status:
         try:
-            _say_pid(status, pid, **more)
+            _send_pid(status, pid, **more)
         except OSError as error:
             # A sandbox may have used up the user's descriptors in flight, or the machine's open files. This
             # process must continue: its exit would stop the tool servers of all sandboxes.
             os.kill(pid, signal.SIGKILL)
-            _report(status, error)
+            _send_error(status, error)
     for fd in others:
         os.close(fd)
     return pid
 
 
-def _say_pid(status: socket.socket, pid: int, **more: object) -> None:
+def _send_pid(status: socket.socket, pid: int, **more: object) -> None:
     pidfd = os.pidfd_open(pid)
     try:
-        # If the host has given up on the child, the child detects that too and exits.
+        # If the host no longer waits for the child, the child finds its status socket closed and exits.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(status, [json.dumps({"pid": pid, **more}).encode()], [pidfd])
     finally:
@@ -283,10 +283,10 @@ def _say_pid(status: socket.socket, pid: int, **more: object) -> None:
 
 
 def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int]) -> socket.socket | None:
-    """Fork a child in advance, which takes the next request itself, so that no request waits for a fork.
+    """Fork a child in advance. It receives the next request itself, so that the request waits for no fork.
 
     Returns:
-        A socket that closes when the child has taken a request, or died; None if there is no spare.
+        A socket that closes when the child has received a request, or died; None if the fork failed.
     """
     parent = os.getpid()
     try:
@@ -295,29 +295,29 @@ def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int])
         return None
     try:
         pid = os.fork()
-    except OSError:  # likewise
+    except OSError:  # the next request reports it
         free.close()
         return None
     finally:
         if os.getpid() == parent:
             inside.close()
     if pid == 0:
-        _live_as_spare(control.fileno(), inside.fileno(), prepared, parent)
+        _run_spare(control.fileno(), inside.fileno(), prepared, parent)
     children.add(pid)
     return free
 
 
-def _live_as_spare(control: int, free: int, prepared: _Prepared, parent: int) -> NoReturn:
+def _run_spare(control: int, free: int, prepared: _Prepared, parent: int) -> NoReturn:
     try:
         _close_all_but([control, free])
         _reset_signals()
         lead_session()  # can take milliseconds on a busy machine
-        end_with(parent)
+        die_with_parent(parent)
         with socket.socket(fileno=control) as requests:
             message, fds = receive_descriptors(requests, MESSAGE_LIMIT, _DESCRIPTORS)
             os.close(free)
         if message:
-            _live(json.loads(message), fds, prepared, parent, None, spare=True)
+            _run_child(json.loads(message), fds, prepared, parent, None, spare=True)
     finally:
         os._exit(0)  # the host has exited
 
@@ -325,50 +325,50 @@ def _live_as_spare(control: int, free: int, prepared: _Prepared, parent: int) ->
 def _refuse(fds: list[int], error: OSError) -> None:
     *others, status_fd = fds
     with socket.socket(fileno=status_fd) as status:
-        _report(status, error)
+        _send_error(status, error)
     for fd in others:
         os.close(fd)
 
 
-def _live(
+def _run_child(
     request: dict[str, Any],
     fds: list[int],
     prepared: _Prepared,
     parent: int,
-    first: socket.socket | None,
+    init_socket: socket.socket | None,
     *,
     spare: bool = False,
 ) -> NoReturn:
-    """Run the child until its exit. Leaves only by `os._exit`, so that it never runs the template's code."""
+    """Run a child until its exit. Never returns, so that the child does not run the template's code."""
     code = 1
     status: socket.socket | None = None
     try:
         status = socket.socket(fileno=fds[-1])
-        if spare:  # the spare has done the rest
-            _say_pid(status, os.getpid())
+        if spare:  # `_run_spare` has done the other steps
+            _send_pid(status, os.getpid())
         else:
-            _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
+            _close_all_but([*fds, *(() if init_socket is None else (init_socket.fileno(),))])
             _reset_signals()
         if "route" in request:
             add_default_route(fds[0])
-            _say(status, ready=True)
+            _send(status, ready=True)
         elif "listen" in request:
             with listen_inside(None if prepared.inside else fds[0], request["listen"]) as listener:
                 socket.send_fds(status, [b'{"ready": true}'], [listener.fileno()])
         elif "measure" in request:
             root, *pidfd, _ = fds
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
-            _say(status, ready=True, size=use.size, files=use.files)
+            _send(status, ready=True, size=use.size, files=use.files)
         else:
-            if first is not None:
-                serve_under(first)
+            if init_socket is not None:
+                set_init_socket(init_socket)
             _serve_tools(request, fds, prepared.entries[request["entry"]], parent, status)
         code = 0
     finally:
         try:
             error = sys.exception()
             if error is not None and status is not None:
-                _report(status, error)
+                _send_error(status, error)
         finally:
             os._exit(code)
 
@@ -377,7 +377,7 @@ def _serve_tools(
     request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
 ) -> None:
     place, tool_fd, _ = fds
-    begin(request["groups"])
+    enter_cgroups(request["groups"])
     if request["settings"]:
         enter_and_limit(
             place, request["settings"], request["terminals"], host_network=request["host_network"]
@@ -385,7 +385,7 @@ def _serve_tools(
     if request["isolated"]:
         join(place, host_network=request["host_network"])
     os.close(place)
-    settle(
+    drop_privileges(
         workdir=request["workdir"],
         env=request["env"],
         parent=parent,
@@ -394,9 +394,9 @@ def _serve_tools(
         rlimits=[*request["rlimits"], *PROCESS_LIMITS],
     )
     if request["isolated"] or is_inside():
-        # Later imports would load the sandbox's files, and run them outside its pid namespace.
+        # Later imports would load files of the sandbox, and run them outside its pid namespace.
         sys.meta_path.remove(PathFinder)
-    _say(status, ready=True)
+    _send(status, ready=True)
     entry(socket.socket(fileno=tool_fd))
 
 
@@ -424,14 +424,14 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _say(sock: socket.socket, **message: object) -> None:
+def _send(sock: socket.socket, **message: object) -> None:
     sock.send(json.dumps(message).encode())
 
 
-def _report(report: socket.socket, error: BaseException) -> None:
+def _send_error(report: socket.socket, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))[-REPORT_LIMIT:]
     report.setblocking(False)
-    # A host that has exited or does not read sees the exit itself.
+    # If the host has exited, or does not read, it detects the exit by itself.
     with contextlib.suppress(OSError):
         number = error.errno if isinstance(error, OSError) else None
-        _say(report, error=text, summary=f"{type(error).__name__}: {error}"[:1000], errno=number)
+        _send(report, error=text, summary=f"{type(error).__name__}: {error}"[:1000], errno=number)

@@ -97,7 +97,7 @@ def end_processes() -> None:
             its own: then the call would kill all processes of this user.
     """
     if sandbox_init.is_inside():
-        sandbox_init.end_others()
+        sandbox_init.kill_others()
         return
     # If /proc belongs to a namespace of this process, it contains this process.
     if os.path.exists("/proc/self"):  # noqa: PTH110

@@ -452,8 +452,8 @@ TOOL_SERVERS = (
     Patch(
         "the service's environment kept from templates",
         "sandbox/template/process.py",
-        'kept = {"LANG": "C.UTF-8"}',
-        "kept = dict(os.environ)",
+        'variables = {"LANG": "C.UTF-8"}',
+        "variables = dict(os.environ)",
         ("ENV-007", "WAY-008"),
     ),
     Patch(

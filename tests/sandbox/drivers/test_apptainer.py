@@ -18,7 +18,7 @@ from prorl_envs.sandbox.drivers.apptainer_probe import (
     image_checks,
     read_installation,
 )
-from prorl_envs.sandbox.drivers.apptainer_wrapper import doorway_environment, explain_doorway, write_doorway
+from prorl_envs.sandbox.drivers.apptainer_wrapper import explain_wrapper, wrapper_environment, write_container
 from prorl_envs.sandbox.drivers.local import NoIsolationWarning
 from prorl_envs.sandbox.drivers.probe import find_bwrap
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
@@ -67,14 +67,14 @@ async def test_one_apptainer_serves_all_sandboxes(driver: ApptainerDriver, run_d
 @needs_apptainer
 async def test_sandboxes_survive_apptainers_end_and_new_ones_restart_it(driver: ApptainerDriver) -> None:
     first = await driver.start(SandboxSpec())
-    killed = driver.door_pid
+    killed = driver.apptainer_pid
     assert killed is not None
     holder = os.pidfd_open(killed)
     signal.pidfd_send_signal(holder, signal.SIGKILL)
     select.select([holder], [], [])
     os.close(holder)
     second = await driver.start(SandboxSpec())
-    assert driver.door_pid != killed
+    assert driver.apptainer_pid != killed
     assert await run_script(first, "echo lives") == "lives\n"
     assert await run_script(second, "echo starts") == "starts\n"
 
@@ -87,9 +87,9 @@ async def test_an_image_that_is_mounted_later_is_visible(driver: ApptainerDriver
     image = build_sif(write_rootfs(tmp_path / "root"), tmp_path / "image.sif")
     plain = await driver.start(SandboxSpec())
     sandbox = await driver.start(SandboxSpec(image=image))
-    pid = driver.door_pid
+    pid = driver.apptainer_pid
     again = await driver.start(SandboxSpec(image=image))
-    assert driver.door_pid == pid
+    assert driver.apptainer_pid == pid
     for each in (sandbox, again):
         assert await run_script(each, "cat /etc/image") == "from the image\n"
     assert await run_script(plain, "echo lives") == "lives\n"
@@ -103,7 +103,7 @@ async def test_apptainers_environment_is_hidden(driver: ApptainerDriver) -> None
 
 
 def test_apptainer_stores_its_files_outside_the_users_home(tmp_path: Path) -> None:
-    environment = doorway_environment(tmp_path, {"LANG": "C.UTF-8"})
+    environment = wrapper_environment(tmp_path, {"LANG": "C.UTF-8"})
     assert {environment[name] for name in ("HOME", "APPTAINER_CONFIGDIR", "SINGULARITY_CONFIGDIR")} == {
         str(tmp_path)
     }
@@ -126,7 +126,7 @@ def test_apptainer_stores_its_files_outside_the_users_home(tmp_path: Path) -> No
     ],
 )  # fmt: skip
 def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
-    error = explain_doorway(said)
+    error = explain_wrapper(said)
     assert hint in error.hint
     assert " ".join(said.removeprefix("bwrap: ").split()) in error.message
 
@@ -144,7 +144,7 @@ async def test_a_start_that_apptainer_refuses_gives_the_reason(tmp_path: Path, r
 def test_every_path_in_the_wrapper_root_leads_to_the_host(tmp_path: Path) -> None:
     host = tmp_path / "host"
     (host / "home" / "user").mkdir(parents=True)
-    write_doorway(tmp_path / "door", host)
+    write_container(tmp_path / "door", host)
     assert sorted(path.name for path in (tmp_path / "door").iterdir()) == [".host", "home"]
     (tmp_path / "door" / ".host").rmdir()
     (tmp_path / "door" / ".host").symlink_to(host)  # as Apptainer will bind it

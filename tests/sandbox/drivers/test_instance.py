@@ -18,7 +18,7 @@ import pytest
 from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.sandbox.base import Mount, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer
-from prorl_envs.sandbox.drivers.apptainer_wrapper import explain_doorway
+from prorl_envs.sandbox.drivers.apptainer_wrapper import explain_wrapper
 from prorl_envs.sandbox.drivers.instance.command import InstanceFiles, apptainer_command, explain_instance
 from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver, InstanceSandbox, shows_python
 from prorl_envs.sandbox.drivers.instance.probe import instance_check
@@ -265,7 +265,7 @@ async def test_a_default_route_is_refused_with_a_reason(scripted: InstanceDriver
 
 
 async def test_the_visible_part_of_this_package_holds_no_task(driver: InstanceDriver) -> None:
-    runtime = (await driver.ready()).runtime
+    runtime = (await driver.shared()).runtime
     folders = {path.name for path in (runtime.path / "code" / "prorl_envs").iterdir() if path.is_dir()}
     assert folders <= {"sandbox", "tools", "__pycache__"}
     assert not list(runtime.path.rglob("*-packages"))
@@ -333,7 +333,7 @@ def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
 
 def test_apptainers_messages_are_shown_without_colours() -> None:
     said = "\x1b[91mERROR : Failed to create user namespace\x1b[0m"
-    for error in (explain_instance(said), explain_doorway(said)):
+    for error in (explain_instance(said), explain_wrapper(said)):
         assert error.message.endswith("the sandbox: ERROR : Failed to create user namespace")
 
 

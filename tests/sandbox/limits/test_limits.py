@@ -428,11 +428,12 @@ def test_the_groups_of_a_killed_service_are_removed_with_its_directory(
 
 
 async def test_a_driver_names_the_limits_it_enforces(run_dir: Path, watched: BubblewrapDriver) -> None:
-    assert watched.kept >= {"memory_bytes", "processes", "disk_bytes", "disk_files", "lifetime_s"}
-    assert "cpus" not in watched.kept
+    assert watched.enforced_limits >= {"memory_bytes", "processes", "disk_bytes", "disk_files", "lifetime_s"}
+    assert "cpus" not in watched.enforced_limits
     with pytest.warns(NoIsolationWarning):
         local = LocalDriver()
-    assert "disk_bytes" in local.kept and not local.kept & {"memory_bytes", "processes", "cpus"}
+    assert "disk_bytes" in local.enforced_limits
+    assert not local.enforced_limits & {"memory_bytes", "processes", "cpus"}
     await local.aclose()
 
 

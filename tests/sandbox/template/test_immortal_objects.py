@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not possible(), reason="this interpreter counts 
 BEGIN = """
 import ctypes, gc, os, sys, weakref
 from pathlib import Path
-from prorl_envs.sandbox.template.immortal_objects import immortalise
+from prorl_envs.sandbox.template.immortal_objects import make_immortal
 
 class Thing:
     pass
@@ -34,7 +34,7 @@ def run(code: str) -> str:
 
 def test_loaded_objects_are_no_longer_counted() -> None:
     said = run("""
-made = immortalise()
+made = make_immortal()
 loaded = [things[0], Thing, constant.__code__.co_consts[-1], sys.modules["gc"], things]
 before = [count(one) for one in loaded]
 more = [one for one in loaded for _ in range(1000)]
@@ -47,7 +47,7 @@ print(before == during == [count(one) for one in loaded] == [0xFFFFFFFF] * 5, ma
 
 def test_later_objects_are_counted_and_freed_as_usual() -> None:
     said = run("""
-immortalise()
+make_immortal()
 gc.freeze()
 single, cycle = Thing(), Thing()
 cycle.me = cycle
@@ -81,6 +81,6 @@ def copied():
     return int(os.read(reading, 100))
 """
     counted = int(run(touch + "print(copied())"))
-    immortal = int(run(touch + "immortalise()\nprint(copied())"))
+    immortal = int(run(touch + "make_immortal()\nprint(copied())"))
     assert counted > 800, "20,000 objects of 48 bytes and more"
     assert immortal < counted / 2  # the list itself is 160 KB

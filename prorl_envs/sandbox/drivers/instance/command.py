@@ -1,8 +1,8 @@
-"""Translation of a `SandboxSpec` to the Apptainer command line of one sandbox. Pure, but for `write_system`
-and `write_points`.
+"""Translation of a `SandboxSpec` to the Apptainer command line of one sandbox. Pure, except for
+`write_system` and `write_points`.
 
-Without an image, Apptainer's container is a directory made here that holds all mount points, so that the
-site's settings have no effect on it. An image is passed as it is; its changes stay in memory.
+Without an image, Apptainer's container is a generated directory with all mount points, so that the site's
+settings do not affect it. An image is passed to Apptainer unchanged; changes to it stay in memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from prorl_envs.sandbox.drivers.instance.runtime import PLACE
 from prorl_envs.sandbox.filesystem.host_system import kernel_files, root_directories
 from prorl_envs.sandbox.filesystem.mount_plan import HOME, SandboxFiles, mount_points
 
-#: Apptainer's default mounts that a sandbox gets in another way, or not at all.
+#: Apptainer's default mounts that are disabled: a sandbox gets them in another way, or not at all.
 _NO_MOUNTS = "sys,tmp,cwd,bind-paths,hostfs"
 _CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
 _LIMITED = (
@@ -39,19 +39,19 @@ _REMEDIES = {
     "`allow setuid = yes` in its configuration, or allow user namespaces (`prorl-envs doctor` says how)",
     "writable-tmpfs": _CONFIGURATION.format("enable overlay = yes"),
     "overlay": _CONFIGURATION.format("enable overlay = yes"),
-    "destination": "where a mount is to appear must exist in the image or below a writable directory",
+    "destination": "the target of a mount must exist in the image or below a writable directory",
 }
-_SAID_LIMIT = 500
+_MESSAGE_LIMIT = 500
 #: Apptainer's settings that allow each namespace.
 _SETTINGS = {"pid": "allow pid ns = yes", "ipc": "allow ipc ns = yes", "uts": "allow uts ns = yes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceFiles(SandboxFiles):
-    """The host directories of one sandbox, and those of its driver that it shows.
+    """Host directories of one sandbox, and files of its driver that are mounted into it.
 
     Args:
-        runtime: the Python of its first process.
+        runtime: directory with the Python of its first process.
         empty, blank: an empty directory, and an empty file.
     """
 
@@ -61,7 +61,7 @@ class InstanceFiles(SandboxFiles):
 
     @property
     def system(self) -> Path:
-        """The container directory of a sandbox without an image: holds the mount points."""
+        """Container directory of a sandbox without an image. It has the mount points."""
         return self.root / "system"
 
 
@@ -76,13 +76,13 @@ def apptainer_command(
     copied: Mapping[int, Path] | None = None,
     host_mounts: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command prefix for the command of a sandbox's first process.
+    """Return the command prefix with which Apptainer runs a sandbox's first process.
 
     Args:
-        program: Apptainer.
+        program: the Apptainer program.
         setuid: whether Apptainer uses its setuid program in place of a user namespace.
         root: whether root runs it, so that the first process has capabilities to drop.
-        system_masks: hidden in addition to the spec's own `masks`.
+        system_masks: paths that are hidden in addition to the spec's `masks`.
         copied: the private copies of overlay mounts, by their index in the spec.
         host_mounts: the host's mount points.
     """
@@ -91,7 +91,8 @@ def apptainer_command(
     mounts = _with_parts(_mounts(spec, files, system_masks, copied or {}), host_mounts)
     return [
         *(str(program), "--silent", "--nocolor", "exec", *(() if setuid else ("--userns",))),
-        # No shim process: the first process must be ours, so that no signal from inside kills it.
+        # No shim process of Apptainer's: the first process must be ours, so that no signal from inside kills
+        # it.
         *("--contain", "--cleanenv", "--no-eval", "--pid", "--ipc", "--uts", "--no-init"),
         *(("--keep-privs",) if root else ("--no-privs",)),
         *("--hostname", spec.hostname, *network),
@@ -116,13 +117,12 @@ class _Bind:
 
 def _with_parts(mounts: Iterable[_Bind], host_mounts: Sequence[str]) -> Iterator[_Bind]:
     """Add the host's mounts below each read-only mount: Apptainer makes only the top mount read-only."""
-    for each in mounts:
-        yield each
-        if not each.writable:
-            for place in host_mounts:
-                path = Path(place)
-                if path != each.source and path.is_relative_to(each.source):
-                    target = PurePosixPath(each.target, path.relative_to(each.source))
+    for mount in mounts:
+        yield mount
+        if not mount.writable:
+            for path in map(Path, host_mounts):
+                if path != mount.source and path.is_relative_to(mount.source):
+                    target = PurePosixPath(mount.target, path.relative_to(mount.source))
                     yield _Bind(path, str(target))
 
 
@@ -134,16 +134,16 @@ def _mounts(
             yield _Bind(Path("/", name), f"/{name}")
         yield _Bind(files.etc, "/etc")
     else:
-        # Hide an image's environment scripts for Apptainer and its ld.so.preload from the first process.
+        # Hide the image's environment scripts and its ld.so.preload from Apptainer and the first process.
         yield _Bind(files.empty, "/.singularity.d")
         yield _Bind(files.blank, "/etc/ld.so.preload")
         yield _Bind(files.blank, "/etc/resolv.conf")
     yield _Bind(files.root / "hosts", "/etc/hosts")
     yield _Bind(files.root / "hostname", "/etc/hostname")
-    # In any mount of /proc/sys, the kernel shows the namespaces of the reading process.
+    # The host's /proc/sys shows a process inside the settings of its own namespaces.
     yield _Bind(Path("/proc/sys"), "/proc/sys")
     for name in kernel_files():
-        yield _Bind(Path("/dev/null"), f"/proc/{name}")  # unopenable on a mount without devices
+        yield _Bind(Path("/dev/null"), f"/proc/{name}")  # cannot be opened on a mount without devices
     yield _Bind(files.runtime, PLACE)
     yield _Bind(files.tmp, "/tmp", writable=True)
     yield _Bind(files.work, spec.workdir, writable=True)
@@ -151,22 +151,22 @@ def _mounts(
         source = copied.get(index, mount.source)
         yield _Bind(source, mount.target, writable=mount.writable or mount.overlay)
     for mask in (*spec.masks, *system_masks):
-        for place, source in _above(mask, files.places(spec)):
+        for place, source in _directories_above(mask, files.places(spec)):
             yield _Bind(source, place, writable=True)
         yield _Bind(files.empty, mask)
 
 
-def _above(target: str, places: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
-    """Return the directories between a directory writable inside and a mount in it, to be bind-mounted.
+def _directories_above(target: str, places: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
+    """Yield the directories between a directory that is writable inside and a mount below it.
 
-    Otherwise the sandbox could rename them, and so move the mount below.
+    They are bind-mounted too. Otherwise the sandbox could rename them, and thereby move the mount.
     """
     path = PurePosixPath(target)
-    own = max((place for place in places if path.is_relative_to(place)), key=len, default=None)
-    if own is not None:
-        parts = path.relative_to(own).parts
+    above = max((place for place in places if path.is_relative_to(place)), key=len, default=None)
+    if above is not None:
+        parts = path.relative_to(above).parts
         for count in range(1, len(parts)):
-            yield str(PurePosixPath(own, *parts[:count])), places[own].joinpath(*parts[:count])
+            yield str(PurePosixPath(above, *parts[:count])), places[above].joinpath(*parts[:count])
 
 
 def _quoted(field: str) -> str:
@@ -174,10 +174,10 @@ def _quoted(field: str) -> str:
 
 
 def write_system(spec: SandboxSpec, files: InstanceFiles) -> None:
-    """Make the container directory of a sandbox without an image: mount points, and links.
+    """Write the container directory of a sandbox without an image: mount points, and links.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be written.
     """
     system = files.system
     for name in ("usr", "etc", "proc", "dev", "run", "tmp", "var", PLACE[1:]):
@@ -194,10 +194,10 @@ def write_system(spec: SandboxSpec, files: InstanceFiles) -> None:
 
 
 def write_points(spec: SandboxSpec, files: InstanceFiles) -> None:
-    """Make the mount points in the sandbox's own directories, since no other program can make them.
+    """Create the mount points in the sandbox's own directories: Apptainer cannot create them there.
 
     Raises:
-        OSError: a mount point cannot be made.
+        OSError: a mount point cannot be created.
     """
     places = files.places(spec)
     for target, is_directory in mount_points(spec).items():
@@ -220,11 +220,12 @@ def _make_point(target: str, places: Mapping[str, Path], is_directory: bool) -> 
 
 def explain_instance(output: str) -> SandboxError:
     """Return the error for a failed start, from Apptainer's output."""
-    said = on_one_line(output)[-_SAID_LIMIT:] or "Apptainer ended without a word"
-    lower = said.lower()
+    message = on_one_line(output)[-_MESSAGE_LIMIT:] or "Apptainer ended without a message"
+    lower = message.lower()
     hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
     return SandboxError(
-        f"Apptainer did not start the sandbox: {said}", hint=hint or "`prorl-envs doctor` checks this machine"
+        f"Apptainer did not start the sandbox: {message}",
+        hint=hint or "`prorl-envs doctor` checks this machine",
     )
 
 

@@ -1,9 +1,9 @@
 """Driver for machines without user namespaces: one Apptainer per sandbox, with the tool servers inside.
 
 If Apptainer is installed setuid and the kernel allows ordinary users no user namespaces, no process can join
-a sandbox from outside. So the first process of a sandbox is itself a template: a Python of the host's,
-mounted into any image, that forks tool servers on request over an inherited socket. As the first process of
-a pid namespace, it receives no signal from inside; when its socket closes, it exits, and the sandbox stops.
+a sandbox from outside. So the first process of a sandbox is itself a template: a Python of the host's that is
+mounted into any image, and forks tool servers on request over an inherited socket. As the first process of a
+pid namespace, it receives no signal from inside; when its socket closes, it exits, and the sandbox stops.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer, uses_setuid
-from prorl_envs.sandbox.drivers.apptainer_wrapper import doorway_environment
+from prorl_envs.sandbox.drivers.apptainer_wrapper import wrapper_environment
 from prorl_envs.sandbox.drivers.instance.command import (
     InstanceFiles,
     apptainer_command,
@@ -26,7 +26,7 @@ from prorl_envs.sandbox.drivers.instance.command import (
     write_points,
     write_system,
 )
-from prorl_envs.sandbox.drivers.instance.runtime import CODE, Runtime, gather
+from prorl_envs.sandbox.drivers.instance.runtime import CODE, Runtime, copy_runtime
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.mount_plan import (
@@ -54,14 +54,14 @@ from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
 START_TIMEOUT_S = 60.0
-#: Preload of a Python session inside the sandbox. Libraries are imported by the first cell that names them:
-#: importing them in advance would cost every sandbox seconds.
+#: Preload of a Python session inside the sandbox. Libraries are not preloaded: their import in advance would
+#: delay every sandbox by seconds.
 _PYTHON_PRELOAD = "prorl_envs.tools.server.python_kernel:prepare_alone"
 _PYTHON = "ipython"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
+class _SharedFiles:
     """The files and settings that all sandboxes of a driver share."""
 
     runtime: Runtime
@@ -72,16 +72,16 @@ class _Ready:
 
 
 class InstanceDriver(IsolatedDriver["InstanceSandbox"]):
-    """Starts each sandbox with an Apptainer of its own. They stop with this process, even if it is killed.
+    """Starts each sandbox with its own Apptainer. Sandboxes stop with this process, even if it is killed.
 
     Args:
         root: see `NodeDriver`.
         apptainer: the program; None chooses as `ApptainerDriver` does.
-        setuid: whether to use its setuid program; None does if it is installed and this user is not root.
+        setuid: whether to use its setuid program; None: if it is installed and this user is not root.
         templates, limits: see `NodeDriver`.
 
     Raises:
-        SandboxError: there is no Apptainer, or no directory can be made.
+        SandboxError: there is no Apptainer, or no directory can be created.
     """
 
     name = "apptainer-instance"
@@ -98,31 +98,31 @@ class InstanceDriver(IsolatedDriver["InstanceSandbox"]):
         self.program = find_apptainer(apptainer)
         super().__init__(root, templates=templates, limits=limits)
         self._setuid = setuid
-        self._preparing: asyncio.Task[_Ready] | None = None
+        self._preparing: asyncio.Task[_SharedFiles] | None = None
 
     async def warm(self, *names: str) -> None:
         """Prepare the files that sandboxes share, and start the template that measures disk use."""
-        await asyncio.gather(self.ready(), super().warm(next(iter(self.templates))))
+        await asyncio.gather(self.shared(), super().warm(next(iter(self.templates))))
 
-    async def ready(self) -> _Ready:
-        """Return the files that all sandboxes share, made at first use.
+    async def shared(self) -> _SharedFiles:
+        """Return the files that all sandboxes share; the first call creates them.
 
         Raises:
-            SandboxError: they cannot be made.
+            SandboxError: they cannot be created.
         """
         if self._preparing is None:
             self._preparing = asyncio.create_task(asyncio.to_thread(self._prepare))
         try:
             return await asyncio.shield(self._preparing)
         except SandboxError:
-            self._preparing = None  # the next start tries again
+            self._preparing = None  # the next call tries again
             raise
 
     async def _make(self, spec: SandboxSpec) -> "InstanceSandbox":
-        ready = await self.ready()
+        shared = await self.shared()
         if spec.default_route and os.geteuid() != 0:
             raise SandboxError(
-                "the apptainer-instance driver cannot give a sandbox a default route: only root may",
+                "the apptainer-instance driver cannot give a sandbox a default route: that needs root",
                 hint="start it without `default_route`; connections to outside addresses then fail at once",
             )
         self.check_network(spec)
@@ -130,16 +130,16 @@ class InstanceDriver(IsolatedDriver["InstanceSandbox"]):
             await asyncio.to_thread(system_partition, spec.image)  # raises if it is not an image
         sandbox_id, root = self._place()
         files = InstanceFiles(
-            root, ready.etc, runtime=ready.runtime.path, empty=ready.empty, blank=ready.blank
+            root, shared.etc, runtime=shared.runtime.path, empty=shared.empty, blank=shared.blank
         )
-        return InstanceSandbox(sandbox_id, spec, files, self, ready)
+        return InstanceSandbox(sandbox_id, spec, files, self, shared)
 
     async def _release(self) -> None:
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
         await super()._release()
 
-    def _prepare(self) -> _Ready:
+    def _prepare(self) -> _SharedFiles:
         path = self.directory.path
         attempt = sum(1 for _ in path.glob("shared*"))
         shared = path / f"shared{attempt}"
@@ -150,9 +150,9 @@ class InstanceDriver(IsolatedDriver["InstanceSandbox"]):
             write_etc(shared / "etc", uid=os.geteuid(), home=HOME)
         except OSError as error:
             raise SandboxError(f"cannot make directories for sandboxes: {error}") from error
-        runtime = gather(shared / "runtime", self.templates_specs)
+        runtime = copy_runtime(shared / "runtime", self.templates_specs)
         setuid = uses_setuid(self.program) if self._setuid is None else self._setuid
-        return _Ready(
+        return _SharedFiles(
             runtime=runtime,
             etc=shared / "etc",
             empty=shared / "empty",
@@ -166,11 +166,11 @@ class InstanceDriver(IsolatedDriver["InstanceSandbox"]):
         return {name: template.spec for name, template in self.templates.items()}
 
     def wrapper(self, command: list[str], python: tuple[str, ...]) -> Wrapper:
-        """Return the wrapper by which Apptainer is run, and by it the first process."""
+        """Return the wrapper with which Apptainer runs the first process."""
         notes = self.directory.path / "notes"
         return Wrapper(
             command=tuple(command),
-            env=doorway_environment(notes, environment()),
+            env=wrapper_environment(notes, environment()),
             explain=explain_instance,
             python=python,
         )
@@ -189,29 +189,29 @@ class InstanceSandbox(IsolatedSandbox):
         spec: SandboxSpec,
         files: InstanceFiles,
         driver: InstanceDriver,
-        ready: _Ready,
+        shared: _SharedFiles,
     ) -> None:
         super().__init__(sandbox_id, spec, files.root, driver)
         self._driver: InstanceDriver = driver
         self._files = files
-        self._ready = ready
+        self._shared = shared
         self._process: TemplateProcess | None = None
-        self._seen = -1
+        self._root_fd = -1
 
     @property
     def seen_root(self) -> str | None:
-        # Not by pid: this user cannot open the first process's /proc, so that process sent its root.
-        return None if self._seen < 0 else f"/proc/self/fd/{self._seen}"
+        # The first process sent this descriptor, because this user cannot open its /proc directory.
+        return None if self._root_fd < 0 else f"/proc/self/fd/{self._root_fd}"
 
     @property
     def servers_inside(self) -> frozenset[int]:
-        return frozenset(server.own_pid for server in self._servers if server.process.alive)
+        return frozenset(server.inner_pid for server in self._servers if server.process.alive)
 
     async def snapshot(self) -> Snapshot:
-        """Copy the files of the sandbox: see `base.Sandbox`. Changes of its image are not included."""
+        """Copy the files of the sandbox: see `base.Sandbox`. Changes to its image are not included."""
         if self._spec.image is not None:
             self._driver.warn_once(
-                "a snapshot by the apptainer-instance driver lacks changes of the image: they are in memory"
+                "a snapshot by the apptainer-instance driver lacks changes to the image: they are in memory"
             )
         return await super().snapshot()
 
@@ -224,13 +224,13 @@ class InstanceSandbox(IsolatedSandbox):
             self._driver.program,
             self._inside,
             self._files,
-            setuid=self._ready.setuid,
+            setuid=self._shared.setuid,
             root=os.geteuid() == 0,
             system_masks=self._driver.system_masks if self._spec.image is None else (),
             copied=copied,
             host_mounts=mount_places(),
         )
-        runtime, with_python = self._ready.runtime, shows_python(self._spec)
+        runtime, with_python = self._shared.runtime, shows_python(self._spec)
         python = runtime.command_of_host() if with_python else runtime.command()
         try:
             self._process = TemplateProcess(
@@ -246,9 +246,9 @@ class InstanceSandbox(IsolatedSandbox):
             terminals=TERMINALS,
         )
         await self._process.prepare(entries, preload, START_TIMEOUT_S, inside)
-        self._hold_first(self._process)
+        self._take_first(self._process)
         if allow := self._spec.network.allow:
-            listener = await self._process.listen(self.id, self._seen, PROXY_PORT)
+            listener = await self._process.listen(self.id, self._root_fd, PROXY_PORT)
             self._proxy = self._driver.gateway.serve(self.id, listener, allow)
 
     async def listen_loopback(self) -> socket.socket:
@@ -257,23 +257,23 @@ class InstanceSandbox(IsolatedSandbox):
             raise self.end_error()
         if self._spec.network.open:
             return listen_on_host()
-        return await self._process.listen(self.id, self._seen, 0)
+        return await self._process.listen(self.id, self._root_fd, 0)
 
     def _imports(self, with_python: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the first process's entries, and the modules that it imports in advance."""
         templates = self._driver.templates_specs
         entries = tuple(dict.fromkeys(entry for spec in templates.values() for entry in spec.entries))
         if not with_python:
-            return entries, self._ready.runtime.modules
+            return entries, self._shared.runtime.modules
         preload = (_PYTHON_PRELOAD,) if _PYTHON in templates else ()
-        return entries, (*self._ready.runtime.modules, *preload)
+        return entries, (*self._shared.runtime.modules, *preload)
 
-    def _hold_first(self, process: TemplateProcess) -> None:
-        """Take the descriptors of the first process, and check the namespaces that Apptainer made.
+    def _take_first(self, process: TemplateProcess) -> None:
+        """Take the descriptors of the first process, and check the namespaces that Apptainer created.
 
         A site can forbid namespaces; Apptainer then only prints a warning.
         """
-        pidfd, self._seen = process.descriptors
+        pidfd, self._root_fd = process.descriptors
         self._first = Process(pid_of(pidfd), pidfd)
         found = process.found
         open_network = self._spec.network.open
@@ -288,7 +288,7 @@ class InstanceSandbox(IsolatedSandbox):
             raise explain_shared(shared)
 
     async def _prepare_files(self) -> dict[int, Path]:
-        """Make the directories. Return the copies of overlay mounts, by their index."""
+        """Create the directories. Return the copies of overlay mounts, by their index in the spec."""
         files, spec = self._files, self._inside
         files.root.mkdir(mode=0o700, exist_ok=self._restored)
         overlays = {index: files.overlay(index)[0] for index, m in enumerate(spec.mounts) if m.overlay}
@@ -312,7 +312,7 @@ class InstanceSandbox(IsolatedSandbox):
         return overlays
 
     def _open_place(self) -> int:
-        return os.dup(self._seen)
+        return os.dup(self._root_fd)
 
     def _request(self, entry: str) -> ForkRequest:
         env = {**default_environment(self._spec), **self._spec.env}
@@ -330,7 +330,7 @@ class InstanceSandbox(IsolatedSandbox):
             )
         if template == _PYTHON and not shows_python(self._spec):
             raise SandboxError(
-                "a Python session of the host's needs the host's Python in the sandbox",
+                "a session of the host's Python needs that Python in the sandbox",
                 hint="add the mounts of `python_runtime()` to the spec, as the ipython environments do",
             )
         return await self._process.fork(self.id, place, request)
@@ -347,9 +347,9 @@ class InstanceSandbox(IsolatedSandbox):
             await self._first.wait()
         for server in self._servers:
             await server.process.wait()
-        if self._seen >= 0:
-            os.close(self._seen)
-            self._seen = -1
+        if self._root_fd >= 0:
+            os.close(self._root_fd)
+            self._root_fd = -1
 
 
 def shows_python(spec: SandboxSpec) -> bool:

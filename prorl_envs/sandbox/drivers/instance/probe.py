@@ -1,4 +1,4 @@
-"""Check that Apptainer can make sandboxes by itself, on machines without namespaces that can be joined."""
+"""Check whether Apptainer alone can start sandboxes, on machines whose namespaces cannot be joined."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer, uses_setuid
-from prorl_envs.sandbox.drivers.apptainer_wrapper import doorway_environment
+from prorl_envs.sandbox.drivers.apptainer_wrapper import wrapper_environment
 from prorl_envs.sandbox.drivers.instance.command import (
     InstanceFiles,
     apptainer_command,
@@ -30,7 +30,7 @@ def instance_check(base: Path, chosen: Path | None = None) -> Check:
 
     Args:
         base: existing directory on a local disk.
-        chosen: the Apptainer drivers would use; None for the default one.
+        chosen: the Apptainer that drivers would use; None for the default.
     """
     try:
         program = find_apptainer(chosen)
@@ -66,7 +66,7 @@ def _try_start(program: Path, base: Path, *, setuid: bool) -> SandboxError | Non
             capture_output=True,
             text=True,
             errors="replace",
-            env=doorway_environment(root, {}),
+            env=wrapper_environment(root, {}),
             cwd="/",
             timeout=_TIMEOUT_S,
             check=False,
@@ -74,5 +74,6 @@ def _try_start(program: Path, base: Path, *, setuid: bool) -> SandboxError | Non
     if done.returncode != 0:
         return explain_instance(done.stdout + done.stderr)
     number, *interfaces = done.stdout.split()
-    shared = [name for name, kept in (("pid", number == "1"), ("net", interfaces == ["lo"])) if not kept]
+    separate = {"pid": number == "1", "net": interfaces == ["lo"]}
+    shared = [name for name, is_separate in separate.items() if not is_separate]
     return explain_shared(shared) if shared else None

@@ -1,8 +1,8 @@
 """The Python of a sandbox's first process, copied into one directory that is mounted into any image.
 
 An image may have no Python, or another libc. So a Python of the host imports all modules of the tool servers
-and lists the files it loaded. These files, their shared libraries and the dynamic loader are all that the
-first process needs, and all that a sandbox can see of the host's Python.
+and lists the files it loaded. The first process needs only these files, their shared libraries and the
+dynamic loader, and a sandbox sees nothing else of the host's Python.
 """
 
 import json
@@ -23,7 +23,7 @@ from prorl_envs.sandbox.template.template import TemplateSpec
 PLACE = "/.prorl"
 CODE = f"{PLACE}/code"
 _LIBRARIES = f"{PLACE}/lib"
-_ROOMS = ("sandbox", "tools")
+_SUBPACKAGES = ("sandbox", "tools")
 _TIMEOUT_S = 120.0
 
 _TRACE = """\
@@ -66,8 +66,8 @@ class Runtime:
 
     def command(self) -> tuple[str, ...]:
         """Return the command that starts the first process with the files of this runtime alone."""
-        own = f"{PLACE}/python/bin/python3"
-        return (*self._loaded(own), "-I", "-S", "-X", "utf8", "-c", BOOT, CODE)
+        program = f"{PLACE}/python/bin/python3"
+        return (*self._loaded(program), "-I", "-S", "-X", "utf8", "-c", BOOT, CODE)
 
     def command_of_host(self) -> tuple[str, ...]:
         """Return the command for a sandbox that shows the host's Python at the host's paths."""
@@ -79,13 +79,13 @@ class Runtime:
         return (f"{_LIBRARIES}/{self.loader}", "--library-path", _LIBRARIES, program)
 
 
-def gather(target: Path, templates: Mapping[str, TemplateSpec]) -> Runtime:
+def copy_runtime(target: Path, templates: Mapping[str, TemplateSpec]) -> Runtime:
     """Copy the files that the first process needs into `target`. Blocks, for some 0.5 s.
 
     Args:
-        target: a new directory on a local disk; made here.
-        templates: the templates whose entries it will run; the preload functions of `base` are called once,
-            to find the modules that they import.
+        target: path of the new directory, on a local disk.
+        templates: the templates whose entries the first process will run. The preload functions of `base` are
+            called once, to find the modules that they import.
 
     Raises:
         SandboxError: the modules cannot be traced or copied.
@@ -97,9 +97,9 @@ def gather(target: Path, templates: Mapping[str, TemplateSpec]) -> Runtime:
     home = target / "python" / stdlib.relative_to(sys.base_prefix)
     try:
         for name, origin in found["modules"].items():
-            _copy(Path(origin), _place(name, Path(origin), stdlib, home, target / "code"))
-        _copy(stdlib / "os.py", home / "os.py")  # by this file an interpreter finds its standard library
-        for source in _own_code():
+            _copy(Path(origin), _copy_target(name, Path(origin), stdlib, home, target / "code"))
+        _copy(stdlib / "os.py", home / "os.py")  # an interpreter finds its standard library by this file
+        for source in _package_code():
             _copy(source, target / "code" / source.relative_to(_package().parent))
         program = Path(sys.executable).resolve()
         _copy(program, target / "python" / "bin" / "python3")
@@ -136,15 +136,15 @@ def _trace(wanted: Iterable[str]) -> dict[str, dict[str, str]]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxError(f"this Python cannot be started to see what it loads: {error}") from error
+        raise SandboxError(f"cannot start this Python to list the files that it loads: {error}") from error
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()[-500:]
-        raise SandboxError(f"what tool servers import cannot be imported: {said}")
+        message = done.stderr.decode(errors="replace").strip()[-500:]
+        raise SandboxError(f"cannot import the modules of tool servers: {message}")
     found: dict[str, dict[str, str]] = json.loads(done.stdout)
     return found
 
 
-def _place(name: str, origin: Path, stdlib: Path, home: Path, code: Path) -> Path:
+def _copy_target(name: str, origin: Path, stdlib: Path, home: Path, code: Path) -> Path:
     """Return the path to which a module's file is copied."""
     parts = name.split(".")
     if origin.is_relative_to(stdlib) and "-packages" not in str(origin.relative_to(stdlib)):
@@ -157,12 +157,12 @@ def _package() -> Path:
     return Path(prorl_envs.__file__).resolve().parent
 
 
-def _own_code() -> Iterator[Path]:
-    """Return this package's modules for a Python session: only packages used in a sandbox, no tasks."""
+def _package_code() -> Iterator[Path]:
+    """Yield this package's modules that run in a sandbox. They contain no tasks."""
     package = _package()
     yield from (package / "__init__.py", package / "errors.py")
-    for room in _ROOMS:
-        yield from (package / room).rglob("*.py")
+    for name in _SUBPACKAGES:
+        yield from (package / name).rglob("*.py")
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -172,17 +172,17 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copy2(source, target)
     if source.suffix == ".py":
         cached = source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
-        if cached.exists():  # valid as long as the source keeps its mtime, which `copy2` preserves
+        if cached.exists():  # valid for the source's mtime, which `copy2` preserves
             (target.parent / "__pycache__").mkdir(exist_ok=True)
             shutil.copy2(cached, target.parent / "__pycache__" / cached.name)
 
 
 def _copy_libraries(libraries: Iterable[Path], target: Path) -> None:
-    """Copy shared libraries with their symbolic links: programs often ask for the name of a link."""
+    """Copy shared libraries with their symbolic links: programs often load them by the name of a link."""
     target.mkdir()
     for library in libraries:
         if ".so" not in library.name:
-            continue  # such as the locale archive
+            continue  # another mapped file, such as the locale archive
         shutil.copy(library, target / library.name)
         stem = library.name.partition(".so")[0]
         for link in library.parent.glob(f"{stem}.so*"):
