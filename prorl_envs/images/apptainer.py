@@ -1,4 +1,4 @@
-"""Detection of Apptainer, of the builder's permissions, and of the causes of its failures."""
+"""The builder program (Apptainer), the permissions it runs with, and hints for its failures."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 
-#: Text in an output, and the hint for it. The first match counts.
+#: Parts of a builder's output, and the hint for them. The first match counts.
 _FULL = (("no space left on device",), "free some disk, or set run_dir to a larger local one")
 _PULLING = (
     _FULL,
@@ -26,7 +26,7 @@ _PULLING = (
         ("has no library client",),
         "Apptainer knows no library by default: `apptainer remote add --no-login NAME cloud.sylabs.io`",
     ),
-    (("manifest unknown", "name unknown", "404 not found"), "look at the image's name and tag"),
+    (("manifest unknown", "name unknown", "404 not found"), "check the image's name and tag"),
 )
 _BUILDING = (
     _FULL,
@@ -55,11 +55,11 @@ _BUILDING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """Permissions of this user as a builder.
+    """Permissions of this user that matter for builds.
 
     Args:
         root: the user is root, of the machine or of a container.
-        capable: the user has every capability; a container's root often lacks some.
+        capable: the user has all capabilities; a container's root often lacks some.
         subordinate: the user has subordinate ids, and the program that maps them is installed.
     """
 
@@ -69,15 +69,15 @@ class Rights:
 
     @property
     def identity(self) -> bool:
-        """True if the build must run in a user namespace with an identity map. Apptainer requires all
-        capabilities to run a definition's commands. Root has them in its own user namespace; the map of every
-        id to itself keeps the owners of files."""
+        """True if the build must run in a user namespace that maps every id to itself. Apptainer runs a
+        definition's commands only with all capabilities. Root has them in such a namespace, and the map keeps
+        the owners of files."""
         return self.root and not self.capable
 
     @property
     def unpack_base(self) -> bool:
-        """True if base images must be unpacked first. If only the user's own id is mapped, a build cannot
-        keep files of other owners. Without a definition, Apptainer unpacks them as the user's own."""
+        """True if base images must be unpacked before the build. If only the user's own id is mapped, a build
+        cannot store files of other owners; unpacked without a definition, all files belong to the user."""
         return not self.root and not self.subordinate
 
 
@@ -111,13 +111,13 @@ def find_program(environ: Mapping[str, str]) -> str:
     """Return the path of the builder program: Apptainer, or Singularity CE, whose commands are the same.
 
     Raises:
-        SandboxError: there is none.
+        SandboxError: neither is installed.
     """
     for name in ("apptainer", "singularity"):
         if found := shutil.which(name, path=environ.get("PATH")):
             return found
     raise SandboxError(
-        "neither apptainer nor singularity is installed, and images are built and pulled by one of them",
+        "neither apptainer nor singularity is installed: one of them is needed to build and pull images",
         hint="`module load apptainer` on many clusters; or build the image elsewhere, and give the SIF",
     )
 
@@ -126,14 +126,14 @@ def failure(what: str, status: int, output: str, *, remote: bool) -> SandboxErro
     """Return the error for a builder's exit status, with the end of its output and a hint.
 
     Args:
-        remote: the builder was pulling, not building.
+        remote: True if the builder was pulling, False if it was building.
     """
     lines = [line for line in output.splitlines() if line.strip()]
     fatal = next((line for line in reversed(lines) if line.startswith(("FATAL", "ERROR"))), "")
-    said = "\n".join(lines[-25:])[-3000:]
-    low = f"{fatal}\n{said}".lower()
+    end = "\n".join(lines[-25:])[-3000:]
+    low = f"{fatal}\n{end}".lower()
     remedies = _PULLING if remote else _BUILDING
     hint = next((help for signs, help in remedies if any(sign in low for sign in signs)), "")
     return SandboxError(
-        f"{what} failed with status {status}; the last it said:\n{said}", hint=hint or "see its last lines"
+        f"{what} failed with status {status}; end of its output:\n{end}", hint=hint or "see its last lines"
     )

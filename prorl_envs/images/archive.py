@@ -1,7 +1,7 @@
 """Conversion of a tar of a root file system to an OCI layout of one layer.
 
-Apptainer then unpacks it, as it does every container: it keeps links inside, needs no permission to create
-devices or to change owners, and remains the only place that processes hostile archives.
+Apptainer then unpacks it, as it does every container: it follows no link out of the image, and needs no
+permission to create devices or to change owners. So only Apptainer processes hostile archives.
 """
 
 import bz2
@@ -28,11 +28,11 @@ def write_layout(tar: Path, folder: Path, *, limit: int) -> None:
     """Write the layout of `tar` to the new `folder`.
 
     Args:
-        tar: plain, or compressed by gzip, bzip2 or xz.
-        limit: most bytes unpacked.
+        tar: plain tar, or one compressed by gzip, bzip2 or xz.
+        limit: most bytes of the unpacked tar.
 
     Raises:
-        InputError: it is damaged, or larger than the limit.
+        InputError: the tar is damaged, or larger than the limit.
     """
     blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True)
@@ -69,7 +69,7 @@ def _layer(tar: Path, blobs: Path, limit: int) -> dict[str, object]:
                     digest, size = of_stream(cast(BinaryIO, opener(file)), copy, limit=limit)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise InputError(
-            f"cannot unpack {tar}: {error}", hint="the archive is damaged: make it again"
+            f"cannot unpack {tar}: {error}", hint="the archive is damaged: create it again"
         ) from error
     draft.rename(blobs / digest)
     kind = "application/vnd.oci.image.layer.v1.tar"

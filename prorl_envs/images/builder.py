@@ -42,7 +42,7 @@ _LOCAL = {"localimage", *SourceKind} - {
 
 
 @dataclass(frozen=True, slots=True)
-class _Locked:
+class _LockedTemplate:
     """Template whose components are all identified by content."""
 
     template: ImageTemplate
@@ -54,14 +54,14 @@ class _Locked:
 
 
 class ImageBuilder:
-    """Builder of images into a store; builds each image once for all concurrent requests, also across nodes.
+    """Builds images into a store: each once for all concurrent requests, even of several nodes.
 
     Args:
         store: store of the images.
         scratch: directory on a local disk to build in; None takes `node_local_base()`.
         limits: limits of one build.
         progress: called with a short line for each step.
-        puller: pulls `docker://` addresses as layered images; None has Apptainer make SIF files of them.
+        puller: pulls `docker://` addresses as layered images; with None, Apptainer converts them to SIF.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class ImageBuilder:
         """Return the directory, SIF or layered image of `source`; build or pull it if it is missing.
 
         Args:
-            source: text and paths are parsed by `parse_source`.
+            source: the source; `parse_source` parses text and paths.
             mode: for a remote address, LOCK and VERSION both reuse an earlier pull.
 
         Returns:
-            a path that never changes, or None for the host's own system.
+            A path whose content never changes, or None for the host's own system.
 
         Raises:
-            InputError: the source is wrong.
+            InputError: the source is invalid.
             SandboxError: this machine cannot build or pull it.
         """
         if isinstance(source, ImageTemplate):
@@ -108,7 +108,7 @@ class ImageBuilder:
         return await self._without_layers(source, mode)
 
     async def _without_layers(self, source: Source, mode: ImageMode) -> Path | None:
-        """Return the directory or SIF of a source, which Apptainer can build on."""
+        """Return the directory or SIF of a source. Apptainer can use either as base of a build."""
         match source.kind:
             case SourceKind.HOST:
                 return None
@@ -129,7 +129,7 @@ class ImageBuilder:
             self._progress(f"reading {source.location}")
             content["sha256"] = await in_thread(digest.of_path, source.path)
         key = digest.of_value(content)
-        async with self._only_one(key, mode) as found:
+        async with self._single_builder(key, mode) as found:
             if found is not None:
                 return found
             async with self._scratch() as scratch:
@@ -155,7 +155,7 @@ class ImageBuilder:
 
     async def _locked_template(self, template: ImageTemplate, mode: ImageMode) -> StoredImage:
         locked = await self._lock(template, mode)
-        async with self._only_one(locked.key, mode) as found:
+        async with self._single_builder(locked.key, mode) as found:
             if found is not None:
                 return found
             async with self._scratch() as scratch:
@@ -165,7 +165,7 @@ class ImageBuilder:
                     image, locked.key, template.name, template.version, source, locked.content
                 )
 
-    async def _lock(self, template: ImageTemplate, mode: ImageMode) -> _Locked:
+    async def _lock(self, template: ImageTemplate, mode: ImageMode) -> _LockedTemplate:
         """Identify all components of a template's image; pull missing ones."""
         stages = template.stages()
         files = await in_thread(template.copied, stages)
@@ -182,7 +182,7 @@ class ImageBuilder:
                 stage.header |= {"bootstrap": "localimage", "from": f"base-{number}"}
         content |= {"definition": render(stages), "bases": digests}
         content["files"] = {target: await in_thread(digest.of_path, path) for target, path in files.items()}
-        return _Locked(template, stages, files, bases, content, digest.of_value(content))
+        return _LockedTemplate(template, stages, files, bases, content, digest.of_value(content))
 
     def _digest(self, image: Path) -> str:
         for entry in self.store.entries():
@@ -191,7 +191,7 @@ class ImageBuilder:
         return digest.of_path(image)
 
     @asynccontextmanager
-    async def _only_one(self, key: str, mode: ImageMode) -> AsyncIterator[StoredImage | None]:
+    async def _single_builder(self, key: str, mode: ImageMode) -> AsyncIterator[StoredImage | None]:
         """Yield the image of this key, or None to the single caller that must build it now."""
         if mode is not ImageMode.REBUILD and (found := await in_thread(self.store.find, key)):
             yield found
@@ -208,7 +208,7 @@ class ImageBuilder:
         finally:
             await in_thread(remove, scratch)
 
-    async def _build(self, scratch: Path, locked: _Locked) -> Path:
+    async def _build(self, scratch: Path, locked: _LockedTemplate) -> Path:
         image, definition = scratch / "image.sif", scratch / "definition"
         stages, may = locked.stages, await in_thread(rights)
         for number, path in locked.bases.items():
@@ -235,7 +235,7 @@ class ImageBuilder:
         return image
 
     async def _convert(self, scratch: Path, source: Source, image: Path) -> None:
-        # A colon in a path would start a tag: the builder gets a link with a plain name.
+        # A colon in a path would start a tag, so the builder gets a link with a plain name.
         plain = scratch / "source"
         if source.kind is SourceKind.TAR:
             kind = SourceKind.OCI_LAYOUT
@@ -276,12 +276,12 @@ class ImageBuilder:
         )
 
     def _waiting(self, owner: Owner | None) -> None:
-        who = f"process {owner.pid} on {owner.place.host}" if owner else "somebody"
+        who = f"process {owner.pid} on {owner.place.host}" if owner else "another process"
         self._progress(f"waiting for {who}, which builds the same image")
 
 
 def _base(template: ImageTemplate, stage: BuildStage) -> Source | None:
-    """Return the base of a stage; None if it starts from scratch or from a package manager of the host."""
+    """Return the base image of a stage; None if it starts from scratch or with a package manager."""
     bootstrap, origin = stage.header.get("bootstrap", "").lower(), stage.header.get("from", "")
     if bootstrap in REMOTE_SCHEMES:
         parts = [stage.header.pop(key, "").strip("/") for key in ("registry", "namespace")]
@@ -294,9 +294,8 @@ def _base(template: ImageTemplate, stage: BuildStage) -> Source | None:
     return None
 
 
-def _stage_files(scratch: Path, locked: _Locked) -> list[str]:
-    """Copy the files of the image beside the definition, under names without special characters for
-    Apptainer.
+def _stage_files(scratch: Path, locked: _LockedTemplate) -> list[str]:
+    """Copy the files for the image beside the definition, under names that are plain for Apptainer.
 
     Raises:
         InputError: a file changed after its content was read.
@@ -314,6 +313,6 @@ def _stage_files(scratch: Path, locked: _Locked) -> list[str]:
         except OSError as error:
             raise InputError(f"cannot copy {source} for the image: {str(error)[:500]}") from error
         if digest.of_path(copy) != files[target]:
-            raise InputError(f"{source} changes while the image is built", hint="build again when it is done")
+            raise InputError(f"{source} changed during the build", hint="build again without changes to it")
         lines.append(f"    {copy} {target}")
     return lines

@@ -1,7 +1,7 @@
 """Parser and renderer of Apptainer definition files.
 
-The format: stages, each a header of `Key: value` lines whose first key is `Bootstrap`, then sections whose
-first line is `%name` (https://apptainer.org/docs/user/latest/definition_files.html).
+A definition consists of stages. A stage has a header of `Key: value` lines, starting with `Bootstrap`, and
+sections that start with `%name` (https://apptainer.org/docs/user/latest/definition_files.html).
 """
 
 import re
@@ -36,11 +36,11 @@ class BuildStage:
 
     def add(self, name: str, lines: Sequence[str]) -> None:
         """Add lines to the section `name`; create the section if it is missing."""
-        found = next((s for s in self.sections if (s.name, s.arguments) == (name, "")), None)
-        if found is None:
-            found = Section(name, "")
-            self.sections.append(found)
-        found.lines += lines
+        section = next((s for s in self.sections if (s.name, s.arguments) == (name, "")), None)
+        if section is None:
+            section = Section(name, "")
+            self.sections.append(section)
+        section.lines += lines
 
 
 def substitute(text: str, values: Mapping[str, str]) -> str:
@@ -53,7 +53,7 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
     if missing := sorted(wanted - values.keys()):
         raise InputError(f"the definition needs a value for {', '.join(missing)}", hint="--set NAME=VALUE")
     if unused := sorted(values.keys() - wanted):
-        raise InputError(f"the definition uses no {', '.join(unused)}", hint="it would be {{ name }} there")
+        raise InputError(f"the definition does not use {', '.join(unused)}", hint="write {{ name }} in it")
     for name, value in values.items():
         if not value.isprintable():
             raise InputError(f"the value of {name} must be one printable line")
@@ -64,10 +64,10 @@ def parse(text: str) -> list[BuildStage]:
     """Parse a definition into stages.
 
     Raises:
-        InputError: it is not a definition, or has a section that runs on the host.
+        InputError: the text is not a definition, or has a section that runs on the host.
     """
     if len(text) > TEXT_LIMIT:
-        raise InputError(f"a definition of {len(text)} characters; at most {TEXT_LIMIT} are read")
+        raise InputError(f"the definition has {len(text)} characters, more than {TEXT_LIMIT}")
     stages: list[BuildStage] = []
     section: Section | None = None
     for line in _LINE_END.split(text.removesuffix("\n")):
@@ -78,7 +78,7 @@ def parse(text: str) -> list[BuildStage]:
         if match := _SECTION.fullmatch(line):
             section = Section(match[1].lower(), match[2].strip())
             if not stages:
-                raise InputError("the definition does not begin with its Bootstrap line")
+                raise InputError("the definition does not start with a Bootstrap line")
             stages[-1].sections.append(section)
         elif section is not None:
             section.lines.append(line)
@@ -87,10 +87,10 @@ def parse(text: str) -> list[BuildStage]:
                 raise InputError(f"not a line of a definition's header: {line[:100]!r}")
             stages[-1].header[header[1].lower()] = header[2]
     if not stages:
-        raise InputError("an empty definition", hint="it begins with Bootstrap: and From:")
+        raise InputError("the definition is empty", hint="it must start with Bootstrap: and From:")
     names = {section.name for stage in stages for section in stage.sections}
     if "setup" in names:
-        raise InputError("%setup is refused: it runs on the host, with all that you may do", hint="use %post")
+        raise InputError("%setup is refused: it runs on the host with your permissions", hint="use %post")
     if "appfiles" in names:
         raise InputError("%appfiles is not supported", hint="use %files")
     return stages

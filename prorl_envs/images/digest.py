@@ -1,4 +1,4 @@
-"""Content digests: two things with the same digest are the same."""
+"""Content digests: values, files or trees with the same digest are equal."""
 
 import hashlib
 import os
@@ -23,16 +23,16 @@ def of_stream(stream: BinaryIO, copy: BinaryIO | None = None, *, limit: int | No
     """Return SHA-256 and size of the rest of a stream; copy it to `copy` at the same time.
 
     Args:
-        limit: most bytes.
+        limit: most bytes of the rest.
 
     Raises:
-        InputError: there are more.
+        InputError: the rest is longer than `limit`.
     """
     digest, size = hashlib.sha256(), 0
     while chunk := stream.read(_CHUNK):
         size += len(chunk)
         if limit is not None and size > limit:
-            raise InputError(f"an image of more than {limit} bytes", hint="raise image_build_bytes")
+            raise InputError(f"the image has more than {limit} bytes", hint="raise image_build_bytes")
         digest.update(chunk)
         if copy is not None:
             copy.write(chunk)
@@ -40,11 +40,10 @@ def of_stream(stream: BinaryIO, copy: BinaryIO | None = None, *, limit: int | No
 
 
 def of_path(path: Path) -> str:
-    """Return the SHA-256 of a file, or of a tree: names, kinds, permissions, links, contents; neither times
-    nor owners.
+    """Return the SHA-256 of a file, or of a tree with its names, kinds, permissions, links and contents.
 
     Raises:
-        InputError: something cannot be read.
+        InputError: a file cannot be read.
     """
     try:
         if not path.is_dir():
@@ -55,7 +54,7 @@ def of_path(path: Path) -> str:
             digest.update(len(line).to_bytes(8, "big") + line)
         return digest.hexdigest()
     except OSError as error:
-        hint = "give a directory that you may read whole" if path.is_dir() else ""
+        hint = "give a directory that you may read completely" if path.is_dir() else ""
         raise InputError(f"cannot read {error.filename or path}: {error.strerror}", hint=hint) from error
 
 

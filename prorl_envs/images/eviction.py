@@ -1,4 +1,4 @@
-"""Eviction from stores on a disk that nodes may share."""
+"""Eviction from stores, whose disk several nodes may share."""
 
 import secrets
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ def choose_unused[T](
 
     Args:
         used: last use, bytes and key of each entry.
-        max_bytes: limit of the remaining entries together; None is no limit.
+        max_bytes: limit of the total size of the remaining entries; None means no limit.
         keep_after: entries used after this time stay.
-        expire_before: entries used last before this time are removed in any case; None is no limit.
+        expire_before: entries not used since this time are removed in any case; None means no limit.
     """
     total, chosen = sum(size for _, size, _ in used), []
     for when, size, key in sorted(used, key=lambda entry: entry[:2]):
@@ -31,7 +31,7 @@ def choose_unused[T](
 
 
 def server_time(folder: Path) -> float:
-    """Return the file server's time, which dates its files, by a file in an existing folder.
+    """Return the current time of the file server, as the time of a new file in an existing folder.
 
     Raises:
         OSError: the folder cannot be written.

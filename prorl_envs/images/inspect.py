@@ -10,7 +10,7 @@ from prorl_envs.sandbox.filesystem.sif import labels, system_partition
 
 
 def inspect(store: ImageStore, source: str) -> str:
-    """Return JSON with the labels of an image, and its entry in the cache. Nothing of the image is run.
+    """Return JSON with the labels of an image and its entry in the cache. Runs no program of the image.
 
     Args:
         source: id of an image in the store, or the path of a SIF.

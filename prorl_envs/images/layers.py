@@ -1,11 +1,11 @@
 """Store of unpacked layers, on a local disk or on NFS.
 
 layers/KEY/              a layer in overlayfs's form; added and removed by a rename, never modified
-leases/KEY               its users hold a shared lock of this file; its time is the layer's last use
+leases/KEY               users of the layer lock this file (shared); its time is the layer's last use
 sizes/KEY                bytes of the layer, as text
-images/NAME.layers.json  images made of these layers
-incoming/                layers that are being made or removed
-locks/                   one for each key that is being made
+images/NAME.layers.json  images that consist of these layers
+incoming/                layers that are being created or removed
+locks/                   one for each key whose layer is being created
 """
 
 import contextlib
@@ -37,22 +37,22 @@ _DOWNLOADS_S = 86_400.0
 
 
 class LayerStore:
-    """Layers by key: made once, shared by processes and nodes, evicted when unused.
+    """Layers by key: created once, shared by processes and nodes, evicted when unused.
 
-    A key names the content, so two makers of one key make the same. To make a layer:
+    A key identifies the content: two processes that create a layer with the same key create the same. Usage:
 
         async with store.making(key) as place:
-            if place is not None:       # None: it exists already
-                fill(place)             # an exception discards the place
+            if place is not None:       # None: the layer exists already
+                fill(place)             # an exception discards the directory
         layer = store.layer(key)
 
-    The layer appears by one rename, so no reader sees a part of it. A killed maker's place is removed by the
-    next `sweep` or `evict`. Whoever uses layers holds a lease (`holding`) and checks that they exist after
-    taking it: eviction skips leased layers. `write_image` and `image` keep the files of images.
+    One rename publishes the layer, so no reader sees an incomplete one. `sweep` and `evict` remove
+    directories that killed processes left. Users of layers hold a lease (`holding`), and check afterwards
+    that the layers exist: eviction skips leased layers. `write_image` and `image` store the files of images.
 
     Args:
-        root: directory, made at first use; users who share it trust each other.
-        clock: of the waits for other makers.
+        root: directory, created at first use; users who share it trust each other.
+        clock: clock for waiting until another process has created a layer.
     """
 
     def __init__(self, root: Path, *, clock: Clock | None = None) -> None:
@@ -63,7 +63,7 @@ class LayerStore:
         self._clock = clock or SystemClock()
 
     def layer(self, key: str) -> Path | None:
-        """Return the directory of a layer and record its use; None if it has to be made.
+        """Return the directory of a layer and record its use; None if the layer does not exist.
 
         Raises:
             SandboxError: the key has characters other than `a-z 0-9 . _ -`, or more than 128.
@@ -81,13 +81,13 @@ class LayerStore:
     ) -> AsyncIterator[Path | None]:
         """Yield an empty directory that becomes the layer unless an exception leaves the block.
 
-        Yields None if the layer exists, also if another maker finished it while this one waited.
+        Yields None if the layer exists, even if another process created it during the wait.
 
         Args:
-            on_wait: called once with the owner if another maker is at it.
+            on_wait: called once, with the owner of the lock, if another process is creating the layer.
 
         Raises:
-            SandboxError: the store cannot be written, or the key is wrong.
+            SandboxError: the store cannot be written, or the key is invalid.
         """
         if await in_thread(self.layer, key) is not None:
             yield None
@@ -109,7 +109,7 @@ class LayerStore:
         """Hold a lease of layers, so that `evict` keeps them.
 
         Raises:
-            SandboxError: one was evicted before.
+            SandboxError: a layer was evicted before.
         """
         lease = LayerLease(layers)
         try:
@@ -121,24 +121,24 @@ class LayerStore:
 
     @contextmanager
     def downloading(self, digest: str, size: int) -> Iterator[BinaryIO]:
-        """Yield the file of a download, with the part that an interrupted one left.
+        """Yield the file for a download, with the part that an interrupted download left.
 
-        An incomplete file stays for a day after the block; a complete one is removed, and any if the disk
+        After the block, an incomplete file stays for a day. A complete file is removed, as any is if the disk
         fails.
 
         Args:
-            digest: hexadecimal, of the whole content.
+            digest: hexadecimal digest of the whole content.
             size: bytes of the whole content.
 
         Raises:
-            SandboxError: the store cannot be written, or another process writes this file.
+            SandboxError: the store cannot be written, or another process writes the file.
         """
         path = self.root / "downloads" / self._path(digest).name
         with _writing(self.root):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = open_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock is None:
-                raise SandboxError(f"another process downloads {digest[:16]}", hint="pull again")
+                raise SandboxError(f"another process downloads {digest[:16]}", hint="pull again later")
             failed = False
             with os.fdopen(lock, "r+b", buffering=0) as file:
                 try:
@@ -183,15 +183,15 @@ class LayerStore:
     ) -> list[str]:
         """Remove layers unused for too long, then the least recently used ones until the rest fits.
 
-        Layers with a lease stay. Images that lost a layer are removed, and places of killed makers.
+        Layers with a lease stay. Also removes images that lost a layer, and the remains of killed processes.
 
         Args:
-            max_bytes: limit of all layers together; None is none.
-            max_age_s: seconds since the last use; None keeps layers of any age.
-            unused_s: layers used in the last so many seconds stay in any case.
+            max_bytes: limit of the total size of the layers; None means no limit.
+            max_age_s: layers unused for more seconds are removed; None keeps layers of any age.
+            unused_s: layers used within this number of seconds stay in any case.
 
         Returns:
-            the keys of the removed layers.
+            The keys of the removed layers.
 
         Raises:
             SandboxError: the store cannot be written.
@@ -216,7 +216,7 @@ class LayerStore:
         return removed
 
     def sweep(self) -> None:
-        """Remove what killed makers left in the store, and old parts of downloads."""
+        """Remove the remains of killed processes from the store, and old parts of downloads."""
         with contextlib.suppress(FileNotFoundError):
             old = server_time(self.root) - _DOWNLOADS_S
             for path in (self.root / "downloads").glob("*"):
@@ -232,7 +232,7 @@ class LayerStore:
                     _discard(self._incoming / name, lock)
 
     def size(self, key: str) -> int:
-        """Return the bytes of a layer on the disk."""
+        """Return the bytes that a layer occupies on the disk."""
         try:
             return int((self._sizes / key).read_text())
         except (OSError, ValueError):
@@ -275,7 +275,7 @@ class LayerStore:
                 draft.rename(self._path(key))
             except OSError:
                 if not self._path(key).is_dir():
-                    raise  # else another node took over the lock, and made the same layer
+                    raise  # else another node has taken over the lock and created the same layer
 
     def _last_use(self, key: str) -> float:
         for path in (self._leases / key, self._layers / key):
@@ -307,7 +307,7 @@ class LayerStore:
 
 
 def _discard(draft: Path, holder: int) -> None:
-    """Remove a place, if it still exists, and then its lock."""
+    """Remove a draft, if it still exists, and then its lock."""
     try:
         remove_tree(draft)
         draft.with_name(f"{draft.name}{_HOLDER}").unlink(missing_ok=True)
@@ -327,7 +327,7 @@ def _writing(root: Path) -> Iterator[None]:
 
 
 def disk_bytes(tree: Path) -> int:
-    """Return the bytes that a tree occupies on the disk. Links are not followed; unreadable parts count 0."""
+    """Return the bytes that a tree occupies on the disk, without unreadable parts. Follows no links."""
     total, pending = 0, [tree]
     while pending:
         with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
@@ -339,7 +339,8 @@ def disk_bytes(tree: Path) -> int:
 
 
 def sync_file_system(path: Path) -> None:
-    """Write a file system's data to its disk (syncfs(2)), so that a later rename never survives without it.
+    """Write a file system's data to its disk (syncfs(2)), before a rename that must not survive
+    a crash without it.
 
     Raises:
         OSError: the disk failed, or is full.

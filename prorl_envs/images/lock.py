@@ -1,9 +1,9 @@
-"""Lock file that works between nodes, where `flock` may be missing or may count on one node only.
+"""Lock file between nodes, on whose file system `flock` may be missing or affect only one node.
 
-The owner takes the lock by a hard link (atomic on NFS and Lustre) to a file with its identity, and holds it
-by a heartbeat on the file's time. The guarded operations are correct without the lock: a build gets a unique
-name and is published by one rename. If two owners hold the lock (one was suspended, and considered dead), the
-same image is built twice, and nothing else happens. This makes taking over safe.
+The owner acquires the lock with a hard link (atomic on NFS and Lustre) to a file with its identity, and keeps
+it by a heartbeat: it updates the file's time. The guarded operations are correct even without the lock: a
+build has a unique name and is published by one rename. If two owners hold the lock (one was suspended and
+considered dead), the same image is only built twice. So another owner may take over the lock safely.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.images.threads import in_thread
 
 BEAT_S = 15.0
-#: Time without a heartbeat after which an owner on another node counts as dead, in seconds. NFS reports a
-#: file's time up to a minute late.
+#: Seconds without a heartbeat after which an owner on another node counts as dead. NFS may report a file's
+#: time a minute late.
 STALE_S = 180.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 class LockPlace(msgspec.Struct, frozen=True):
-    """Scope in which a pid is unique: a host, since its last boot, and a pid namespace on it."""
+    """Scope in which a pid is unique: a host since its last boot, and a pid namespace."""
 
     host: str
     boot: str
@@ -44,7 +44,7 @@ class Owner(msgspec.Struct, frozen=True):
     Args:
         started: start time of the process in clock ticks after the host's boot; distinguishes the process
             from a later one with the same pid.
-        token: unique, also among the locks of one process.
+        token: unique text, also among the locks of one process.
     """
 
     place: LockPlace
@@ -62,15 +62,15 @@ def here() -> LockPlace:
 def abandoned(
     owner: Owner | None, place: LockPlace, started: Callable[[int], str], unchanged_s: float, stale_s: float
 ) -> bool:
-    """Return true if a lock's owner is gone.
+    """Return True if a lock's owner counts as dead.
 
     Args:
-        owner: None if the file does not name it.
+        owner: the owner; None if the file does not name it.
         place: scope of the caller.
         started: returns the start time of the process with a pid here; empty if there is none.
-        unchanged_s: time for which the caller has watched the lock without a heartbeat, on its own clock; the
-            clocks of two nodes are never compared.
-        stale_s: longest time without a heartbeat of a living owner.
+        unchanged_s: seconds without a heartbeat while the caller watched the lock, by its own clock (the
+            clocks of two nodes are never compared).
+        stale_s: seconds without a heartbeat after which an owner elsewhere counts as dead.
     """
     if owner is not None and owner.place == place:
         return started(owner.pid) != owner.started
@@ -78,10 +78,9 @@ def abandoned(
 
 
 def process_started(pid: int) -> str:
-    """Return the start time of a process, in clock ticks after the host's boot; empty if it is dead or
-    absent."""
+    """Return a process's start time in clock ticks after the host's boot; empty if it is dead or absent."""
     try:
-        # The name in the second field may contain anything, including brackets and spaces.
+        # The name in the second field may contain any characters, including brackets and spaces.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
@@ -92,8 +91,8 @@ class KeyLock:
     """Lock at `path`, for one `async with`.
 
     Args:
-        path: the lock file; its directory exists.
-        on_wait: called once with the owner if another owner holds the lock.
+        path: the lock file; its directory must exist.
+        on_wait: called once, with the owner, if another owner holds the lock.
     """
 
     def __init__(
@@ -109,16 +108,16 @@ class KeyLock:
         self._clock = clock or SystemClock()
         self._stale_s = stale_s
         self._owner = Owner(here(), os.getpid(), process_started(os.getpid()), secrets.token_hex(8))
-        self._beating: asyncio.Task[None] | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         try:
             await self._acquire()
         except BaseException:
-            # A cancellation may arrive after the file is created: it would name a living process for ever.
-            await in_thread(self._set_aside, self._owner)
+            # After a cancellation, the file may exist: it would name a living process for ever.
+            await in_thread(self._remove_if_owned, self._owner)
             raise
-        self._beating = asyncio.create_task(self._beat())
+        self._heartbeat = asyncio.create_task(self._beat())
         return self
 
     async def _acquire(self) -> None:
@@ -134,9 +133,9 @@ class KeyLock:
             if seen != waiting:
                 waiting, since = seen, now
             if abandoned(seen[0], self._owner.place, process_started, now - since, self._stale_s):
-                await in_thread(self._set_aside, seen[0])
+                await in_thread(self._remove_if_owned, seen[0])
             else:
-                await self._clock.sleep(_LOOK_S)
+                await self._clock.sleep(_POLL_S)
 
     async def __aexit__(
         self,
@@ -144,15 +143,15 @@ class KeyLock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.wait([self._beating])
-        await in_thread(self._set_aside, self._owner)
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            await asyncio.wait([self._heartbeat])
+        await in_thread(self._remove_if_owned, self._owner)
 
     async def _beat(self) -> None:
         while True:
             await self._clock.sleep(BEAT_S)
-            with contextlib.suppress(OSError):  # taken over, or the file server is unreachable: see the top
+            with contextlib.suppress(OSError):  # another owner took over, or the file server is unreachable
                 await in_thread(os.utime, self._path)
 
     def _take(self) -> bool:
@@ -162,7 +161,7 @@ class KeyLock:
             try:
                 self._path.hardlink_to(draft)
             except FileExistsError:
-                # NFS may have lost the response to a successful link: the number of names shows it.
+                # NFS may have lost the response to a successful link: then the draft has two names.
                 return draft.stat().st_nlink == 2
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -173,8 +172,7 @@ class KeyLock:
             draft.unlink(missing_ok=True)
 
     def _create(self) -> bool:
-        """Create the lock on a file system without links. Others may see the file before it names its
-        owner."""
+        """Create the lock on a file system without hard links. The file names its owner a moment later."""
         try:
             with self._path.open("xb") as file:
                 file.write(msgspec.json.encode(self._owner))
@@ -182,7 +180,7 @@ class KeyLock:
             return False
         return True
 
-    def _set_aside(self, owner: Owner | None) -> None:
+    def _remove_if_owned(self, owner: Owner | None) -> None:
         """Remove the lock if it still belongs to `owner`."""
         aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
         try:
@@ -192,7 +190,7 @@ class KeyLock:
         try:
             found = read_lock(aside)
             if found is not None and found[0] != owner:
-                # Another owner has it meanwhile: restore it, unless it was taken again in between.
+                # Another owner has it meanwhile: restore the file, unless the lock was acquired again.
                 with contextlib.suppress(OSError):
                     self._path.hardlink_to(aside)
         finally:
@@ -200,8 +198,7 @@ class KeyLock:
 
 
 def read_lock(path: Path) -> tuple[Owner | None, int] | None:
-    """Return the owner of a lock and its last heartbeat, in nanoseconds of the file server; None if it is
-    free."""
+    """Return a lock's owner and last heartbeat (in ns, by the file server); None if the lock is free."""
     try:
         with path.open("rb") as file:
             text, beat = file.read(4096), os.fstat(file.fileno()).st_mtime_ns

@@ -1,13 +1,13 @@
-"""Conditions for reusing an image."""
+"""Conditions under which a built image is reused."""
 
 from enum import StrEnum
 
 
 class ImageMode(StrEnum):
-    """Condition under which an image that was built before is reused.
+    """Condition under which a built image is reused.
 
-    REBUILD: never; VERSION: if its name and version are the template's, regardless of other changes; LOCK: if
-    all its components are the same: definition, variables, files and bases.
+    REBUILD never reuses an image. VERSION reuses it if it has the template's name and version, whatever else
+    has changed. LOCK reuses it if all components are equal: definition, variables, files and base images.
     """
 
     REBUILD = "rebuild"

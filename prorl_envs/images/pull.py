@@ -1,7 +1,7 @@
 """Pull of one image through spython: `python -I -m prorl_envs.images.pull PROGRAM ADDRESS FILE`.
 
-A separate program, under the supervisor: spython prints, exits on unexpected errors, and uses the environment
-unchanged. It calls the program `singularity`, so a link of that name is created beside the image.
+It runs as a separate program under the supervisor, because spython prints, exits on unexpected errors, and
+uses the environment unchanged. spython calls `singularity`, so a link of that name is created for it.
 """
 
 import os

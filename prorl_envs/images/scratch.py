@@ -1,4 +1,4 @@
-"""Scratch directories of builds: on a local disk, removed also if their owner was killed."""
+"""Scratch directories of builds, on a local disk. Those of killed processes are removed later."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from prorl_envs.images.lock import process_started
 from prorl_envs.images.supervisor import remove
 
 _NAME = re.compile(r"prorl-image-(\d+)-(\d+)-(\d+)-.*")
-#: Apptainer appends paths of its own files; the limit leaves space for the paths of a root file system.
+#: Most bytes of the path: Apptainer appends paths of its own files, and those of a root file system.
 _PATH_LIMIT = 1024
 
 
@@ -19,7 +19,7 @@ def make_scratch(base: Path) -> Path:
     """Create a directory below `base` for this process; first remove those of dead processes.
 
     Raises:
-        SandboxError: it cannot be created.
+        SandboxError: the directory cannot be created.
     """
     pids = _pid_namespace()
     try:

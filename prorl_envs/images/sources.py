@@ -25,7 +25,7 @@ _KNOWN = (
 
 
 class SourceKind(StrEnum):
-    """Kind of a source; the values are the prefixes on a command line."""
+    """Kind of a source; the values are the prefixes that select it on a command line."""
 
     HOST = "host"
     DIRECTORY = "dir"
@@ -42,7 +42,7 @@ class Source:
     """Source of an image.
 
     Args:
-        location: an absolute path, or with REMOTE an address such as `docker://busybox:1.36`.
+        location: an absolute path, or for REMOTE an address such as `docker://busybox:1.36`.
     """
 
     kind: SourceKind
@@ -65,12 +65,12 @@ def parse_source(text: str | Path | None) -> Source:
     """Parse a source: an address, a path, or `KIND:PATH` to state the kind explicitly.
 
     Raises:
-        InputError: it names nothing known, or a file that is not an image.
+        InputError: the source does not exist, or is not an image.
     """
     if text is None or str(text) == "host":
         return Source(SourceKind.HOST)
     if not str(text) or "\0" in str(text):
-        raise InputError("the source of an image is empty or no path", hint=_KNOWN)
+        raise InputError("the source of an image is empty, or not a path", hint=_KNOWN)
     if isinstance(text, str):
         if scheme := _SCHEME.match(text):
             return _remote(text, scheme[1])
@@ -107,8 +107,7 @@ def _kind_of(path: Path) -> SourceKind:
 
 
 def _kind_of_archive(path: Path) -> SourceKind:
-    """Detect the kind by the first file of the archive; read further only if it looks like a container
-    archive."""
+    """Detect the kind by the first file of the archive, or by further files if it may be of a container."""
     try:
         with tarfile.open(path) as archive:
             for count, member in enumerate(archive):

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -33,14 +33,14 @@ class StoredImage(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a built image.
 
     Args:
-        id: its directory's name, unique.
+        id: name of its directory, unique.
         key: digest of its components.
-        name, version: the template's; the version is empty for other sources.
+        name, version: name and version of the template; for other sources the version is empty.
         source: description of its source, for people.
         made: seconds since 1970.
-        size: bytes.
+        size: bytes of the file.
         digest: SHA-256 of the file.
-        content: the value whose digest is the key.
+        content: its components, as a value; `key` is its digest.
     """
 
     id: str
@@ -55,7 +55,7 @@ class StoredImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageStore:
-    """Cache below `root`, which is created at first use."""
+    """Cache of images in the directory `root`, which is created at first use."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -65,7 +65,7 @@ class ImageStore:
 
     def lock_path(self, key: str) -> Path:
         """Return the path of a key's lock; create its directory."""
-        return _made(self.root / "locks") / f"{key[:32]}.lock"
+        return _created(self.root / "locks") / f"{key[:32]}.lock"
 
     def image(self, entry: StoredImage) -> Path:
         """Return the path of an entry's SIF."""
@@ -84,14 +84,13 @@ class ImageStore:
         found = [e for e in self._readable(f"{name}-*") if (e.name, e.version) == (name, version)]
         for entry in sorted(found, key=lambda entry: -entry.made):
             with contextlib.suppress(SandboxError):
-                said = labels(self.image(entry))
-                if (said.get("prorl.template"), said.get("prorl.version")) == (name, version):
+                known = labels(self.image(entry))
+                if (known.get("prorl.template"), known.get("prorl.version")) == (name, version):
                     return entry
         return None
 
     def use(self, entry: StoredImage) -> Path:
-        """Record that an image is used, and return its path. The record is skipped if the cache is not
-        writable."""
+        """Return the path of an image, and record its use if the cache is writable."""
         with contextlib.suppress(OSError):
             (self._entries / entry.id / _USED).touch()
         return self.image(entry)
@@ -102,14 +101,14 @@ class ImageStore:
         """Add an image.
 
         Args:
-            built: the file, on any file system; it is copied.
+            built: the file to copy, on any file system.
 
         Raises:
             SandboxError: the cache is not writable.
         """
         unique = f"{name}-{key[:16]}-{secrets.token_hex(4)}"
         try:
-            incoming = _made(self._incoming) / unique
+            incoming = _created(self._incoming) / unique
             incoming.mkdir()
             try:
                 with built.open("rb") as file, (incoming / _IMAGE).open("xb") as copy:
@@ -122,7 +121,7 @@ class ImageStore:
                 )  # fmt: skip
                 (incoming / _ENTRY).write_bytes(msgspec.json.encode(entry))
                 (incoming / _USED).touch()
-                incoming.rename(_made(self._entries) / unique)
+                incoming.rename(_created(self._entries) / unique)
             except BaseException:
                 shutil.rmtree(incoming, ignore_errors=True)
                 raise
@@ -131,15 +130,14 @@ class ImageStore:
         return entry
 
     def remove(self, entries: Iterable[StoredImage]) -> None:
-        """Remove images. A process on this node that has one mounted keeps it; on another node of NFS it may
-        lose it.
+        """Remove images. A mounted image stays usable on this node; on other nodes, NFS may lose it.
 
         Raises:
             SandboxError: the cache is not writable.
         """
         try:
             for entry in entries:
-                leaving = _made(self._incoming) / f"gone-{secrets.token_hex(8)}"
+                leaving = _created(self._incoming) / f"gone-{secrets.token_hex(8)}"
                 with contextlib.suppress(FileNotFoundError):
                     (self._entries / entry.id).rename(leaving)
                     remove_tree(leaving)
@@ -150,11 +148,11 @@ class ImageStore:
         """Remove the least recently used images until the rest fits, and the remains of killed builders.
 
         Args:
-            limit_bytes: limit for all images together.
-            unused_s: an image used in the last so many seconds always stays.
+            limit_bytes: limit of the total size of the images.
+            unused_s: images used within this number of seconds stay in any case.
 
         Returns:
-            the removed images.
+            The removed images.
 
         Raises:
             SandboxError: the cache is not writable.
@@ -162,14 +160,14 @@ class ImageStore:
         if not self.root.is_dir():
             return []
         now = self._server_now()
-        used = [(self._used(entry), entry) for entry in self.entries()]
-        chosen = choose(used, limit_bytes, now - unused_s)
+        used = [(self._used(entry), entry.size, entry) for entry in self.entries()]
+        chosen = choose_unused(used, max_bytes=limit_bytes, keep_after=now - unused_s)
         self.remove(chosen)
         for folder in (self._incoming, self.root / "locks"):
-            for left in folder.glob("*"):
+            for path in folder.glob("*"):
                 with contextlib.suppress(OSError):
-                    if now - left.stat().st_mtime > _DAY_S:
-                        remove_tree(left) if left.is_dir() else left.unlink()
+                    if now - path.stat().st_mtime > _DAY_S:
+                        remove_tree(path) if path.is_dir() else path.unlink()
         return chosen
 
     def _readable(self, pattern: str, *, key: str | None = None) -> Iterator[StoredImage]:
@@ -191,21 +189,12 @@ class ImageStore:
 
     def _server_now(self) -> float:
         try:
-            return server_time(_made(self._incoming))
+            return server_time(_created(self._incoming))
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
 
-def choose(
-    used: Sequence[tuple[float, StoredImage]], limit_bytes: int, not_after: float
-) -> list[StoredImage]:
-    """Choose the least recently used images until the rest fits; none used after `not_after`."""
-    return choose_unused(
-        [(when, entry.size, entry) for when, entry in used], max_bytes=limit_bytes, keep_after=not_after
-    )
-
-
-def _made(folder: Path) -> Path:
+def _created(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Execution of a builder's command under a supervisor, with bounded output and a disk check."""
+"""Runs a builder's command under the supervisor, with bounded output and checks of the disk."""
 
 import asyncio
 import os
@@ -13,8 +13,8 @@ from prorl_envs.clock import Clock
 from prorl_envs.errors import SandboxError
 
 _TAIL = 8192
-_LOOK_S = 1.0
-_LAST_WORDS_S = 5.0
+_POLL_S = 1.0
+_LAST_OUTPUT_S = 5.0
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -24,8 +24,8 @@ class BuildLimits:
 
     Args:
         seconds: timeout.
-        free_bytes: space that must stay free on the scratch disk; below it, the build is killed.
-        unpacked_bytes: most bytes that a compressed archive unpacks to.
+        free_bytes: the build is killed if less space is free on the scratch disk.
+        unpacked_bytes: most bytes of an unpacked archive.
     """
 
     seconds: float = 3600.0
@@ -45,15 +45,15 @@ class Tail:
     """Last bytes of a stream."""
 
     def __init__(self) -> None:
-        self._kept = b""
+        self._bytes = b""
 
     def add(self, chunk: bytes) -> None:
-        self._kept = (self._kept + chunk)[-_TAIL:]
+        self._bytes = (self._bytes + chunk)[-_TAIL:]
 
     @property
     def text(self) -> str:
-        """The kept bytes as text, without colours and control characters."""
-        text = _ESCAPE.sub("", self._kept.decode(errors="replace")).replace("\r", "\n")
+        """The bytes as text, without colours and control characters."""
+        text = _ESCAPE.sub("", self._bytes.decode(errors="replace")).replace("\r", "\n")
         return "".join(c for c in text if c in "\n\t" or c.isprintable()).strip()
 
     @property
@@ -72,15 +72,15 @@ async def run_supervised(
     clock: Clock,
     progress: Callable[[str], None],
 ) -> BuildOutcome:
-    """Run `command` in `scratch`; an interrupted run removes `scratch`.
+    """Run `command` in `scratch`. Remove `scratch` if the run is interrupted.
 
     Args:
-        env: its whole environment.
+        env: the complete environment of the command.
         identity: see the supervisor.
-        progress: called with the last line of its output as it arrives.
+        progress: called with the last line of the output, whenever there is new output.
 
     Raises:
-        SandboxError: it took too long, or the disk ran full.
+        SandboxError: the command took too long, or the disk is nearly full.
     """
     arguments = ["-I", "-m", "prorl_envs.images.supervisor", str(scratch)]
     arguments += ["identity" if identity else "same", *command]
@@ -107,8 +107,8 @@ async def run_supervised(
         ) from None
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # the leash: all remaining processes of the command are killed now
-        await _settle(reading, process, output)
+        process.stdin.close()  # the supervisor then kills all remaining processes of the command
+        await _wait_for_exit(reading, process, output)
     return BuildOutcome(process.returncode or 0, tail.text)
 
 
@@ -131,17 +131,17 @@ async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, cl
                 f"no room to build the image: {free >> 20} MiB are free in {scratch.parent}",
                 hint="set run_dir to a larger local disk",
             )
-        look = asyncio.ensure_future(clock.sleep(_LOOK_S))
+        pause = asyncio.ensure_future(clock.sleep(_POLL_S))
         try:
-            await asyncio.wait([reading, look], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reading, pause], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            look.cancel()
+            pause.cancel()
 
 
-async def _settle(
+async def _wait_for_exit(
     reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output"
 ) -> None:
-    """Wait until the supervisor has exited; a cancellation does not interrupt the wait."""
+    """Wait until the supervisor has exited. A cancellation takes effect only afterwards."""
     ending = asyncio.ensure_future(_end(reading, process, output))
     cancelled = None
     while not ending.done():
@@ -156,8 +156,8 @@ async def _settle(
 
 async def _end(reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output") -> None:
     await process.wait()
-    # Another process still holds the write end only if the supervisor itself was killed.
-    await asyncio.wait([reading], timeout=_LAST_WORDS_S)
+    # Another process still has the write end only if the supervisor was killed.
+    await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)
     reading.cancel()
     await asyncio.wait([reading])
     output.transport.close()
@@ -172,8 +172,8 @@ class _Output:
 
 
 async def _pipe() -> tuple[_Output, int]:
-    """Create a pipe outside asyncio's process support, whose `wait` waits for all processes that hold its
-    pipes."""
+    """Create a pipe. With `asyncio.subprocess.PIPE`, `wait` would wait for all processes that have it
+    open."""
     read_end, write_end = os.pipe()
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -183,19 +183,21 @@ async def _pipe() -> tuple[_Output, int]:
 
 
 def environment(scratch: Path, host: Mapping[str, str], *, remote: bool) -> dict[str, str]:
-    """Return a builder's environment: working directory, network settings, nothing else.
+    """Return a builder's environment: its directories and network settings, nothing else.
 
     Args:
-        host: this process's.
-        remote: True to pull from a registry: includes the registry's credentials, and the home directory
-            where Apptainer keeps them. A build that runs a definition's commands never gets them.
+        host: environment of this process.
+        remote: True to pull from a registry: adds the registry's credentials, and the home directory in which
+            Apptainer stores them. A build that runs a definition's commands never gets them.
     """
-    kept = {name: host[name] for name in (*_KEPT, *(_CREDENTIALS if remote else ())) if name in host}
+    variables = {
+        name: host[name] for name in (*_PASSED_ON, *(_CREDENTIALS if remote else ())) if name in host
+    }
     home = host.get("HOME", str(scratch)) if remote else str(scratch)
     path = host.get("PATH", "") or os.defpath
     for prefix in ("APPTAINER_", "SINGULARITY_"):
-        kept |= {f"{prefix}TMPDIR": str(scratch / "tmp"), f"{prefix}CACHEDIR": str(scratch / "cache")}
-    return kept | {
+        variables |= {f"{prefix}TMPDIR": str(scratch / "tmp"), f"{prefix}CACHEDIR": str(scratch / "cache")}
+    return variables | {
         "PATH": f"{path}:/usr/sbin:/sbin",
         "HOME": home,
         "TMPDIR": str(scratch / "tmp"),
@@ -203,7 +205,7 @@ def environment(scratch: Path, host: Mapping[str, str], *, remote: bool) -> dict
     }
 
 
-_KEPT = (
+_PASSED_ON = (
     "USER", "LOGNAME", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY",
     "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "APPTAINER_NOHTTPS", "SINGULARITY_NOHTTPS",
 )  # fmt: skip

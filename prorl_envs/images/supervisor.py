@@ -1,13 +1,12 @@
-"""Supervisor of one image build: kills the build when its requester exits, however it exits.
+"""Supervisor of one image build: kills the build when its requester exits, for whatever reason.
 
     python -I -m prorl_envs.images.supervisor DIRECTORY identity|same COMMAND [ARGUMENT ...]
 
-Standard input is the leash: at its end of file (its other end was closed, or its process killed) all
-processes of the command are killed and DIRECTORY is removed. `identity` runs the command in a user namespace
-that maps every id to itself: root of a container has all capabilities there, which `apptainer build`
-requires.
+At end of file on standard input (the requester has closed its end, or was killed), the supervisor kills all
+processes of the command and removes DIRECTORY. `identity` runs the command in a user namespace that maps
+every id to itself: there, a container's root has all capabilities, which `apptainer build` requires.
 
-A separate program: nothing here runs in the service's process, and it imports little.
+This is a separate program. Nothing here runs in the service's process, and it imports little.
 """
 
 import os
@@ -22,12 +21,12 @@ from pathlib import Path
 from prorl_envs.sandbox.filesystem.directories import remove_tree
 from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
-#: One less than all: Apptainer takes a map of all ids for the absence of a namespace.
-_ALL_NUMBERS = 2**32 - 2
+#: One id less than all: Apptainer sees no namespace if the map has all ids.
+_MAPPED_IDS = 2**32 - 2
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it exits or the leash closes; return the exit status as a shell does."""
+    """Run the command until it exits or standard input ends; return the exit status as a shell does."""
     directory, namespace, *command = arguments
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeup, woken = socket.socketpair()
@@ -42,56 +41,55 @@ def main(arguments: list[str]) -> int:
         status = _reap(pid)
     finished = status is not None
     if status is None:
-        os.kill(pid, signal.SIGKILL)  # not yet reaped, so the pid is still its own
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the command's
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    _end_all()
+    _kill_all()
     if not finished:
         remove(Path(directory))
     return status if status >= 0 else 128 - status
 
 
 def remove(directory: Path) -> None:
-    """Remove a build's directory, including files of its namespace's subordinate users."""
+    """Remove a build's directory, including files of subordinate users."""
     try:
         remove_tree(directory)
     except OSError:
-        # Removal needs those ids mapped: the same map as in Apptainer's own namespace.
+        # Only a namespace that maps the subordinate ids can remove such files, as Apptainer's own does.
         unshare = shutil.which("unshare") or "/usr/bin/unshare"
         program = [unshare, "--map-root-user", "--map-auto", "rm", "-rf", "--", str(directory)]
         subprocess.run(program, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _start(command: list[str], *, identity: bool) -> int:
-    mapped, done = os.pipe()
-    unshared, say = os.pipe()
+    mapped, write_mapped = os.pipe()
+    unshared, write_unshared = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            os.close(done)
+            os.close(write_mapped)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             if identity:
                 os.unshare(os.CLONE_NEWUSER)
-                os.write(say, b".")
+                os.write(write_unshared, b".")
                 os.read(mapped, 1)
             os.execvp(command[0], command)
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
         finally:
             os._exit(127)
-    os.close(say)
+    os.close(write_unshared)
     if identity and os.read(unshared, 1):
         for kind in ("uid", "gid"):
-            Path(f"/proc/{pid}/{kind}_map").write_text(f"0 0 {_ALL_NUMBERS}")
-    for end in (mapped, done, unshared):
+            Path(f"/proc/{pid}/{kind}_map").write_text(f"0 0 {_MAPPED_IDS}")
+    for end in (mapped, write_mapped, unshared):
         os.close(end)
     return pid
 
 
 def _reap(command: int) -> int | None:
-    """Reap every child that has exited, including adopted ones. Return the command's status if it is among
-    them.
+    """Reap all exited children, including adopted ones. Return the command's status if it was reaped.
 
-    A pid namespace stays alive while a process of it, whose parent was outside, waits to be reaped.
+    A pid namespace stays alive until parents outside have reaped its processes.
     """
     status: int | None = None
     while True:
@@ -105,8 +103,8 @@ def _reap(command: int) -> int | None:
             status = os.waitstatus_to_exitcode(code)
 
 
-def _end_all() -> None:
-    """Kill all remaining processes. Orphans become our children, so none is left when we have no children."""
+def _kill_all() -> None:
+    """Kill all remaining processes. Orphans become children of this process, so its children are all."""
     while True:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for child in children:

@@ -1,4 +1,4 @@
-"""Image templates: a definition with variables, a version and files; base of the images of a task family."""
+"""Image templates: definitions with variables, a version and files, from which images are built."""
 
 import contextlib
 import io
@@ -22,12 +22,12 @@ class ImageTemplate:
     """Definition to build an image from.
 
     Args:
-        name: short, lower case; with the version it names the image for reuse by version.
+        name: short, in lower case. `ImageMode.VERSION` reuses an image by name and version.
         version: any short text; change it to rebuild the image.
         definition: text in Apptainer's format, with `{{ name }}` for variables. No `%setup`.
-        variables: their values; each one line.
-        files: further files or trees to copy: absolute path inside to path on the host.
-        folder: base of relative paths; a relative path or a link cannot copy anything above it.
+        variables: value of each variable, one line.
+        files: further files or trees to copy, by absolute path inside: the path on the host.
+        folder: base of relative paths. They, and links in them, cannot lead out of it.
     """
 
     name: str
@@ -38,23 +38,23 @@ class ImageTemplate:
     folder: Path = Path()
 
     def __post_init__(self) -> None:
-        for what, text in (("name", self.name), ("version", self.version)):
+        for field_name, text in (("name", self.name), ("version", self.version)):
             if not _NAME.fullmatch(text):
                 raise InputError(
-                    f"not a {what} of an image: {text[:100]!r}", hint="a-z 0-9 . _ -, 48 at most"
+                    f"not a {field_name} of an image: {text[:100]!r}", hint="a-z 0-9 . _ -, 48 at most"
                 )
 
     @classmethod
     def read(
         cls, path: Path, *, name: str = "", version: str = "1", variables: Mapping[str, str] | None = None
     ) -> Self:
-        """Read a template from a definition file or a Dockerfile; relative paths in it start at its folder.
+        """Read a template from a definition file or a Dockerfile. Its folder is the base of relative paths.
 
         Args:
-            name: by default the file's.
+            name: name of the template; by default that of the file.
 
         Raises:
-            InputError: it cannot be read, or contains something unsupported.
+            InputError: the file cannot be read, or contains something unsupported.
         """
         try:
             with path.open(encoding="utf-8") as file:
@@ -71,16 +71,15 @@ class ImageTemplate:
         """Return the definition's stages, with variables substituted.
 
         Raises:
-            InputError: a variable or a line is wrong.
+            InputError: a variable is missing or unused, or a line is invalid.
         """
         return parse(substitute(self.definition, self.variables))
 
     def copied(self, stages: list[BuildStage]) -> dict[str, Path]:
-        """Return the files to copy, by destination, and remove the `%files` sections that name files of the
-        host.
+        """Return the files to copy, by destination. Remove the `%files` sections of the host's files.
 
         Raises:
-            InputError: a path leads out of the template's folder, or is not plain.
+            InputError: a path leads out of the template's folder, or has special characters.
         """
         found: dict[str, Path] = {}
         for stage in stages:
@@ -99,9 +98,7 @@ class ImageTemplate:
         path = self.folder / source
         resolved = path.resolve()
         if not source.is_absolute() and not resolved.is_relative_to(self.folder.resolve()):
-            raise InputError(
-                f"{source} leads out of the template's folder", hint="name it by an absolute path"
-            )
+            raise InputError(f"{source} leads out of the template's folder", hint="use an absolute path")
         if not (resolved.is_file() or resolved.is_dir()):
             raise InputError(f"no such file to copy into the image: {path}")
         return resolved
@@ -120,7 +117,7 @@ def from_dockerfile(path: Path, text: str) -> str:
     """Convert a Dockerfile to a definition, as far as spython supports it.
 
     Raises:
-        InputError: it has an instruction whose meaning would be lost.
+        InputError: the Dockerfile has an instruction that spython would drop.
     """
     # Imported here because the import is slow.
     from spython.logger import bot
@@ -130,12 +127,13 @@ def from_dockerfile(path: Path, text: str) -> str:
 
     if lost := _LOST.search(text):
         raise InputError(
-            f"{path}: {lost[1].upper()} has no like in a definition", hint="write a definition file for it"
+            f"{path}: a definition has no equivalent of {lost[1].upper()}",
+            hint="write a definition file for it",
         )
-    bot.level = ERROR  # it warns of files that it looks for in the wrong folder
-    said = io.StringIO()
+    bot.level = ERROR  # it warns about files that it searches in the wrong folder
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             return str(SingularityWriter(DockerParser(str(path)).recipe).convert())
     except SystemExit as error:
-        raise InputError(f"{path}: not a Dockerfile: {said.getvalue()[-500:].strip()}") from error
+        raise InputError(f"{path}: not a Dockerfile: {output.getvalue()[-500:].strip()}") from error

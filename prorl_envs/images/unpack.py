@@ -1,8 +1,8 @@
-"""Unpacking of an OCI image's layer into overlayfs's form, by an ordinary user, without its owners.
+"""Unpacks a layer of an OCI image into overlayfs's form, as an ordinary user, without the files' owners.
 
 A whiteout `.wh.NAME` becomes a character device 0:0, and `.wh..wh..opq` an attribute of its directory (OCI
-image specification, layer.md; kernel documentation, filesystems/overlayfs). The tar is hostile: names and
-links are resolved below the place, by this module and not by the kernel, and everything is counted.
+image specification, layer.md; kernel documentation, filesystems/overlayfs). The tar is hostile: this module,
+not the kernel, resolves names and links below the target directory, and everything is counted.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ _DAMAGED = (
 
 
 class LayerRefused(SandboxError):
-    """Layer that is damaged, hostile or too large; another attempt fails too."""
+    """Error for a layer that is damaged, hostile or too large. Another attempt would fail too."""
 
     retryable = False
 
@@ -60,14 +60,14 @@ class LayerRefused(SandboxError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpackLimits:
-    """Bounds of one layer.
+    """Limits of one layer.
 
     Args:
-        unpacked_bytes: of the decompressed tar, and of the files in it.
-        entries: files, directories and links.
-        ratio: decompressed bytes for each compressed byte, beyond `ratio_from` bytes.
-        ratio_from: decompressed bytes of any ratio.
-        path_bytes: of a name in the layer.
+        unpacked_bytes: most bytes of the decompressed tar, and of all files in it.
+        entries: most files, directories and links.
+        ratio: most decompressed bytes per compressed byte.
+        ratio_from: decompressed bytes from which `ratio` applies.
+        path_bytes: most bytes of a name in the layer.
     """
 
     unpacked_bytes: int = 64 << 30
@@ -80,10 +80,10 @@ class UnpackLimits:
 def unpack_layer(
     stream: BinaryIO, place: Path, *, diff_id: str = "", limits: UnpackLimits | None = None
 ) -> str:
-    """Unpack a layer: a tar, plain or compressed with gzip or zstd. It blocks.
+    """Unpack a layer: a tar, plain or compressed with gzip or zstd. Blocks.
 
-    All files belong to this user, who may always read and write them, and enter directories. Bits for other
-    identities (setuid, setgid) and security attributes are dropped; devices are left out.
+    All files belong to this user, who may read and write all of them and enter all directories. Setuid and
+    setgid bits, security attributes and devices are left out.
 
     Args:
         stream: the compressed layer, whose digest the caller verifies.
@@ -91,16 +91,16 @@ def unpack_layer(
         diff_id: digest that the decompressed tar must have (`sha256:...`); "" accepts any.
 
     Returns:
-        the digest of the decompressed tar.
+        The digest of the decompressed tar.
 
     Raises:
         LayerRefused: the layer is damaged or hostile, exceeds a limit, or has another digest.
         SandboxError: the directory cannot be written.
     """
-    bounds = limits or UnpackLimits()
+    limits = limits or UnpackLimits()
     try:
-        with _decompressed(stream, bounds) as tar:
-            _Unpacker(tar, place, bounds).run()
+        with _decompressed(stream, limits) as tar:
+            _Unpacker(tar, place, limits).run()
             tar.drain()
     except _DAMAGED as error:
         raise LayerRefused(
@@ -133,7 +133,7 @@ class _CountedInput(io.RawIOBase):
 
 
 class _TarStream:
-    """Decompressed tar for `tarfile`, which only goes forward, with its digest and bounds."""
+    """Decompressed tar for `tarfile`. Reads only forward, computes the digest and enforces the limits."""
 
     def __init__(self, stream: BinaryIO, compressed: _CountedInput, limits: UnpackLimits) -> None:
         self._stream = stream
@@ -161,7 +161,7 @@ class _TarStream:
         if self._headers_left is not None:
             self._headers_left -= size
         if size < 0 or (self._headers_left or 0) < 0:
-            raise LayerRefused("a layer of the image has headers without measure")
+            raise LayerRefused("a layer of the image has headers that are too long")
         return self._take(size)
 
     def _take(self, size: int) -> bytes:
@@ -179,12 +179,12 @@ class _TarStream:
 
     def seek(self, position: int) -> None:
         if position < self._position:
-            raise LayerRefused("a layer of the image has a header without measure")
+            raise LayerRefused("a layer of the image has a header with an invalid size")
         while self._position < position and self._take(min(_CHUNK, position - self._position)):
             pass
 
     def drain(self) -> None:
-        """Read the rest, which belongs to the digest."""
+        """Read the rest, because it belongs to the digest."""
         while self._take(_CHUNK):
             pass
 
@@ -207,11 +207,11 @@ def _decompressed(stream: BinaryIO, limits: UnpackLimits) -> Iterator[_TarStream
 
 
 class _Unpacker:
-    """State of unpacking one layer.
+    """Unpacks one layer.
 
     Args:
         stream: the tar.
-        place: empty directory.
+        place: empty directory for the files.
     """
 
     def __init__(self, stream: _TarStream, place: Path, limits: UnpackLimits) -> None:
@@ -230,7 +230,7 @@ class _Unpacker:
                 self._count()
                 self._add(tar, member)
                 self._stream.expect_headers()
-                _forget(tar)
+                _clear_members(tar)
         for path, when in self._times.items():
             os.utime(path, (when, when))
 
@@ -248,7 +248,7 @@ class _Unpacker:
         parent = self._enter(parts[:-1])
         name = parts[-1]
         if name.startswith(_WHITEOUT):
-            self._remove_below(parent, name)
+            self._apply_whiteout(parent, name)
             return
         path = parent / name
         if member.isdir():
@@ -266,14 +266,14 @@ class _Unpacker:
 
     def _parts(self, name: str) -> tuple[str, ...]:
         if len(os.fsencode(name)) > self._limits.path_bytes or "\0" in name:
-            raise LayerRefused(f"a layer has a name without measure: {name[:80]!r}...")
+            raise LayerRefused(f"a layer has a name that is too long or invalid: {name[:80]!r}...")
         parts = tuple(part for part in name.split("/") if part not in ("", "."))
         if ".." in parts:
             raise LayerRefused(f"a layer has a name that leads out of the image: {name[:200]!r}")
         return parts
 
     def _enter(self, parts: tuple[str, ...]) -> Path:
-        """Return the directory of these parts, following links below the place; make it if it is missing."""
+        """Return the directory at a path, following links inside the layer. Create it if it is missing."""
         if self._parent[0] == parts:
             return self._parent[1]
         inside: list[str] = []
@@ -286,11 +286,11 @@ class _Unpacker:
             path = self._place.joinpath(*inside, part)
             if path.is_symlink():
                 links += 1
-                aim = path.readlink()
+                destination = path.readlink()
                 if links > _LINK_LIMIT or len(pending) > self._limits.path_bytes:
-                    raise LayerRefused("a layer has links in circles")
-                inside = [] if aim.is_absolute() else inside
-                pending += reversed([one for one in aim.parts if one != "/"])
+                    raise LayerRefused("a layer has links that form a loop")
+                inside = [] if destination.is_absolute() else inside
+                pending += reversed([part for part in destination.parts if part != "/"])
                 continue
             inside.append(part)
             if not path.is_dir():
@@ -306,7 +306,8 @@ class _Unpacker:
         self._times[path] = _time(member)
 
     def _make_directory(self, path: Path) -> None:
-        """Make a directory; it replaces an existing entry. In place of a whiteout it hides the lower one."""
+        """Create a directory in place of any other entry. In place of a whiteout, it hides lower
+        directories."""
         hides = path.exists(follow_symlinks=False) and is_whiteout(path.lstat())
         self._clear(path)
         path.mkdir(mode=0o755)
@@ -317,7 +318,7 @@ class _Unpacker:
     def _add_file(self, path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         self._clear(path)
         self._written += member.size
-        if self._written > self._limits.unpacked_bytes:  # also of sparse files, which take less in the tar
+        if self._written > self._limits.unpacked_bytes:  # the tar may be smaller, if files are sparse
             raise LayerRefused(
                 f"a layer's files have more than {self._limits.unpacked_bytes} bytes",
                 hint="raise image_build_bytes",
@@ -325,12 +326,12 @@ class _Unpacker:
         content = tar.extractfile(member)
         assert content is not None
         with path.open("xb") as file:
-            left = member.size
-            while left and (data := content.read(min(_CHUNK, left))):
+            remaining = member.size
+            while remaining and (data := content.read(min(_CHUNK, remaining))):
                 file.write(data)
-                left -= len(data)
+                remaining -= len(data)
             os.fchmod(file.fileno(), member.mode & 0o777 | 0o600)
-        if left:
+        if remaining:
             raise LayerRefused("a layer of the image is cut off", hint="pull the image again")
         _set_attributes(path, member)
         os.utime(path, (_time(member),) * 2)
@@ -343,21 +344,21 @@ class _Unpacker:
         except FileNotFoundError:
             mode = 0
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            raise LayerRefused(f"a layer has a hard link to no file of the layer: {member.linkname[:200]!r}")
+            raise LayerRefused(f"a layer has a hard link to a missing file: {member.linkname[:200]!r}")
         if path != target:
             self._clear(path)
             os.link(target, path, follow_symlinks=False)
 
-    def _remove_below(self, parent: Path, name: str) -> None:
-        """Carry out a whiteout, which concerns lower layers only: not what this layer has at its place."""
+    def _apply_whiteout(self, parent: Path, name: str) -> None:
+        """Apply a whiteout. It hides entries of lower layers only, not those of this layer."""
         if name == _OPAQUE:
             _make_opaque(parent)
             return
         hidden = name.removeprefix(_WHITEOUT)
         if name.startswith(_RESERVED):
-            return  # of aufs itself
+            return  # a file of aufs itself
         if hidden in ("", ".", ".."):
-            raise LayerRefused(f"a layer removes no file: {name!r}")
+            raise LayerRefused(f"a layer has an invalid whiteout: {name!r}")
         path = parent / hidden
         if path.is_symlink() or path.exists():
             if path.is_dir() and not path.is_symlink():
@@ -373,15 +374,15 @@ class _Unpacker:
             return
         if stat.S_ISDIR(mode):
             remove_tree(path)
-            # A link may take its place: no path through it is used again.
+            # A link may replace the directory: forget all paths through it.
             self._parent = ((), self._place)
             self._times.clear()
         else:
             path.unlink()
 
 
-def _forget(tar: Any) -> None:
-    """Drop the list of members and global headers of a `TarFile`, which grow without bound."""
+def _clear_members(tar: Any) -> None:
+    """Clear the members and global headers of a `TarFile`, which grow without limit."""
     tar.members = []
     tar.pax_headers.clear()
 
@@ -404,7 +405,7 @@ def _set_attributes(path: Path, member: tarfile.TarInfo) -> None:
         name = header.removeprefix(_ATTRIBUTE)
         if name == header or not name.startswith("user.") or name.startswith("user.overlay."):
             continue
-        with contextlib.suppress(OSError, ValueError):  # too large, or a file system without attributes
+        with contextlib.suppress(OSError, ValueError):  # too large, or the file system has no attributes
             os.setxattr(path, name, value.encode(errors="surrogateescape"), follow_symlinks=False)
 
 

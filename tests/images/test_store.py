@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.images.store import ImageStore, StoredImage, choose
+from prorl_envs.images.eviction import choose_unused
+from prorl_envs.images.store import ImageStore, StoredImage
 
 DAY_S = 86_400
 
@@ -102,13 +103,7 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
 
 
 def test_eviction_stops_as_soon_as_the_rest_fits() -> None:
-    entries = [
-        StoredImage(
-            id=name, key="", name=name, version="", source="", made=0.0, size=size, digest="", content={}
-        )
-        for name, size in (("a", 5), ("b", 5), ("c", 5))
-    ]  # fmt: skip
-    used = list(zip((3.0, 1.0, 2.0), entries, strict=True))
-    assert [entry.id for entry in choose(used, 10, 9.0)] == ["b"]
-    assert [entry.id for entry in choose(used, 4, 9.0)] == ["b", "c", "a"]
-    assert [entry.id for entry in choose(used, 0, 2.0)] == ["b", "c"]
+    used = [(3.0, 5, "a"), (1.0, 5, "b"), (2.0, 5, "c")]
+    assert choose_unused(used, max_bytes=10, keep_after=9.0) == ["b"]
+    assert choose_unused(used, max_bytes=4, keep_after=9.0) == ["b", "c", "a"]
+    assert choose_unused(used, max_bytes=0, keep_after=2.0) == ["b", "c"]

@@ -142,7 +142,7 @@ def test_a_dockerfile_becomes_a_definition(tmp_path: Path) -> None:
 def test_a_dockerfile_that_cannot_be_converted_faithfully_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "Dockerfile"
     path.write_text(f"FROM x\n{line}\n")
-    with pytest.raises(InputError, match="no like in a definition"):
+    with pytest.raises(InputError, match="has no equivalent of"):
         ImageTemplate.read(path)
 
 
