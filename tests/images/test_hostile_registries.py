@@ -290,7 +290,7 @@ async def test_transient_failures_are_repeated_with_growing_waits(tmp_path: Path
         assert (await puller(tmp_path, host, clock).pull(f"{host}/image:1")).layers
     assert clock.waits == [1.0, 7.0] * 3
     behaviour.answer = lambda handler, count: handler.reply(b"", 500) or True
-    await refuse(tmp_path / "other", behaviour, RegistryError, "answers 500, 3 times in sequence")
+    await refuse(tmp_path / "other", behaviour, RegistryError, "answers 500, 3 times in a row")
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ async def test_redirects(tmp_path: Path) -> None:
         assert (await puller(tmp_path, host).pull(f"{host}/image:1")).layers
     assert set(received) == {""}, "another host gets no login"
     behaviour.answer = lambda handler, count: handler.reply(b"", 302, Location=handler.path) or True
-    await refuse(tmp_path / "other", behaviour, RegistryRefused, "redirects in circles")
+    await refuse(tmp_path / "other", behaviour, RegistryRefused, "redirects in a loop")
 
 
 PULL = """\

@@ -1,4 +1,4 @@
-"""Sources of ADD other than files: archives and addresses."""
+"""Archives and addresses as sources of ADD."""
 
 import asyncio
 import bz2
@@ -33,11 +33,11 @@ _IDLE_S = 60.0
 
 
 class AddRefused(InputError):
-    """Source of ADD that cannot be used."""
+    """Error for a source of ADD that cannot be used."""
 
 
 def is_address(source: str) -> bool:
-    """Return True if a source of ADD is not a file of the context."""
+    """Return True if a source of ADD is an address, not a file of the context."""
     return source.startswith(("http://", "https://", "git://", "git@", "ssh://"))
 
 
@@ -60,14 +60,14 @@ def _first_block(path: Path, stream: BinaryIO) -> bytes:
 
 
 def unpack_archive(path: Path, place: Path, limits: UnpackLimits) -> None:
-    """Unpack an archive, which is hostile: names and links are resolved below `place`. It blocks.
+    """Unpack an archive. It is hostile: names and links are resolved below `place`. Blocks.
 
     Args:
-        place: empty directory.
+        place: empty directory for the files.
 
     Raises:
         SandboxError: the archive is damaged, or exceeds a limit.
-        AddRefused: it cannot be decompressed.
+        AddRefused: the archive cannot be decompressed.
     """
     try:
         with _decompressed(path) as stream:
@@ -78,11 +78,11 @@ def unpack_archive(path: Path, place: Path, limits: UnpackLimits) -> None:
 
 @contextmanager
 def _decompressed(path: Path) -> Iterator[BinaryIO]:
-    """Open a file; bzip2 and xz are decompressed, which `unpack_layer` does not do."""
+    """Open a file. Decompress bzip2 and xz, which `unpack_layer` cannot."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise AddRefused(f"{path.name} is no regular file")
+            raise AddRefused(f"{path.name} is not a regular file")
         start = file.read(6)
         file.seek(0)
         decode = next((decode for magic, decode in _DECODERS if start.startswith(magic)), None)
@@ -97,14 +97,14 @@ def address_name(address: str) -> str:
     """Return the file name of an address.
 
     Raises:
-        AddRefused: it has none, or is no address of a file.
+        AddRefused: the address has no file name, or is not supported.
     """
     if not address.startswith(("http://", "https://")):
         raise AddRefused(f"{address} is not supported", hint="clone a repository with RUN git clone")
     name = posixpath.basename(urlsplit(address).path)
     if not name or name in (".", "..") or "\0" in name:
         raise AddRefused(
-            f"{address} names no file", hint="write the destination as a file, without / at its end"
+            f"{address} has no file name", hint="give a file as destination, without / at its end"
         )
     return name
 
@@ -118,15 +118,16 @@ async def download(
     seconds: float,
     checksum: str = "",
 ) -> None:
-    """Download a file from an allowed host, also after redirections.
+    """Download a file. All hosts must be allowed, those of redirections too.
 
     Args:
-        target: made here.
-        limit: most bytes.
-        checksum: `sha256:...` that it must have; "" accepts any.
+        target: path of the new file.
+        limit: most bytes of the file.
+        seconds: timeout.
+        checksum: checksum that the file must have (`sha256:...`); "" accepts any.
 
     Raises:
-        AddRefused: the download failed, or has another checksum.
+        AddRefused: the download failed, or the file has another checksum.
     """
     import httpx  # only a download needs it
 
@@ -150,7 +151,7 @@ async def download(
 
 @asynccontextmanager
 async def _proxy(network: Network) -> AsyncIterator[str | None]:
-    """Serve the proxy of an allowlist on loopback. Yield its address; None for an open network."""
+    """Run a proxy for an allowlist on loopback. Yield its address, or None for an open network."""
     if network.open:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Builder of Dockerfiles: a chain of layers, each made once and shared through the store."""
+"""Builder of Dockerfiles: each layer is created once, and shared through the store."""
 
 import contextlib
 import os
@@ -65,12 +65,12 @@ from prorl_envs.sandbox.filesystem.layered import (
     read_layered,
 )
 
-#: Part of the keys of layers: raised when instructions are executed differently.
+#: Part of the keys of layers: raise it if instructions are executed differently.
 _FORMAT = 1
 #: Lines of a failed command's output in its error.
 _ERROR_LINES = 40
 _IGNORE_LIMIT = 1 << 20
-#: Bytes of one download, which is kept in memory.
+#: Most bytes of one download, which is stored in memory.
 _DOWNLOAD_LIMIT = 1 << 30
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _MODE = re.compile(r"[0-7]{3,4}")
@@ -78,13 +78,13 @@ _MODE = re.compile(r"[0-7]{3,4}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DockerfileLimits:
-    """Bounds of one build.
+    """Limits of one build.
 
     Args:
-        run_s: seconds that one RUN, or one download, may take.
-        output_bytes: kept of a command's output.
-        copy: of one COPY or ADD.
-        sandbox: of the sandbox of a RUN; None takes the driver's.
+        run_s: most seconds of one RUN or one download.
+        output_bytes: most bytes of a command's output; the rest is dropped.
+        copy: limits of one COPY or ADD.
+        sandbox: limits of the sandbox of a RUN; None uses the driver's.
     """
 
     run_s: float = 3600.0
@@ -98,13 +98,13 @@ class BuildProgress:
     """Event of a build.
 
     Args:
-        kind: `step`: an instruction starts; `shared`: its layer exists already; `made`: its layer was made
-            now; `output`: of a command; `note`: anything else.
+        kind: `step`: an instruction starts; `shared`: its layer exists already; `made`: its layer was
+            created; `output`: output of a command; `note`: other information.
         step: number of the instruction, from 1.
-        steps: instructions of all stages that are built.
-        line: in the Dockerfile.
+        steps: number of instructions in all stages that are built.
+        line: line of the instruction in the Dockerfile.
         text: the instruction, the output, or the note. Untrusted.
-        seconds: that it took, for `made`.
+        seconds: duration, for `shared` and `made`.
     """
 
     kind: Literal["step", "shared", "made", "output", "note"]
@@ -120,7 +120,7 @@ type OnProgress = Callable[[BuildProgress], None]
 
 @dataclass(slots=True)
 class _Stage:
-    """Files of a stage: its layers, and the key of the last one."""
+    """State of a stage: its layers, the key of the last instruction, and its settings."""
 
     layers: list[Path]
     key: str
@@ -128,16 +128,16 @@ class _Stage:
 
 
 class DockerfileBuilder:
-    """Builder of Dockerfiles.
+    """Builds Dockerfiles.
 
     Args:
         store: store of the layers and images; builders that share it trust each other.
         driver: driver of the sandboxes of RUN: bubblewrap or apptainer.
         bases: local images by reference, used in place of a registry: directories and `.layers.json` files.
         network: hosts that RUN and ADD can reach.
-        limits: bounds of one build.
-        puller: puller of other images; None makes one for the store.
-        scratch: directory on the file system of the driver's sandboxes; None takes `node_local_base()`.
+        limits: limits of one build.
+        puller: pulls other images; None creates a puller for the store.
+        scratch: directory on the file system of the driver's sandboxes; None uses `node_local_base()`.
     """
 
     def __init__(
@@ -171,21 +171,21 @@ class DockerfileBuilder:
     ) -> Path:
         """Build an image, and return the path of its `.layers.json` file in the store.
 
-        Layers that the store has are not made again; concurrent builders of one layer wait for the first.
+        Layers in the store are not created again; concurrent builders of a layer wait for the first.
 
         Args:
             context: directory of the files for COPY and ADD. It must not change during the build.
-            dockerfile: None takes `Dockerfile` in the context.
-            target: name or number of the stage to build; None is the last one.
+            dockerfile: path of the Dockerfile; None uses `Dockerfile` in the context.
+            target: name or number of the stage to build; None is the last stage.
             args: values for ARG instructions.
-            secrets: files for `RUN --mount=type=secret`, by id; no part of the image or of its keys.
-            name: of the image in the store; "" makes one of its content.
+            secrets: files for `RUN --mount=type=secret`, by id. They are not part of the image or its keys.
+            name: name of the image in the store; "" derives a name from its content.
             on_progress: called with each event.
 
         Raises:
             DockerfileError: the Dockerfile has an error, or a file for it is missing.
             RunFailed: a command failed.
-            SandboxError: a base cannot be pulled, a sandbox failed, or the store cannot be written.
+            SandboxError: a base image cannot be pulled, a sandbox failed, or the store cannot be written.
         """
         parsed = await in_thread(read_dockerfile, dockerfile or context / "Dockerfile")
         plan = plan_build(parsed, args or {}, platform=host_platform(), target=target)
@@ -208,11 +208,11 @@ def _read_ignore(context: Path, dockerfile: Path | None) -> IgnoreRules:
     """Read the ignore file: `NAME.dockerignore` beside the Dockerfile, else that of the context.
 
     Raises:
-        DockerfileError: there is no such context.
+        DockerfileError: the context does not exist.
         InputError: the file is too large.
     """
     if not context.is_dir():
-        raise DockerfileError("is no directory", file=str(context))
+        raise DockerfileError("is not a directory", file=str(context))
     file = dockerfile or context / "Dockerfile"
     for path in (file.with_name(f"{file.name}.dockerignore"), context / ".dockerignore"):
         try:
@@ -247,9 +247,9 @@ class _Build:
         self._on_progress = on_progress
         self._stages: dict[int, _Stage] = {}
         self._images: dict[str, _Stage] = {}
-        self._held = contextlib.ExitStack()
+        self._leases = contextlib.ExitStack()
         self._step, self._steps = 0, sum(len(stage.steps) + 1 for stage in plan.stages)
-        self._now: Instruction | None = None
+        self._current_step: Instruction | None = None
 
     @property
     def _dockerfile(self) -> Dockerfile:
@@ -257,7 +257,7 @@ class _Build:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        with self._held:
+        with self._leases:
             yield
 
     async def build(self) -> _Stage:
@@ -274,7 +274,7 @@ class _Build:
         settings = StageSettings(self._dockerfile, stage.config, self._args, inherited)
         for step in plan.steps:
             self._start_step(step)
-            with self._at(step):
+            with self._errors_at(step):
                 settings.apply(step)
                 await self._make(plan, stage, settings, step)
             if len(stage.layers) > LAYER_LIMIT:
@@ -288,32 +288,32 @@ class _Build:
         if plan.parent is not None:
             parent = self._stages[plan.parent]
             return _Stage([*parent.layers], parent.key, parent.config)
-        with self._at(plan.origin):
+        with self._errors_at(plan.origin):
             found = await self._image(plan.base, plan.platform)
         return _Stage([*found.layers], found.key, found.config)
 
     async def _image(self, reference: str, platform: str = "") -> _Stage:
-        """Return the image of a reference: nothing at all, an alias, or one of a registry."""
+        """Return the image of a reference: `scratch`, a base alias, or an image of a registry."""
         if (known := self._images.get(f"{platform} {reference}")) is not None:
             return known
         if reference == "scratch":
-            found = _Stage([await self._empty_layer()], "scratch", ImageConfig())
+            found = _Stage([await self._layer("empty", _leave_empty)], "scratch", ImageConfig())
         else:
             image = await self._local(reference) or await self._builder.puller.pull(
                 reference, platform=platform
             )
             self._hold(image.layers)
-            key = of_value({"format": _FORMAT, "layers": [self._identity(one) for one in image.layers]})
+            key = of_value({"format": _FORMAT, "layers": [self._identity(layer) for layer in image.layers]})
             found = _Stage([*image.layers], key, image.config)
         self._images[f"{platform} {reference}"] = found
         return found
 
     async def _local(self, reference: str) -> LayeredImage | None:
-        """Return the image of an alias. A Dockerfile itself names no path: it is untrusted."""
+        """Return the image of an alias; None if there is no such alias. A path is refused as untrusted."""
         if reference.startswith(("/", ".")):
             raise InputError(
                 f"{reference} is a path of this machine",
-                hint="give it a name: --base NAME=PATH, or images.bases",
+                hint="define a name for it: --base NAME=PATH, or images.bases",
             )
         path = self._builder.bases.get(reference) or find_base(reference, self._builder.bases)
         if path is None:
@@ -331,9 +331,6 @@ class _Build:
         if layer.parent == self._builder.store.root / LAYERS:
             return layer.name
         return f"{layer} {layer.stat().st_mtime_ns}"
-
-    async def _empty_layer(self) -> Path:
-        return await self._layer("empty", lambda place: _nothing())
 
     async def _make(self, plan: StagePlan, stage: _Stage, settings: StageSettings, step: Instruction) -> None:
         match step.name:
@@ -395,11 +392,11 @@ class _Build:
         name = step.flag("from")
         if not name:
             return self._context
-        found = await self._named(plan, name)
+        found = await self._stage_or_image(plan, name)
         return SourceTree(found.layers, name=f"the stage or image {name}")
 
-    async def _named(self, plan: StagePlan, name: str) -> _Stage:
-        """Return what `--from` names: an earlier stage, or an image."""
+    async def _stage_or_image(self, plan: StagePlan, name: str) -> _Stage:
+        """Return the earlier stage or the image that `--from` names."""
         index = self._plan.stage_index(name, plan.index)
         return await self._image(name) if index is None else self._stages[index]
 
@@ -411,19 +408,19 @@ class _Build:
             raise CopyRefused("needs a source and a destination")
         *sources, destination = words
         documents = dict(self._documents(step, settings))
-        sources = [one for one in sources if heredoc_name(one) not in documents]
+        sources = [source for source in sources if heredoc_name(source) not in documents]
         if step.name == "ADD":
             sources, downloads = await self._download(step, settings, sources, destination, scratch)
             documents |= downloads
-        place = settings.path_inside(destination)
-        if len(sources) + len(documents) > 1 and not place.endswith("/"):
+        target = settings.path_inside(destination)
+        if len(sources) + len(documents) > 1 and not target.endswith("/"):
             raise CopyRefused(f"several sources need a directory, but {destination} has no / at its end")
         unpacked: dict[str, Path] = {}
         if step.name == "ADD" and step.flag("unpack", "true") != "false":
             unpacked = await in_thread(_archives, source, sources, scratch)
         return CopyRequest(
             sources=sources,
-            destination=place,
+            destination=target,
             documents=documents,
             mode=_mode(settings.expand(step, step.flag("chmod"))),
             keeps_parents=step.switch("parents") if step.name == "COPY" else False,
@@ -446,7 +443,7 @@ class _Build:
         destination: str,
         scratch: Path,
     ) -> tuple[list[str], dict[str, bytes]]:
-        """Download the addresses among sources; return the other ones, and the contents by name."""
+        """Download the addresses among sources. Return the other sources, and the contents by file name."""
         limits = self._builder.limits
         found: dict[str, bytes] = {}
         for address in filter(is_address, sources):
@@ -462,7 +459,7 @@ class _Build:
                 checksum=settings.expand(step, step.flag("checksum")),
             )
             found[name] = target.read_bytes()
-        return [one for one in sources if not is_address(one)], found
+        return [source for source in sources if not is_address(source)], found
 
     async def _make_run(
         self, plan: StagePlan, stage: _Stage, settings: StageSettings, step: Instruction
@@ -506,24 +503,24 @@ class _Build:
         self._report("output", text=completed.output.decode(errors="replace"))
         if completed.exit_code == 0:
             return
-        how = (
+        problem = (
             f"did not finish in {request.seconds:g} s"
             if completed.timed_out
             else f"failed with exit status {completed.exit_code}"
         )
         raise RunFailed(
-            f"{self._dockerfile.file}:{step.line}: RUN {how}: {step.text[:200]}\n{output}",
+            f"{self._dockerfile.file}:{step.line}: RUN {problem}: {step.text[:200]}\n{output}",
             hint=_run_hint(output, self._builder.network),
         )
 
     def _command(self, step: Instruction, settings: StageSettings) -> tuple[tuple[str, ...], bytes]:
-        """Return the program and arguments of a RUN, and its input."""
+        """Return the program and arguments of a RUN, and its standard input."""
         if step.items is not None:
             if not step.items:
                 raise self._dockerfile.error(step, "needs a program")
             return step.items, b""
         if len(step.heredocs) == 1 and heredoc_name(step.text) is not None:
-            # A document alone is the script; variables in it are the shell's.
+            # The document is the script; the shell replaces its variables.
             script = step.heredocs[0].content
             if script.startswith("#!"):
                 return (*script[2:].partition("\n")[0].split(maxsplit=1), "/dev/stdin"), script.encode()
@@ -534,7 +531,8 @@ class _Build:
     async def _mounts(
         self, plan: StagePlan, settings: StageSettings, step: Instruction, scratch: Path
     ) -> tuple[list[Mount], dict[str, str], list[dict[str, str]]]:
-        """Return the mounts of a RUN, variables of secrets, and what identifies the mounts."""
+        """Return the mounts of a RUN, the variables of its secrets, and the part of its key for the
+        mounts."""
         mounts: list[Mount] = []
         env: dict[str, str] = {}
         identity: list[dict[str, str]] = []
@@ -552,7 +550,7 @@ class _Build:
                     mounts.append(mount)
                     options["content"] = content
                 case _:
-                    # A cache starts empty: layers that builds share must not depend on its content.
+                    # A cache is empty, because layers that builds share must not depend on its content.
                     folder = scratch / f"empty{number}"
                     folder.mkdir()
                     mounts.append(Mount(source=folder, target=options["target"], overlay=True))
@@ -577,12 +575,14 @@ class _Build:
         name = options.get("from", "")
         source = self._context
         if name:
-            source = SourceTree((await self._named(plan, name)).layers, name=f"the stage or image {name}")
+            source = SourceTree(
+                (await self._stage_or_image(plan, name)).layers, name=f"the stage or image {name}"
+            )
         path = options.get("source", "").strip("/")
         request = CopyRequest(sources=[path or "."], destination="/copy")
         copier = FileCopier(source, request, self._builder.limits.copy)
         content = await in_thread(copier.digest)
-        copied = await in_thread(_copy_alone, copier, folder)
+        copied = await in_thread(_copy_to, copier, folder)
         return Mount(source=copied, target=options["target"], overlay=copied.is_dir()), content
 
     async def _add(
@@ -611,7 +611,7 @@ class _Build:
         return layer
 
     def _hold(self, layers: Sequence[Path]) -> None:
-        self._held.enter_context(self._builder.store.holding(layers))
+        self._leases.enter_context(self._builder.store.holding(layers))
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
@@ -622,8 +622,8 @@ class _Build:
             remove_tree(path)
 
     @contextmanager
-    def _at(self, step: Instruction) -> Iterator[None]:
-        """Name the instruction in errors about its arguments."""
+    def _errors_at(self, step: Instruction) -> Iterator[None]:
+        """Add the instruction to errors about its arguments."""
         try:
             yield
         except DockerfileError:
@@ -635,7 +635,7 @@ class _Build:
 
     def _start_step(self, step: Instruction) -> None:
         self._step += 1
-        self._now = step
+        self._current_step = step
         self._report("step", text=f"{step.name} {step.text}")
 
     def _report(
@@ -645,22 +645,22 @@ class _Build:
         text: str = "",
         seconds: float = 0.0,
     ) -> None:
-        line = self._now.line if self._now is not None else 0
+        line = self._current_step.line if self._current_step is not None else 0
         event = BuildProgress(
             kind=kind, step=self._step, steps=self._steps, line=line, text=text, seconds=seconds
         )
         self._on_progress(event)
 
 
-def _copy_alone(copier: FileCopier, folder: Path) -> Path:
-    """Copy a request's files to a new directory; return the place of its destination, `/copy`."""
+def _copy_to(copier: FileCopier, folder: Path) -> Path:
+    """Copy a request's files to a new directory; return the host path of its destination, `/copy`."""
     folder.mkdir()
     copier.copy(LayerWriter([], folder))
     return folder / "copy"
 
 
-async def _nothing() -> None:
-    """Leave a layer empty."""
+async def _leave_empty(place: Path) -> None:
+    """Add no files to a layer."""
 
 
 def _is_empty(layer: Path) -> bool:
@@ -670,7 +670,7 @@ def _is_empty(layer: Path) -> bool:
 
 def _archives(source: SourceTree, sources: Sequence[str], scratch: Path) -> dict[str, Path]:
     """Return a directory in `scratch` for each source that is an archive."""
-    paths = [path for one in sources for path in source.select(one)]
+    paths = [path for pattern in sources for path in source.select(pattern)]
     files = {path: source.file(path) for path in paths}
     found = [path for path, file in files.items() if file is not None and is_archive(file)]
     return {path: scratch / "unpacked" / str(number) for number, path in enumerate(found)}

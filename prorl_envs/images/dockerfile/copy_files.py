@@ -1,7 +1,7 @@
-"""Files of COPY, ADD and WORKDIR, written into a layer on the host.
+"""Writes the files of COPY, ADD and WORKDIR into a layer, on the host.
 
-Sources and destinations are untrusted. Both are views of layers (`LayerTree`), whose links are resolved below
-their root and never by the kernel; a build context is a view of one layer.
+Sources and destinations are untrusted. Both are views of layers (`LayerTree`): links are resolved below their
+root, and never by the kernel. A build context is a view of one layer.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from prorl_envs.errors import InputError
 from prorl_envs.images.dockerfile.ignore import IgnoreRules, glob_expression, is_glob
@@ -23,16 +24,16 @@ _DEPTH_LIMIT = 200
 
 
 class CopyRefused(InputError):
-    """Source or destination of a copy that cannot be used."""
+    """Error for a source or destination of a copy that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLimits:
-    """Bounds of one instruction.
+    """Limits of one instruction.
 
     Args:
-        size_bytes: of all its files.
-        entries: files, directories and links.
+        size_bytes: most bytes of all its files.
+        entries: most files, directories and links.
     """
 
     size_bytes: int = 16 << 30
@@ -41,12 +42,12 @@ class CopyLimits:
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """Entry of a source.
+    """File, directory or link of a source.
 
     Args:
-        path: relative to the source that was named; "" is the source itself.
-        host: its place on the host, which may be a link.
-        status: of that place.
+        path: path relative to the source; "" is the source itself.
+        host: path on the host, which may be a link.
+        status: status of that path.
     """
 
     path: str
@@ -58,9 +59,9 @@ class SourceTree:
     """Tree from which files are copied: a build context, a stage, or an image.
 
     Args:
-        layers: the lowest first.
-        rules: exclude some of its paths.
-        name: for messages.
+        layers: directories, the lowest first.
+        rules: rules that exclude paths.
+        name: its name in messages.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class SourceTree:
         self._rules = rules or IgnoreRules(())
 
     def select(self, pattern: str) -> list[str]:
-        """Return the paths that a source names, relative and sorted; links in them are not resolved.
+        """Return the relative paths that match a pattern, sorted and with unresolved links.
 
         Raises:
-            CopyRefused: there are none, or it leads out.
+            CopyRefused: no path matches, or the pattern leads out of the tree.
         """
         path = _relative(pattern)
         found = list(self._matches(path)) if is_glob(path) else [path] if self._exists(path) else []
@@ -86,19 +87,19 @@ class SourceTree:
         return sorted(found)
 
     def walk(self, path: str, limits: CopyLimits, excluded: IgnoreRules) -> Iterator[SourceEntry]:
-        """Yield an entry that is not a link, and all below it, parents first. Special files are left out.
+        """Yield the entry at a path and all entries below it, parents first, without special files.
 
         Args:
-            path: relative; its links are resolved.
+            path: relative path, whose links are resolved.
             excluded: further rules, for paths relative to `path`.
 
         Raises:
-            CopyRefused: there are too many, or they are nested too deeply.
+            CopyRefused: there are too many entries, or they are nested too deeply.
         """
         resolved = self.tree.resolve(f"/{path}")
         places = self._places(resolved)
         count = 0
-        for below, entry_places in _walk(places, lambda one: self._skips(resolved, one, excluded)):
+        for below, entry_places in _walk(places, lambda below: self._skips(resolved, below, excluded)):
             status = entry_places[0].lstat()
             if not _is_plain(status.st_mode):
                 continue
@@ -108,23 +109,23 @@ class SourceTree:
             yield SourceEntry(below, entry_places[0], status)
 
     def _skips(self, root: str, below: str, excluded: IgnoreRules) -> bool:
-        """Return True if neither this path nor one below it can be included."""
-        own = posixpath.join(root, below).strip("/")
+        """Return True if neither a path nor any path below it can be included."""
+        path = posixpath.join(root, below).strip("/")
         if below and excluded.excludes(below) and not excluded.has_exceptions:
             return True
-        return bool(own) and self._rules.excludes(own) and not self._rules.has_exceptions
+        return bool(path) and self._rules.excludes(path) and not self._rules.has_exceptions
 
     def includes(self, path: str) -> bool:
         """Return False if the rules of this tree exclude a relative path."""
         return path in ("", ".") or not self._rules.excludes(path)
 
     def file(self, path: str) -> Path | None:
-        """Return the host path of the regular file that a relative path leads to; None if it is none."""
+        """Return the host path of the regular file at a relative path; None if there is none."""
         found = self.tree.find(self.tree.resolve(f"/{path}"))
         return found if found is not None and stat.S_ISREG(found.lstat().st_mode) else None
 
     def real_path(self, path: str) -> str:
-        """Return the relative path that a relative path leads to."""
+        """Return a relative path with its links resolved."""
         return self.tree.resolve(f"/{path}").strip("/")
 
     def _exists(self, path: str) -> bool:
@@ -135,7 +136,7 @@ class SourceTree:
         return self.includes(real) or (found.is_dir() and self._rules.has_exceptions)
 
     def _matches(self, pattern: str) -> Iterator[str]:
-        """Yield the paths that match a pattern, part by part; links to directories are followed below."""
+        """Yield the paths that match a pattern. Links to directories are followed if further parts come."""
         found = [""]
         for part in pattern.split("/"):
             expression = glob_expression(part) if is_glob(part) else None
@@ -168,7 +169,7 @@ def _relative(source: str) -> str:
             f"{source} leads out of its directory", hint="copy files from within the context only"
         )
     if "\0" in source:
-        raise CopyRefused("a name holds a zero byte")
+        raise CopyRefused("a name contains a zero byte")
     return "/".join(parts)
 
 
@@ -177,10 +178,10 @@ def _is_plain(mode: int) -> bool:
 
 
 def children(places: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the entries of a merged directory: for each name, the host paths that form it, topmost first.
+    """Return the entries of a merged directory: by name, the host paths that form the entry, topmost first.
 
     Args:
-        places: the directories that form it, topmost first; anything else has no entries.
+        places: host paths that form the directory, topmost first. A file hides those below it.
     """
     found: dict[str, list[Path]] = {}
     closed: set[str] = set()
@@ -225,16 +226,16 @@ def _walk(places: list[Path], skips: Callable[[str], bool]) -> Iterator[tuple[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRequest:
-    """COPY, with its variables replaced.
+    """COPY or ADD, with its variables replaced.
 
     Args:
-        sources: of the source tree.
-        documents: contents by name, for sources that are documents of the Dockerfile.
-        destination: absolute path inside; with `/` at its end, a directory.
-        mode: of the copied files, instead of their own.
-        keeps_parents: whether the parents of a source appear below the destination.
+        sources: patterns of paths in the source tree.
+        documents: contents by name, for sources that are documents in the Dockerfile.
+        destination: absolute path inside; a directory if it ends in `/`.
+        mode: mode of the copied files; None keeps the mode of each file.
+        keeps_parents: whether the parents of a source are created below the destination.
         excluded: patterns relative to each source.
-        unpacked: directories on the host with the content of archives, for their sources.
+        unpacked: for sources that are archives, directories on the host with their content.
     """
 
     sources: Sequence[str]
@@ -247,12 +248,12 @@ class CopyRequest:
 
 
 class FileCopier:
-    """Copy of a request's files into a layer.
+    """Copies the files of a request into a layer.
 
     Args:
         source: the tree of its sources.
-        request: what is copied.
-        limits: of the copy.
+        request: the request.
+        limits: limits of the copy.
     """
 
     def __init__(self, source: SourceTree, request: CopyRequest, limits: CopyLimits | None = None) -> None:
@@ -261,10 +262,10 @@ class FileCopier:
         self._written = 0
 
     def digest(self) -> str:
-        """Return the digest of the files: names, kinds, permissions, contents. It blocks.
+        """Return the digest of the files: names, kinds, permissions, contents. Blocks.
 
         Raises:
-            CopyRefused: one is missing or cannot be read.
+            CopyRefused: a file is missing or cannot be read.
         """
         total = hashlib.sha256()
         for name, content in self._request.documents.items():
@@ -279,10 +280,10 @@ class FileCopier:
         return total.hexdigest()
 
     def copy(self, writer: "LayerWriter") -> None:
-        """Write the files into a layer. It blocks.
+        """Write the files into a layer. Blocks.
 
         Raises:
-            CopyRefused: one is missing, cannot be read, or does not fit the destination.
+            CopyRefused: a file is missing, cannot be read, or does not fit the destination.
         """
         request = self._request
         selected = [path for source in request.sources for path in self._source.select(source)]
@@ -326,11 +327,13 @@ class FileCopier:
             writer.write_entry(posixpath.join(destination, entry.path).rstrip("/") or "/", entry, mode)
 
     def _entries(self, path: str) -> Iterator[SourceEntry]:
-        """Yield the entries of a source that are not excluded; a directory only if something in it is not."""
+        """Yield the entries of a source that are not excluded, and always the source itself."""
         real = self._source.real_path(path)
         for entry in self._source.walk(path, self._limits, self._excluded):
-            own = posixpath.join(real, entry.path).strip("/")
-            included = self._source.includes(own) and not (entry.path and self._excluded.excludes(entry.path))
+            full = posixpath.join(real, entry.path).strip("/")
+            included = self._source.includes(full) and not (
+                entry.path and self._excluded.excludes(entry.path)
+            )
             if included or not entry.path:
                 yield entry
 
@@ -348,7 +351,7 @@ def _identity(entry: SourceEntry) -> tuple[object, ...]:
     return ("file", mode & 0o777, digest.hexdigest())
 
 
-def _open(path: Path):  # type: ignore[no-untyped-def]
+def _open(path: Path) -> BinaryIO:
     """Open a regular file without following a link and without waiting for a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -358,10 +361,10 @@ def _open(path: Path):  # type: ignore[no-untyped-def]
 
 
 class LayerWriter:
-    """Writer of a new layer above others. All files belong to this user, who may read and write them.
+    """Writes a new layer above others. All files belong to this user, who may read and write them.
 
     Args:
-        layers: those below, the lowest first.
+        layers: the layers below, the lowest first.
         draft: directory of the new layer.
     """
 
@@ -372,14 +375,14 @@ class LayerWriter:
         draft.chmod(stat.S_IMODE(root) | 0o700)
 
     def is_directory(self, path: str) -> bool:
-        """Return True if a path leads to a directory."""
+        """Return True if a path is a directory or a link to one."""
         return self._tree.kind(path) == stat.S_IFDIR
 
     def make_directory(self, path: str, mode: int = 0o755) -> Path:
-        """Make a directory with those above it; existing ones keep their modes. Return its host path.
+        """Create a directory with its parents; existing ones keep their modes. Return its host path.
 
         Raises:
-            CopyRefused: one above it is a file.
+            CopyRefused: one of them is a file.
         """
         resolved = self._tree.resolve(path)
         inside, host = "", self._draft
@@ -391,29 +394,30 @@ class LayerWriter:
                 raise CopyRefused(f"{inside} is a file, not a directory")
             if not host.is_dir():
                 host.mkdir()
-                own = mode if number == len(parts) else 0o755
-                host.chmod((own if found is None else stat.S_IMODE(found.lstat().st_mode)) | 0o700)
+                default = mode if number == len(parts) else 0o755
+                host.chmod((default if found is None else stat.S_IMODE(found.lstat().st_mode)) | 0o700)
         return host
 
     def write_file(self, path: str, content: bytes, mode: int) -> None:
-        """Write a file; it replaces an existing entry."""
+        """Write a file in place of any other entry."""
         host = self._place(path)
         host.write_bytes(content)
         host.chmod(mode & 0o777 | 0o600)
 
     def write_entry(self, path: str, entry: SourceEntry, mode: int | None) -> None:
-        """Write a copy of an entry. A directory is merged with one that exists; anything else is replaced."""
-        own = entry.status.st_mode
-        if stat.S_ISDIR(own):
-            self._write_directory(path, own if mode is None else mode)
+        """Write a copy of an entry. A directory is merged with an existing one; other entries are
+        replaced."""
+        original = entry.status.st_mode
+        if stat.S_ISDIR(original):
+            self._write_directory(path, original if mode is None else mode)
             return
         host = self._place(path)
-        if stat.S_ISLNK(own):
+        if stat.S_ISLNK(original):
             host.symlink_to(entry.host.readlink())
             return
         with _open(entry.host) as source, host.open("xb") as target:
             shutil.copyfileobj(source, target, _CHUNK)
-        host.chmod((own if mode is None else mode) & 0o777 | 0o600)
+        host.chmod((original if mode is None else mode) & 0o777 | 0o600)
         os.utime(host, ns=(entry.status.st_mtime_ns, entry.status.st_mtime_ns))
 
     def _write_directory(self, path: str, mode: int) -> None:
@@ -423,15 +427,15 @@ class LayerWriter:
             host = self.make_directory(parent) / name
             host.unlink(missing_ok=True)
             host.mkdir()
-            os.setxattr(host, OPAQUE_ATTRIBUTE, b"y")  # a directory below that the file hid stays hidden
+            os.setxattr(host, OPAQUE_ATTRIBUTE, b"y")  # lower directories that the file hid stay hidden
             host.chmod(mode & 0o1777 | 0o700)
             return
         self.make_directory(path, mode & 0o1777)
 
     def _place(self, path: str) -> Path:
-        """Return the host path at which a file or link can be made, after removing what this layer has there.
+        """Remove the layer's entry at a path, and return the host path for a new file or link.
 
-        A link at the path itself is replaced, not followed.
+        A link at the path itself is removed, not followed.
         """
         parent, name = posixpath.split(path.rstrip("/"))
         if name in ("", ".", ".."):
@@ -444,7 +448,7 @@ class LayerWriter:
 
 
 def is_unchanged(layer: Path, below: Sequence[Path]) -> bool:
-    """Return True if a layer changes nothing: it only has directories that exist below, with their modes."""
+    """Return True if a layer changes nothing: it has only directories that exist below with equal modes."""
     tree = LayerTree(below)
     pending = [""]
     while pending:

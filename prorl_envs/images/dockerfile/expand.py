@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from prorl_envs.errors import InputError
 
-#: Characters of an expanded text.
+#: Most characters of an expanded text.
 EXPANDED_LIMIT = 1 << 20
 _NESTING_LIMIT = 20
 _WHITE_SPACE = re.compile(r"\s+")
@@ -13,16 +13,16 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[*@#?!$-]")
 
 
 class ExpansionError(InputError):
-    """Text with a quote or a variable that is not complete, or that expands to too much."""
+    """Error for a text with an incomplete quote or variable, or with too long a result."""
 
 
 def expand(text: str, variables: Mapping[str, str], *, escape: str = "\\", keep_quotes: bool = False) -> str:
     """Replace the variables of a text, and remove its quotes and escapes.
 
     Args:
-        variables: by name; others expand to nothing.
+        variables: values by name; other variables expand to nothing.
         escape: the Dockerfile's escape character.
-        keep_quotes: leave quotes as they are, and variables in single quotes expanded: for documents.
+        keep_quotes: True keeps quotes, and expands variables even in single quotes: for documents.
 
     Raises:
         ExpansionError: a quote or a brace is not closed, `${x:?message}` fails, or the result is too long.
@@ -31,8 +31,8 @@ def expand(text: str, variables: Mapping[str, str], *, escape: str = "\\", keep_
 
 
 def expand_words(text: str, variables: Mapping[str, str], *, escape: str = "\\") -> list[str]:
-    """Replace the variables of a text and split it at white space outside quotes, also within values; empty
-    words are dropped.
+    """Replace the variables of a text and split it at white space outside quotes, even within values; drop
+    empty words.
 
     Raises:
         ExpansionError: as for `expand`.
@@ -41,7 +41,7 @@ def expand_words(text: str, variables: Mapping[str, str], *, escape: str = "\\")
 
 
 def split_words(text: str, *, escape: str = "\\") -> list[str]:
-    """Split a text at white space outside quotes; quotes, escapes and variables stay. Never raises: the
+    """Split a text at white space outside quotes; keep quotes, escapes and variables. Never raises: the
     rest after an open quote is one word."""
     words, word, quote, index = [], "", "", 0
     while index < len(text):
@@ -70,28 +70,28 @@ class _Expander:
     ) -> None:
         if depth > _NESTING_LIMIT:
             raise ExpansionError("variables are nested too deeply")
-        self._text, self._at = text, 0
+        self._text, self._position = text, 0
         self._variables, self._escape = variables, escape
         self._keep_quotes, self._depth = keep_quotes, depth
         self._length = 0
 
     def text(self) -> str:
         parts: list[str] = []
-        while self._at < len(self._text):
+        while self._position < len(self._text):
             parts.append(self._counted(self._next()))
         return "".join(parts)
 
     def words(self) -> list[str]:
         words: list[str] = []
         word: list[str] = []
-        while self._at < len(self._text):
-            splits = self._text[self._at] == "$" or self._text[self._at].isspace()
+        while self._position < len(self._text):
+            splits = self._text[self._position] == "$" or self._text[self._position].isspace()
             part = self._counted(self._next())
             first, *more = _WHITE_SPACE.split(part) if splits else (part,)
             word.append(first)
-            for one in more:
+            for part in more:
                 words.append("".join(word))
-                word = [one]
+                word = [part]
         return list(filter(None, (*words, "".join(word))))
 
     def _counted(self, part: str) -> str:
@@ -101,7 +101,7 @@ class _Expander:
         return part
 
     def _next(self) -> str:
-        character = self._text[self._at]
+        character = self._text[self._position]
         if not self._keep_quotes and character == "'":
             return self._single_quoted()
         if not self._keep_quotes and character == '"':
@@ -118,20 +118,20 @@ class _Expander:
             if self._peek() in ("$", self._escape):
                 return self._take()
             return character
-        return self._take() if self._at < len(self._text) else ""
+        return self._take() if self._position < len(self._text) else ""
 
     def _single_quoted(self) -> str:
-        end = self._text.find("'", self._at + 1)
+        end = self._text.find("'", self._position + 1)
         if end < 0:
             raise ExpansionError("a single quote is not closed")
-        quoted = self._text[self._at + 1 : end]
-        self._at = end + 1
+        quoted = self._text[self._position + 1 : end]
+        self._position = end + 1
         return quoted
 
     def _double_quoted(self) -> str:
-        self._at += 1
+        self._position += 1
         parts: list[str] = []
-        while self._at < len(self._text):
+        while self._position < len(self._text):
             character = self._take()
             if character == '"':
                 return "".join(parts)
@@ -145,36 +145,36 @@ class _Expander:
 
     def _variable(self) -> str:
         if self._peek() == "{":
-            self._at += 1
+            self._position += 1
             return self._braced()
-        found = _NAME.match(self._text, self._at)
+        found = _NAME.match(self._text, self._position)
         if found is None:
             return "$"
-        self._at = found.end()
+        self._position = found.end()
         return self._variables.get(found.group(), "")
 
     def _braced(self) -> str:
-        found = _NAME.match(self._text, self._at)
+        found = _NAME.match(self._text, self._position)
         if found is None:
             raise ExpansionError("`${` without a name")
-        self._at = found.end()
+        self._position = found.end()
         end = self._closing_brace()
-        operation, self._at = self._text[self._at : end], end + 1
+        operation, self._position = self._text[self._position : end], end + 1
         return self._modified(found.group(), operation)
 
     def _closing_brace(self) -> int:
-        depth, at = 1, self._at
-        while at < len(self._text):
-            character = self._text[at]
+        depth, position = 1, self._position
+        while position < len(self._text):
+            character = self._text[position]
             if character == self._escape:
-                at += 1
+                position += 1
             elif character == "}":
                 depth -= 1
                 if depth == 0:
-                    return at
-            elif self._text.startswith("${", at):
+                    return position
+            elif self._text.startswith("${", position):
                 depth += 1
-            at += 1
+            position += 1
         raise ExpansionError("`${` is not closed")
 
     def _modified(self, name: str, operation: str) -> str:
@@ -202,27 +202,29 @@ class _Expander:
         return inner.text()
 
     def _take(self) -> str:
-        self._at += 1
-        return self._text[self._at - 1]
+        self._position += 1
+        return self._text[self._position - 1]
 
     def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
+        return self._text[self._position : self._position + 1]
 
 
 def _cut(value: str, kind: str, word: str, nested: Callable[[str], str]) -> str:
-    """Return a value without a prefix (`#`) or suffix (`%`) of a pattern, or with it replaced (`/`)."""
-    every = word.startswith(kind)
-    word = word[every:]
+    """Return a value without a prefix (`#`) or suffix (`%`) that matches, or with matches replaced (`/`)."""
+    doubled = word.startswith(kind)  # `##` and `%%`: the longest match; `//`: all matches
+    word = word[doubled:]
     if kind == "/":
         pattern, _, new = word.partition("/")
         expression = _glob(nested(pattern), greedy=True)
         replacement = nested(new)
-        return re.sub(expression, lambda _: replacement, value, count=0 if every else 1)
-    expression = _glob(nested(word), greedy=every)
+        return re.sub(expression, lambda _: replacement, value, count=0 if doubled else 1)
+    expression = _glob(nested(word), greedy=doubled)
     if kind == "#":
         return re.sub(rf"\A{expression}", "", value, count=1)
-    starts = range(len(value) + 1) if every else range(len(value), -1, -1)
-    return next((value[:at] for at in starts if re.fullmatch(expression, value[at:])), value)
+    starts = range(len(value) + 1) if doubled else range(len(value), -1, -1)
+    return next(
+        (value[:position] for position in starts if re.fullmatch(expression, value[position:])), value
+    )
 
 
 def _glob(pattern: str, *, greedy: bool) -> str:

@@ -1,4 +1,4 @@
-"""Patterns of `.dockerignore` files, and of names in COPY and ADD."""
+"""Patterns of `.dockerignore` files, and of the sources of COPY and ADD."""
 
 import re
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ class IgnoreRules:
     """Patterns that exclude paths; a later pattern with `!` includes them again.
 
     Args:
-        lines: of the file.
+        lines: lines of the file.
 
     Raises:
-        InputError: there are too many.
+        InputError: there are too many patterns.
     """
 
     def __init__(self, lines: Iterable[str]) -> None:
@@ -38,7 +38,7 @@ class IgnoreRules:
         """Return True if a path, or a directory above it, is excluded.
 
         Args:
-            path: relative to the context, with `/`.
+            path: path relative to the context.
         """
         parts = path.split("/")
         prefixes = ["/".join(parts[: count + 1]) for count in range(len(parts))]
@@ -69,28 +69,30 @@ def _clean(pattern: str) -> str:
 
 
 def glob_expression(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern with `*`, `?`, `[...]`, `\\` and, for any number of directories, `**`."""
-    out, at = "", 0
-    while at < len(pattern):
-        character = pattern[at]
-        if pattern.startswith("**/", at) and (at == 0 or pattern[at - 1] == "/"):
+    """Compile a pattern with `*`, `?`, `[...]`, `\\`, and `**` for any number of directories."""
+    out, position = "", 0
+    while position < len(pattern):
+        character = pattern[position]
+        if pattern.startswith("**/", position) and (position == 0 or pattern[position - 1] == "/"):
             out += "(?:[^/]+/)*"
-            at += 3
+            position += 3
             continue
-        if pattern.startswith("**", at):
+        if pattern.startswith("**", position):
             out += "(?s:.*)"
-            at += 2
+            position += 2
             continue
-        if character == "[" and (found := re.compile(r"\[(\^?)((?:\\.|[^\]\\])+)\]").match(pattern, at)):
+        if character == "[" and (
+            found := re.compile(r"\[(\^?)((?:\\.|[^\]\\])+)\]").match(pattern, position)
+        ):
             out += f"[{found[1]}{found[2].replace('[', chr(92) + '[')}]"
-            at = found.end()
+            position = found.end()
             continue
-        if character == "\\" and at + 1 < len(pattern):
-            at += 1
-            out += re.escape(pattern[at])
+        if character == "\\" and position + 1 < len(pattern):
+            position += 1
+            out += re.escape(pattern[position])
         else:
             out += {"*": "[^/]*", "?": "[^/]"}.get(character, re.escape(character))
-        at += 1
+        position += 1
     try:
         return re.compile(out)
     except re.error as error:
@@ -98,5 +100,5 @@ def glob_expression(pattern: str) -> re.Pattern[str]:
 
 
 def is_glob(name: str) -> bool:
-    """Return True if a name has characters of patterns."""
+    """Return True if a name has special characters of patterns."""
     return any(character in name for character in "*?[")

@@ -13,7 +13,7 @@ _OPTIONS = (
 
 
 def mount_options(dockerfile: Dockerfile, instruction: Instruction) -> list[dict[str, str]]:
-    """Return the options of each mount of a RUN, with `type` and the long names.
+    """Return the options of each mount of a RUN by their long names, always with `type`.
 
     Raises:
         DockerfileError: an option is unknown, or a type is not supported.

@@ -1,4 +1,4 @@
-"""Stages of a Dockerfile: which of them a target needs, in which order."""
+"""Plan of a build: the stages of a Dockerfile that a target needs, in order."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,12 +19,12 @@ class StagePlan:
     """Stage of a build.
 
     Args:
-        index: in the Dockerfile, from 0.
-        name: in lower case; "" without one.
-        base: reference of its image, or name of an earlier stage.
-        parent: index of the stage that `base` names; None for an image.
-        platform: such as `linux/amd64`; "" is this machine's.
-        origin: its FROM.
+        index: number in the Dockerfile, from 0.
+        name: name in lower case; "" if it has none.
+        base: reference of its base image, or name of an earlier stage.
+        parent: index of the stage that `base` names; None if `base` is an image.
+        platform: platform such as `linux/amd64`; "" is this machine's.
+        origin: its FROM instruction.
         steps: the instructions after FROM.
     """
 
@@ -42,8 +42,8 @@ class BuildPlan:
     """Stages that a target needs.
 
     Args:
-        dockerfile: their source.
-        stages: in order; the last one is the target.
+        dockerfile: the Dockerfile.
+        stages: the stages in order; the last one is the target.
         names: index of each named stage of the Dockerfile.
         global_args: values of the ARG instructions before the first FROM.
     """
@@ -73,11 +73,11 @@ def plan_build(
 
     Args:
         args: values for ARG instructions.
-        platform: of this machine.
-        target: name or number of a stage; None is the last one.
+        platform: platform of this machine.
+        target: name or number of a stage; None is the last stage.
 
     Raises:
-        DockerfileError: an instruction is wrong, or there is no such stage.
+        DockerfileError: an instruction is invalid, or the stage does not exist.
     """
     global_args: dict[str, str] = {}
     known = platform_args(platform)
@@ -90,12 +90,11 @@ def plan_build(
             if stage.name:
                 names[stage.name] = stage.index
         elif stages:
-            last = stages[-1]
-            stages[-1] = _with_step(last, instruction)
+            stages[-1] = replace(stages[-1], steps=(*stages[-1].steps, instruction))
         elif instruction.name == "ARG":
             global_args |= declared_args(dockerfile, instruction, {**known, **global_args}, args, {})
         else:
-            raise dockerfile.error(instruction, "stands before the first FROM")
+            raise dockerfile.error(instruction, "is before the first FROM")
     chosen = _target(dockerfile, target, names, len(stages))
     needed = _needed(dockerfile, stages, names, chosen)
     return BuildPlan(
@@ -116,12 +115,12 @@ def declared_args(
     """Return the values that an ARG instruction sets.
 
     Args:
-        known: variables for its default values.
-        given: by the caller of the build.
-        inherited: values for those without a default.
+        known: variables for the default values.
+        given: values from the caller of the build.
+        inherited: values of arguments without a default.
 
     Raises:
-        DockerfileError: it declares no name.
+        DockerfileError: a word is not a declaration.
     """
     found: dict[str, str] = {}
     for word in split_words(instruction.text, escape=dockerfile.escape):
@@ -143,13 +142,9 @@ def declared_args(
 
 def declared_names(dockerfile: Dockerfile) -> set[str]:
     """Return the names that the ARG instructions of a Dockerfile declare."""
-    declared = [one.text for one in dockerfile.instructions if one.name == "ARG"]
+    declared = [step.text for step in dockerfile.instructions if step.name == "ARG"]
     words = [word for text in declared for word in split_words(text, escape=dockerfile.escape)]
     return {word.partition("=")[0] for word in words}
-
-
-def _with_step(stage: StagePlan, instruction: Instruction) -> StagePlan:
-    return replace(stage, steps=(*stage.steps, instruction))
 
 
 def _stage(

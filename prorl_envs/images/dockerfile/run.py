@@ -1,4 +1,4 @@
-"""RUN: one command in a sandbox whose changes become a layer."""
+"""RUN: runs a command in a sandbox. The changes become a layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from prorl_envs.sandbox.filesystem.layered import SUFFIX, LayeredImage, LayerTre
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.types import Completed
 
-#: `SandboxSpec.workdir` cannot be the root directory; commands run there all the same.
+#: Workspace of a sandbox whose command runs in the root directory.
 _WORKDIR = "/tmp"
 
 
 class RunFailed(SandboxError):
-    """Command of a Dockerfile that failed; another attempt most likely fails too."""
+    """Error of a command in a Dockerfile. Another attempt would most likely fail too."""
 
     retryable = False
 
@@ -29,15 +29,15 @@ class CommandRequest:
 
     Args:
         argv: program and arguments.
-        layers: the image below, the lowest first.
-        workdir: absolute path inside; it exists.
-        stdin: its input.
+        layers: layers of the image below, the lowest first.
+        workdir: absolute path inside of an existing directory.
+        stdin: its standard input.
         env: its environment.
-        mounts: of the instruction.
-        network: hosts it can reach.
-        limits: of its sandbox; None takes the driver's.
-        seconds: it may take.
-        output_bytes: kept of its output.
+        mounts: mounts of the instruction.
+        network: hosts that it can reach.
+        limits: limits of its sandbox; None uses the driver's.
+        seconds: timeout.
+        output_bytes: most bytes of its output; the rest is dropped.
     """
 
     argv: Sequence[str]
@@ -53,14 +53,14 @@ class CommandRequest:
 
 
 async def run_command(driver: Driver, request: CommandRequest, place: Path, scratch: Path) -> Completed:
-    """Run a command; if it succeeds, fill `place` with the layer that it made (empty if it changed nothing).
+    """Run a command. If it succeeds, move its changes to `place` as a layer, which may be empty.
 
     Args:
-        place: empty directory.
+        place: empty directory for the layer.
         scratch: private directory on the file system of the driver's sandboxes.
 
     Raises:
-        RunFailed: it could not be started.
+        RunFailed: the command could not be started.
         SandboxError: the sandbox failed, or exceeded a limit.
     """
     image = scratch / f"below{SUFFIX}"
@@ -70,7 +70,7 @@ async def run_command(driver: Driver, request: CommandRequest, place: Path, scra
         completed = await _run(sandbox, request)
         if completed.exit_code == 0:
             await sandbox.take_layer(place)
-            await in_thread(_tidy, place, request)
+            await in_thread(_clean_layer, place, request)
     finally:
         await sandbox.close()
     return completed
@@ -104,8 +104,8 @@ async def _run(sandbox: Sandbox, request: CommandRequest) -> Completed:
         await toolbox.aclose()
 
 
-def _tidy(place: Path, request: CommandRequest) -> None:
-    """Remove the mount points that the instruction's mounts left, and everything if nothing changed."""
+def _clean_layer(place: Path, request: CommandRequest) -> None:
+    """Remove mount points of the instruction's mounts from a layer, and all files if nothing changed."""
     tree = LayerTree(request.layers)
     for mount in request.mounts:
         _remove_mount_point(place, tree, PurePosixPath(tree.resolve(mount.target)))

@@ -1,4 +1,4 @@
-"""Settings of a stage: what its instructions change besides files."""
+"""Settings of a stage, which its instructions change besides files."""
 
 import posixpath
 import re
@@ -13,11 +13,11 @@ from prorl_envs.sandbox.filesystem.layered import ImageConfig
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")
 _NANOSECONDS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
-#: Arguments that RUN can use without ARG, and that do not change what it makes.
+#: Arguments that RUN can use without ARG. They are not part of a layer's key.
 PROXY_ARGS = frozenset(
     name
-    for one in ("http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "all_proxy")
-    for name in (one, one.upper())
+    for lower in ("http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "all_proxy")
+    for name in (lower, lower.upper())
 )
 _VARIABLES_LIMIT = 4096
 
@@ -26,9 +26,9 @@ class StageSettings:
     """Settings that the instructions of a stage read and change.
 
     Args:
-        config: of its base.
-        given: arguments of the build.
-        inherited: arguments before the first FROM, and the predefined ones.
+        config: settings of its base image.
+        given: arguments from the caller of the build.
+        inherited: arguments before the first FROM, and predefined ones.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class StageSettings:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables that instructions replace: arguments, and the environment over them."""
+        """Variables that instructions expand. The environment overrides arguments."""
         return {**self.args, **self.env}
 
     @property
     def proxy_environment(self) -> dict[str, str]:
-        """Arguments of the build that name proxies."""
+        """Proxy variables among the arguments of the build."""
         return {name: value for name, value in self._given.items() if name in PROXY_ARGS}
 
     def expand(self, instruction: Instruction, text: str, *, keep_quotes: bool = False) -> str:
         """Replace the variables of a text.
 
         Raises:
-            DockerfileError: it is not complete.
+            DockerfileError: the text is incomplete.
         """
         try:
             return expand(text, self.variables, escape=self._dockerfile.escape, keep_quotes=keep_quotes)
@@ -83,7 +83,7 @@ class StageSettings:
         """Return the arguments of an instruction with their variables replaced.
 
         Raises:
-            DockerfileError: they are not complete.
+            DockerfileError: an argument is incomplete.
         """
         escape = self._dockerfile.escape
         if instruction.items is not None:
@@ -91,23 +91,24 @@ class StageSettings:
         return [self.expand(instruction, word) for word in split_words(instruction.text, escape=escape)]
 
     def split(self, instruction: Instruction) -> list[str]:
-        """Return the words of an instruction; variables with white space in them become several words."""
+        """Return the words of an instruction, after replacing variables: white space in them splits words."""
         try:
             return expand_words(instruction.text, self.variables, escape=self._dockerfile.escape)
         except ExpansionError as error:
             raise self._dockerfile.error(instruction, error.message) from error
 
     def path_inside(self, path: str) -> str:
-        """Return an absolute path inside, relative to the working directory; a `/` at its end stays."""
+        """Return a path relative to the working directory as an absolute path inside; keep a `/` at its
+        end."""
         joined = posixpath.normpath(posixpath.join(self.workdir, path)).replace("//", "/")
         is_folder = path.endswith("/") or path in (".", "..") or path.endswith(("/.", "/.."))
         return f"{joined.rstrip('/')}/" if is_folder else joined
 
     def apply(self, instruction: Instruction) -> None:
-        """Apply an instruction that changes settings; others change nothing.
+        """Apply an instruction that changes settings; ignore others.
 
         Raises:
-            DockerfileError: its arguments are wrong.
+            DockerfileError: its arguments are invalid.
         """
         match instruction.name:
             case "ENV":
@@ -133,7 +134,7 @@ class StageSettings:
                 self._fields["command"] = self._program(instruction)
             case "EXPOSE":
                 self._extend(
-                    "ports", tuple(f"{one}/tcp" if "/" not in one else one for one in self.split(instruction))
+                    "ports", tuple(port if "/" in port else f"{port}/tcp" for port in self.split(instruction))
                 )
             case "VOLUME":
                 volumes = self.words(instruction) if instruction.items else self.split(instruction)
@@ -193,7 +194,7 @@ class StageSettings:
             if name in fields:
                 found[fields[name]] = self._nanoseconds(instruction, value)
             elif not value.isdecimal() or len(value) > 6:
-                raise self._dockerfile.error(instruction, f"--retries={value} is no number")
+                raise self._dockerfile.error(instruction, f"--retries={value} is not a number")
             else:
                 found["Retries"] = int(value)
         return found
@@ -201,5 +202,7 @@ class StageSettings:
     def _nanoseconds(self, instruction: Instruction, value: str) -> int:
         parts = _DURATION.findall(value)
         if "".join(f"{number}{unit}" for number, unit in parts) != value or len(value) > 40:
-            raise self._dockerfile.error(instruction, f"{value} is no duration", "write it as 30s or 1m30s")
+            raise self._dockerfile.error(
+                instruction, f"{value} is not a duration", "write it as 30s or 1m30s"
+            )
         return int(sum(float(number) * _NANOSECONDS[unit] for number, unit in parts))

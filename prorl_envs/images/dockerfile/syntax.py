@@ -1,4 +1,4 @@
-"""Parser of Dockerfiles (Dockerfile reference, docs.docker.com): from text to instructions."""
+"""Parses the text of a Dockerfile into instructions (Dockerfile reference, docs.docker.com)."""
 
 import json
 import re
@@ -9,11 +9,11 @@ from pathlib import Path
 from prorl_envs.errors import InputError, name_hint
 from prorl_envs.images.dockerfile.expand import split_words
 
-#: Bytes of a Dockerfile.
+#: Most bytes of a Dockerfile.
 FILE_LIMIT = 4 << 20
 _INSTRUCTION_LIMIT = 5000
 _HEREDOC_LIMIT = 100
-#: Parser directives that change nothing here: `check` configures a linter, `syntax` names another parser.
+#: Parser directives. `check`, which configures a linter, and `syntax`, which names a parser, are ignored.
 _DIRECTIVES = ("syntax", "escape", "check")
 INSTRUCTIONS = (
     *("ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL"),
@@ -34,13 +34,13 @@ _HEREDOC_START = re.compile(r"\d*<<-?")
 
 
 class DockerfileError(InputError):
-    """Instruction that is wrong or not supported.
+    """Error for a Dockerfile, or for an invalid or unsupported instruction.
 
     Args:
         message: description of the problem, one sentence.
-        file: as the reader knows it.
-        line: of the instruction, from 1; 0 is the whole file.
-        instruction: its name; "" if there is none.
+        file: name of the file for messages.
+        line: line of the instruction, from 1; 0 means the whole file.
+        instruction: name of the instruction; "" means the whole file.
         hint: remedy for the reader, or empty.
     """
 
@@ -54,13 +54,13 @@ class DockerfileError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Heredoc:
-    """Document in a Dockerfile.
+    """Document in a Dockerfile (`<<NAME`).
 
     Args:
         name: its delimiter.
-        content: its lines; tabs at their start are removed if the delimiter has a `-`.
-        expands: whether variables in it are replaced: the delimiter has no quotes.
-        raw: its lines as written, with the last delimiter.
+        content: its lines. Tabs at their start are removed if a `-` precedes the delimiter.
+        expands: whether its variables are replaced (if the delimiter has no quotes).
+        raw: its lines as written, with the final delimiter.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Instruction:
     """Instruction of a Dockerfile.
 
     Args:
-        line: of its start, from 1.
-        name: in capitals.
-        flags: names without `--`, and values ("" without one), in order.
-        text: the arguments after the flags, lines joined.
+        line: first line, from 1.
+        name: name in capitals.
+        flags: names without `--`, and values ("" if there is none), in order.
+        text: arguments after the flags, with their lines joined.
         items: the arguments if they are a JSON list of strings; else None.
-        heredocs: in the order of their mentions in `text`.
+        heredocs: documents, in the order in which `text` mentions them.
     """
 
     line: int
@@ -94,7 +94,7 @@ class Instruction:
         return dict(self.flags).get(name, default)
 
     def switch(self, name: str) -> bool:
-        """Return the value of a flag that is true or false."""
+        """Return the value of a boolean flag."""
         return self.flag(name, "false").lower() in ("", "true", "1")
 
 
@@ -104,7 +104,7 @@ class Dockerfile:
 
     Args:
         file: its name for messages.
-        instructions: in order.
+        instructions: its instructions in order.
         escape: its escape character.
     """
 
@@ -123,7 +123,7 @@ def read_dockerfile(path: Path) -> Dockerfile:
     """Read and parse a Dockerfile.
 
     Raises:
-        DockerfileError: it cannot be read, is too large, or has an error.
+        DockerfileError: the file cannot be read, is too large, or has an error.
     """
     try:
         with path.open("rb") as file:
@@ -145,15 +145,15 @@ def parse_dockerfile(text: str, file: str = "Dockerfile") -> Dockerfile:
         file: its name for messages.
 
     Raises:
-        DockerfileError: it has an error, or an instruction that is not supported.
+        DockerfileError: the text has an error, or an unsupported instruction.
     """
     if "\0" in text:
-        raise DockerfileError("holds a zero byte", file=file)
+        raise DockerfileError("contains a zero byte", file=file)
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     escape, start = _directives(lines, file)
     parser = _Parser(lines, file, escape, start)
     instructions = tuple(parser.instructions())
-    if not any(one.name == "FROM" for one in instructions):
+    if not any(instruction.name == "FROM" for instruction in instructions):
         raise DockerfileError("has no FROM", file=file)
     return Dockerfile(file=file, instructions=instructions, escape=escape)
 
@@ -180,15 +180,15 @@ def _directives(lines: Sequence[str], file: str) -> tuple[str, int]:
 
 class _Parser:
     def __init__(self, lines: Sequence[str], file: str, escape: str, start: int) -> None:
-        self._lines, self._file, self._escape, self._at = lines, file, escape, start
+        self._lines, self._file, self._escape, self._position = lines, file, escape, start
         self._continued = re.compile(rf"(?s:^|.*[^{re.escape(escape)}]){re.escape(escape)}[ \t]*")
 
     def instructions(self) -> Iterator[Instruction]:
         count = 0
-        while self._at < len(self._lines):
-            line = self._lines[self._at].strip()
+        while self._position < len(self._lines):
+            line = self._lines[self._position].strip()
             if not line or line.startswith("#"):
-                self._at += 1
+                self._position += 1
                 continue
             count += 1
             if count > _INSTRUCTION_LIMIT:
@@ -196,7 +196,7 @@ class _Parser:
             yield self._instruction()
 
     def _instruction(self) -> Instruction:
-        number = self._at + 1
+        number = self._position + 1
         text = self._logical_line()
         word, rest = re.match(r"(\S+)\s*((?s:.*))", text).groups()  # type: ignore[union-attr]
         name = word.upper()
@@ -218,11 +218,11 @@ class _Parser:
         return Instruction(line=number, name=name, flags=flags, text=rest, items=items, heredocs=heredocs)
 
     def _logical_line(self) -> str:
-        """Return the line with those that continue it."""
+        """Return a line, joined with the lines that continue it."""
         parts: list[str] = []
-        while self._at < len(self._lines):
-            line = self._lines[self._at]
-            self._at += 1
+        while self._position < len(self._lines):
+            line = self._lines[self._position]
+            self._position += 1
             if parts and (not line.strip() or line.lstrip().startswith("#")):
                 continue  # comments and empty lines do not end a continued line
             if not self._continued.fullmatch(line):
@@ -251,10 +251,10 @@ class _Parser:
             lines: list[str] = []
             raw: list[str] = []
             while True:
-                if self._at >= len(self._lines):
+                if self._position >= len(self._lines):
                     raise self._error(number, name, f"the document {match[3]} has no end")
-                line = self._lines[self._at]
-                self._at += 1
+                line = self._lines[self._position]
+                self._position += 1
                 raw.append(line)
                 line = line.lstrip("\t") if match[1] else line
                 if line == match[3]:
@@ -281,7 +281,7 @@ def json_items(text: str) -> tuple[str, ...] | None:
 
 
 def _with_documents(words: Sequence[str]) -> list[str]:
-    """Return words with `<< NAME` joined to one."""
+    """Join the words of `<< NAME` to one word."""
     joined: list[str] = []
     for word in words:
         if joined and _HEREDOC_START.fullmatch(joined[-1]):
@@ -292,6 +292,6 @@ def _with_documents(words: Sequence[str]) -> list[str]:
 
 
 def heredoc_name(word: str) -> str | None:
-    """Return the delimiter that a word of COPY, ADD or RUN mentions; None if it mentions none."""
+    """Return the delimiter of a document that a word of COPY, ADD or RUN mentions; None if it does not."""
     found = _HEREDOC.fullmatch(word)
     return None if found is None else found[3]

@@ -1,6 +1,6 @@
 """Client of the OCI distribution protocol, for pulls (github.com/opencontainers/distribution-spec).
 
-Registries are untrusted: answers have bounds, everything addressed by a digest is checked, and logins go only
+Registries are untrusted: answers have limits, all content with a digest is verified, and logins are sent only
 to the registry and its token service.
 """
 
@@ -25,7 +25,7 @@ from prorl_envs.images.threads import in_thread
 _DOCKER_HUB_HOST = "registry-1.docker.io"
 _DOCUMENT_LIMIT = 4 << 20
 _CHUNK = 1 << 20
-#: Bytes of a download that are lost when a connection breaks, at most.
+#: Most bytes of a download that a broken connection loses.
 _DOWNLOAD_CHUNK = 256 << 10
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
@@ -35,11 +35,11 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-")
 
 
 class RegistryError(SandboxError):
-    """Failure of a registry: unreachable, silent, refusing, or with an answer that breaks the protocol."""
+    """Error of a registry: it is unreachable, does not answer, refuses, or breaks the protocol."""
 
 
 class RegistryRefused(RegistryError):
-    """Refusal of a registry, final for an image that is missing, denied, or damaged."""
+    """Final refusal: the image is missing, denied or damaged."""
 
     retryable = False
 
@@ -48,7 +48,7 @@ class _Transient(Exception):
     """Failure after which the request is repeated.
 
     Args:
-        wait_s: seconds that the registry asked to wait, else 0.
+        wait_s: seconds to wait as requested by the registry; 0 if it did not request any.
     """
 
     def __init__(self, reason: str, wait_s: float = 0.0) -> None:
@@ -57,19 +57,19 @@ class _Transient(Exception):
 
 
 class _NotResumed(_Transient):
-    """Refusal to send the rest of a blob; all of it may be had."""
+    """Refusal to send the rest of a blob. The registry may still send the whole blob."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrySettings:
-    """Registries as this cluster reaches them.
+    """How this cluster reaches registries.
 
     Args:
-        mirrors: by registry, the places to try before it, in order: `host`, `host:port`, `host/prefix`.
+        mirrors: by registry, its mirrors in the order to try: `host`, `host:port`, `host/prefix`.
         insecure: hosts, with their ports, that are reached by plain HTTP.
-        connect_s: seconds to connect.
-        read_s: seconds without a byte after which an answer counts as lost.
-        attempts: tries of a request in sequence without progress.
+        connect_s: timeout of a connection, in seconds.
+        read_s: seconds without data after which an answer counts as lost.
+        attempts: consecutive attempts of a request without progress.
     """
 
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -81,12 +81,12 @@ class RegistrySettings:
 
 @dataclass(frozen=True, slots=True)
 class RegistryEndpoint:
-    """Place from which a repository is pulled: its registry, or a mirror.
+    """Server from which a repository is pulled: its registry or a mirror.
 
     Args:
-        registry: host, and port if it is not the default one.
-        repository: path there.
-        insecure: whether it speaks plain HTTP.
+        registry: host, and port if it is not the default.
+        repository: path of the repository on the server.
+        insecure: whether the server uses plain HTTP.
     """
 
     registry: str
@@ -100,7 +100,7 @@ class RegistryEndpoint:
 
 
 def endpoints_of(reference: ImageReference, settings: RegistrySettings) -> list[RegistryEndpoint]:
-    """Return the places of an image in the order to try: its mirrors, then its registry."""
+    """Return the servers of an image in the order to try: the mirrors, then the registry."""
     found = []
     for mirror in (*settings.mirrors.get(reference.registry, ()), reference.registry):
         host, _, prefix = mirror.strip("/").partition("/")
@@ -111,7 +111,7 @@ def endpoints_of(reference: ImageReference, settings: RegistrySettings) -> list[
 
 @asynccontextmanager
 async def http_client(settings: RegistrySettings) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield the HTTP client for pulls. It honours the proxy and certificate variables of the environment."""
+    """Yield the HTTP client for pulls. It uses the environment's proxy and certificate variables."""
     timeout = httpx.Timeout(settings.read_s, connect=settings.connect_s)
     async with httpx.AsyncClient(
         timeout=timeout, follow_redirects=True, max_redirects=_REDIRECTS, headers={"User-Agent": "prorl-envs"}
@@ -123,8 +123,8 @@ class RegistryClient:
     """Client of one repository.
 
     Args:
-        login: None for none.
-        attempts: tries of a request in sequence without progress.
+        login: login for the registry, if there is one.
+        attempts: consecutive attempts of a request without progress.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RegistryClient:
         """Return the manifest or index of a tag or digest.
 
         Raises:
-            RegistryError: it cannot be had, or has another digest.
+            RegistryError: it cannot be downloaded, or has another digest.
         """
         data = await self._document(f"/manifests/{version}", ", ".join((*INDEXES, *MANIFESTS)))
         if is_digest(version):
@@ -158,20 +158,20 @@ class RegistryClient:
         """Return a small blob, such as an image's configuration.
 
         Raises:
-            RegistryError: it cannot be had, or has another digest.
+            RegistryError: it cannot be downloaded, or has another digest.
         """
         data = await self._document(f"/blobs/{blob.digest}", "*/*")
         self._check(data, blob.digest)
         return data
 
     async def download(self, blob: BlobDescriptor, file: BinaryIO) -> None:
-        """Download a blob to a file, whose content is taken as an earlier, interrupted download's.
+        """Download a blob to a file. Resume if the file has the content of an interrupted download.
 
         Args:
             file: open for reading and writing.
 
         Raises:
-            RegistryError: it cannot be had, or has another digest; the file is then empty.
+            RegistryError: it cannot be downloaded, or has another digest (then the file is empty).
             OSError: the file cannot be written.
         """
         progress = await in_thread(_Progress, file, blob.size)
@@ -221,8 +221,7 @@ class RegistryClient:
         return bytes(data)
 
     async def _retry[T](self, attempt: Callable[[], Awaitable[T]], progress: Callable[[], int]) -> T:
-        """Repeat an attempt after transient failures, with growing waits; progress of a chunk restarts the
-        count."""
+        """Repeat an attempt after transient failures, with growing waits. Progress resets their number."""
         failures, reached = 0, progress()
         while True:
             try:
@@ -232,7 +231,7 @@ class RegistryClient:
                 failures, reached = failures + 1, progress()
                 if failures >= self._attempts:
                     raise RegistryError(
-                        f"the registry {self.endpoint.registry} {error}, {failures} times in sequence",
+                        f"the registry {self.endpoint.registry} {error}, {failures} times in a row",
                         hint="try again later, or set images.mirrors",
                     ) from error
                 wait = max(_FIRST_WAIT_S * 2 ** (failures - 1), error.wait_s)
@@ -240,31 +239,31 @@ class RegistryClient:
 
     @asynccontextmanager
     async def _get(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
-        """Yield a successful answer, logged in if the registry asks for it.
+        """Yield a successful answer; log in if the registry requires it.
 
         Raises:
-            _Transient: another attempt may succeed.
-            RegistryRefused: it would not.
+            _Transient: the request failed, and another attempt may succeed.
+            RegistryRefused: the request failed finally.
         """
         for first in (True, False):
             try:
                 async with self._http.stream(
                     "GET", self.endpoint.url + path, headers=self._headers(headers)
-                ) as got:
-                    if not self.endpoint.insecure and got.url.scheme != "https":
+                ) as response:
+                    if not self.endpoint.insecure and response.url.scheme != "https":
                         raise self._refused("redirects from HTTPS to plain HTTP")
-                    if got.status_code == 401 and first:
-                        challenge = got.headers.get("WWW-Authenticate", "")
+                    if response.status_code == 401 and first:
+                        challenge = response.headers.get("WWW-Authenticate", "")
                     else:
-                        self._check_status(got, path)
-                        yield got
+                        self._check_status(response, path)
+                        yield response
                         return
             except httpx.TooManyRedirects as error:
-                raise self._refused("redirects in circles") from error
+                raise self._refused("redirects in a loop") from error
             except httpx.TransportError as error:
                 raise _Transient(_reason(error)) from error
             except httpx.InvalidURL as error:
-                raise self._refused("redirects to no address") from error
+                raise self._refused("redirects to an invalid address") from error
             self._authorization = await self._authorize(challenge)
 
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
@@ -291,7 +290,7 @@ class RegistryClient:
         raise self._refused(f"answers {status}")
 
     async def _authorize(self, challenge: str) -> str:
-        """Return the header that answers a challenge (RFC 7235; the token protocol of distribution/spec)."""
+        """Return the Authorization header for a challenge (RFC 7235; token protocol of distribution/spec)."""
         scheme, _, rest = challenge.partition(" ")
         if scheme.lower() == "basic" and self._login is not None:
             return _basic(self._login)
@@ -338,7 +337,7 @@ class RegistryClient:
 
     def _wrong_digest(self, digest: str) -> RegistryRefused:
         return self._refused(
-            f"sent something else than {digest}", "the image is damaged there, or the way to it"
+            f"sent other content than {digest}", "the image was damaged there, or in transit"
         )
 
     def _refused(self, reason: str, hint: str = "") -> RegistryRefused:
@@ -348,10 +347,10 @@ class RegistryClient:
 
 
 class _Progress:
-    """File of a download with the digest of its content.
+    """File of a download, with the digest of its content.
 
     Args:
-        limit: a longer file is discarded, bytes.
+        limit: bytes of the whole download; a longer file is discarded.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:

@@ -16,10 +16,10 @@ _DOCKER_HUB_KEYS = ("https://index.docker.io/v1/", "https://index.docker.io/v1",
 
 @dataclass(frozen=True, slots=True)
 class RegistryLogin:
-    """User name and password, or a token of the registry's own that replaces them.
+    """User name and password, or a token of the registry that replaces them.
 
     Args:
-        identity_token: refresh token of OAuth 2; "" without.
+        identity_token: refresh token of OAuth 2; "" if there is none.
     """
 
     user: str
@@ -30,9 +30,9 @@ class RegistryLogin:
 def find_login(registry: str, repository: str, environ: Mapping[str, str]) -> RegistryLogin | None:
     """Return the login for a repository, or None to pull without one.
 
-    Looks at `$APPTAINER_DOCKER_USERNAME` and `_PASSWORD`, then at `$REGISTRY_AUTH_FILE`, Podman's file in
+    Reads `$APPTAINER_DOCKER_USERNAME` and `_PASSWORD`, then at `$REGISTRY_AUTH_FILE`, Podman's file in
     `$XDG_RUNTIME_DIR`, and Docker's (`$DOCKER_CONFIG`, else `~/.docker/config.json`). The longest matching
-    path of a repository counts, as in containers-auth.json(5).
+    path of a repository has precedence, as in containers-auth.json(5).
 
     Raises:
         InputError: a file that a variable names cannot be read.

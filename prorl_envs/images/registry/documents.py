@@ -1,5 +1,5 @@
 """Documents of an image: index, manifest, configuration (github.com/opencontainers/image-spec, and Docker's
-schema 2). They come from a registry: every field is checked."""
+schema 2). They come from a registry, so every field is checked."""
 
 import json
 import platform
@@ -26,7 +26,7 @@ _INDEX_LIMIT = 1000
 
 
 class ImageRefused(SandboxError):
-    """Image whose documents are damaged or of an unknown kind, or that has no variant for the platform."""
+    """Error for an image with damaged or unknown documents, or without a variant for the platform."""
 
     retryable = False
 
@@ -37,7 +37,7 @@ class BlobDescriptor:
 
     Args:
         digest: `sha256:...`.
-        size: bytes.
+        size: size in bytes.
     """
 
     digest: str
@@ -67,7 +67,7 @@ def check_platform(text: str) -> str:
     """Return a platform unchanged.
 
     Raises:
-        ImageRefused: it is not `linux/ARCHITECTURE` or `linux/ARCHITECTURE/VARIANT`.
+        ImageRefused: the text is not `linux/ARCHITECTURE` or `linux/ARCHITECTURE/VARIANT`.
     """
     if not _PLATFORM.fullmatch(text):
         raise ImageRefused(f"not a platform: {text[:100]!r}", hint="such as linux/amd64")
@@ -78,13 +78,13 @@ def parse_manifest(data: bytes, wanted: str) -> ImageManifest | BlobDescriptor:
     """Parse a manifest or an index.
 
     Args:
-        wanted: platform.
+        wanted: the platform.
 
     Returns:
-        the manifest; or, of an index, the descriptor of the manifest for the platform.
+        The manifest; for an index, the descriptor of the manifest for the platform.
 
     Raises:
-        ImageRefused: it is neither, or has nothing for the platform.
+        ImageRefused: the document is neither, or has no image for the platform.
     """
     document = _mapping(_json(data), "manifest")
     if "manifests" in document:
@@ -104,7 +104,7 @@ def parse_manifest(data: bytes, wanted: str) -> ImageManifest | BlobDescriptor:
 def _choose(index: Mapping[str, Any], wanted: str) -> BlobDescriptor:
     entries = index["manifests"]
     if not isinstance(entries, list) or len(entries) > _INDEX_LIMIT:
-        raise ImageRefused("the image's index is no list, or too long")
+        raise ImageRefused("the image's index is not a list, or too long")
     names = [_platform_of(entry) for entry in entries]
     for name, entry in zip(names, entries, strict=True):
         if name == wanted or name.startswith(f"{wanted}/"):
@@ -114,7 +114,7 @@ def _choose(index: Mapping[str, Any], wanted: str) -> BlobDescriptor:
 
 
 def _platform_of(entry: object) -> str:
-    """Return the platform of an index's entry; "" if it is none for an image."""
+    """Return the platform of an entry of an index; "" if it has none."""
     found = entry.get("platform") if isinstance(entry, dict) else None
     if not isinstance(found, dict):
         return ""
@@ -139,10 +139,10 @@ def parse_config(data: bytes, layers: int) -> tuple[ImageConfig, tuple[str, ...]
         layers: number of the manifest's layers.
 
     Returns:
-        the settings, and the digest of each layer's tar.
+        The settings, and the digest of each layer's tar.
 
     Raises:
-        ImageRefused: it is damaged.
+        ImageRefused: the document is damaged.
     """
     document = _mapping(_json(data), "configuration")
     rootfs = _mapping(document.get("rootfs"), "configuration")

@@ -37,22 +37,22 @@ from prorl_envs.images.threads import in_thread
 from prorl_envs.images.unpack import UnpackLimits, unpack_layer
 from prorl_envs.sandbox.filesystem.layered import LayeredImage, is_layered, read_layered
 
-#: Part of the keys of layers: raised when layers are unpacked differently.
+#: Part of the keys of layers: raise it if layers are unpacked differently.
 _FORMAT = 1
 _INDEX_DEPTH = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullSettings:
-    """Bounds and places of pulls.
+    """Settings of pulls.
 
     Args:
-        registry: registries as this cluster reaches them.
+        registry: how this cluster reaches registries.
         bases: local images by reference, used in place of a registry: directories, SIF files,
             `.layers.json` files.
-        limits: of each layer.
-        seconds: that one pull may take.
-        parallel: layers that are downloaded or unpacked at once.
+        limits: limits of each layer.
+        seconds: timeout of one pull.
+        parallel: most layers that are downloaded or unpacked at once.
     """
 
     registry: RegistrySettings = field(default_factory=RegistrySettings)
@@ -63,24 +63,24 @@ class PullSettings:
 
 
 def find_base(reference: str, bases: Mapping[str, Path]) -> Path | None:
-    """Return the local image that stands for a reference; None without one.
+    """Return the local image that stands for a reference (a base alias); None if there is none.
 
     `ubuntu:24.04` and `docker.io/library/ubuntu:24.04` are the same.
 
     Raises:
-        InputError: the reference, or one of the aliases, is none.
+        InputError: the reference or one of the aliases is invalid.
     """
     wanted = parse_reference(reference)
     return next((path for name, path in bases.items() if parse_reference(name) == wanted), None)
 
 
 class ImagePuller:
-    """Puller of images, with a native client: it needs no other program.
+    """Pulls images without another program.
 
     Args:
-        store: receives layers and images.
+        store: store for layers and images.
         progress: called with a short line for each step.
-        environ: for logins; None takes the process's.
+        environ: environment to search for logins; None uses that of this process.
     """
 
     def __init__(
@@ -99,15 +99,16 @@ class ImagePuller:
         self._environ = os.environ if environ is None else environ
 
     async def resolve(self, reference: str, *, platform: str = "", refresh: bool = False) -> Path:
-        """Return the local image of a reference: a base alias, an earlier pull's file, or a new one.
+        """Return the file of a reference's image: a base alias, or an image from the store. Pull it if
+        missing.
 
         Args:
-            reference: with or without `docker://`.
-            platform: such as `linux/arm64`; "" is this machine's.
-            refresh: whether to ask the registry although the image was pulled before.
+            reference: reference, with or without `docker://`.
+            platform: platform such as `linux/arm64`; "" is this machine's.
+            refresh: whether to pull the image even if the store has it.
 
         Raises:
-            InputError: the reference is wrong.
+            InputError: the reference is invalid.
             SandboxError: the image cannot be pulled.
         """
         if (base := find_base(reference, self._settings.bases)) is not None:
@@ -122,13 +123,13 @@ class ImagePuller:
             return await in_thread(self.store.write_image, name, image)
 
     async def pull(self, reference: str, *, platform: str = "") -> LayeredImage:
-        """Return the layers and settings of a reference; download the layers that the store lacks.
+        """Return the layers and settings of a reference's image; download layers that are not in the store.
 
         Args:
             reference, platform: as in `resolve`.
 
         Raises:
-            InputError: the reference is wrong, or an alias of a SIF, which has no layers.
+            InputError: the reference is invalid, or an alias of a SIF, which has no layers.
             SandboxError: the image cannot be pulled.
         """
         base = find_base(reference, self._settings.bases)
@@ -147,7 +148,7 @@ class ImagePuller:
         self._progress(f"pulling {reference}")
         try:
             async with self._clock.timeout(self._settings.seconds), self._clients(reference) as clients:
-                return await self._first_that_has(clients, reference, platform)
+                return await self._pull_from_any(clients, reference, platform)
         except TimeoutError as error:
             raise RegistryError(
                 f"the pull of {reference} took more than {self._settings.seconds:g} s",
@@ -166,7 +167,7 @@ class ImagePuller:
                 )
             yield clients
 
-    async def _first_that_has(
+    async def _pull_from_any(
         self, clients: list[RegistryClient], reference: ImageReference, platform: str
     ) -> LayeredImage:
         for client in clients[:-1]:
@@ -182,11 +183,11 @@ class ImagePuller:
         manifest = await _find_manifest(client, reference.version, platform)
         config, digests = parse_config(await client.document(manifest.config), len(manifest.layers))
         parts = dict(zip(digests, manifest.layers, strict=True))  # a layer may occur twice
-        turns = asyncio.Semaphore(self._settings.parallel)
+        slots = asyncio.Semaphore(self._settings.parallel)
         try:
             async with asyncio.TaskGroup() as group:
                 for diff_id, blob in parts.items():
-                    group.create_task(self._make_layer(client, diff_id, blob, turns))
+                    group.create_task(self._make_layer(client, diff_id, blob, slots))
         except* SandboxError as errors:
             raise _first(errors) from errors
         layers = [self.store.layer(_key(diff_id)) for diff_id in digests]
@@ -195,9 +196,9 @@ class ImagePuller:
         return LayeredImage(layers=tuple(layer for layer in layers if layer), config=config)
 
     async def _make_layer(
-        self, client: RegistryClient, diff_id: str, blob: BlobDescriptor, turns: asyncio.Semaphore
+        self, client: RegistryClient, diff_id: str, blob: BlobDescriptor, slots: asyncio.Semaphore
     ) -> None:
-        async with turns, self.store.making(_key(diff_id), on_wait=self._waiting) as place:
+        async with slots, self.store.making(_key(diff_id), on_wait=self._waiting) as place:
             if place is None:
                 return
             if blob.size > self._settings.limits.unpacked_bytes:
@@ -212,7 +213,7 @@ class ImagePuller:
                 await self._unpack(file, place, diff_id)
 
     async def _unpack(self, file: BinaryIO, place: Path, diff_id: str) -> None:
-        """Unpack in a thread, which a cancellation stops at its next read."""
+        """Unpack in a thread. A cancellation stops the thread at its next read."""
         source = _StoppableFile(file)
         work = in_thread(
             unpack_layer, cast(BinaryIO, source), place, diff_id=diff_id, limits=self._settings.limits
@@ -230,7 +231,7 @@ class ImagePuller:
 
 
 class _StoppableFile:
-    """File whose reads fail once it is stopped."""
+    """File whose reads fail after `stopped` is set."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -24,10 +24,10 @@ class ImageReference:
     """Name of an image in a registry.
 
     Args:
-        registry: host, and port if it is not the default one.
+        registry: host, and port if it is not the default.
         repository: path in the registry.
-        tag: version, which may move; "" with a digest alone.
-        digest: of the manifest or index, `sha256:...`; "" without.
+        tag: version, which may change its image; "" if there is only a digest.
+        digest: digest of the manifest or index, `sha256:...`; "" if there is none.
     """
 
     registry: str
@@ -37,7 +37,7 @@ class ImageReference:
 
     @property
     def version(self) -> str:
-        """Digest if there is one, else tag: the last part of the manifest's URL."""
+        """Last part of the manifest's URL: the digest if there is one, else the tag."""
         return self.digest or self.tag
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class ImageReference:
 
 
 def is_digest(text: str) -> bool:
-    """Return True for `sha256:` and 64 hexadecimal digits, the only kind of digest that is accepted."""
+    """Return True for `sha256:` and 64 hexadecimal digits, the only accepted kind of digest."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -55,7 +55,7 @@ def parse_reference(text: str) -> ImageReference:
     """Parse a reference, with or without `docker://`.
 
     Raises:
-        InputError: it is none.
+        InputError: the text is not a reference.
     """
     if len(text) > _LENGTH_LIMIT:
         raise InputError("an image's reference is too long")
@@ -63,14 +63,17 @@ def parse_reference(text: str) -> ImageReference:
     head, slash, tail = rest.rpartition("/")
     last, colon, tag = tail.partition(":")
     registry, repository = _split(f"{head}{slash}{last}")
-    wrong = (
-        (not _HOST.fullmatch(registry), f"no registry: {registry[:100]!r}"),
-        (not _REPOSITORY.fullmatch(repository), f"no repository: {repository[:100]!r} (lower case only)"),
-        (colon and not _TAG.fullmatch(tag), f"no tag: {tag[:100]!r}"),
-        ("@" in text and not is_digest(digest), f"no digest: {digest[:100]!r} (sha256 only)"),
+    checks = (
+        (not _HOST.fullmatch(registry), f"invalid registry: {registry[:100]!r}"),
+        (
+            not _REPOSITORY.fullmatch(repository),
+            f"invalid repository: {repository[:100]!r} (lower case only)",
+        ),
+        (colon and not _TAG.fullmatch(tag), f"invalid tag: {tag[:100]!r}"),
+        ("@" in text and not is_digest(digest), f"invalid digest: {digest[:100]!r} (sha256 only)"),
     )
-    for found, problem in wrong:
-        if found:
+    for failed, problem in checks:
+        if failed:
             raise InputError(
                 f"not an image's reference: {text[:200]!r}: {problem}",
                 hint="such as docker://python:3.12-slim",
