@@ -1,7 +1,7 @@
 """Attacks on shared resources: programs that hold more than a sandbox may, for promises and benchmarks.
 
-Each attack is Python code that sets `held`, and prints it if the attack was not stopped in time. SHARE is set
-before.
+Each attack is a Python program that sets `held`, and prints it if nothing stops the program in time. SHARE is
+set before.
 """
 
 from prorl_envs.sandbox.limits.counters import counters
@@ -15,7 +15,8 @@ import errno, os, select, socket, threading, time
 def block(size=1 << 20):
     return b"x" * size
 def send(sock, *fds, content=b"x"):
-    # Other programs of the user count too, and the kernel frees those of ended ones later.
+    # The kernel counts other programs of the user too, and releases their descriptors some time after the
+    # exit.
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -52,7 +53,7 @@ for _ in range(500):
 for number in numbers:
     os.close(number)
 """
-_FLYING = """
+_DESCRIPTORS_IN_FLIGHT = """
 null = os.open("/dev/null", os.O_RDONLY)
 held, sockets = 0, []
 while held < 1.5 * SHARE:
@@ -117,7 +118,7 @@ for number in range(10):
     held += 30
     time.sleep(0.4)
 """
-#: An empty datagram that was peeked at once is never shown again.
+#: After one peek, the kernel does not show an empty datagram again.
 _HIDDEN_IN_FLIGHT = """
 null = os.open("/dev/null", os.O_RDONLY)
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -144,7 +145,7 @@ ctypes.CDLL(None).syscall({{"x86_64": 60, "aarch64": 93}}[os.uname().machine], 0
 
 
 def attack(name: str) -> str:
-    """Return the program of this name: one of `ATTACKS`."""
+    """Return the program of an attack, whose name is a key of `ATTACKS`."""
     share = counters()[_SHARES[name]].share if name in _SHARES else 0
     return f"SHARE = {share}\n{START}{ATTACKS[name]}{END}"
 
@@ -152,7 +153,7 @@ def attack(name: str) -> str:
 _SHARES = {"epoll watches": "watches", "descriptors in flight": "in_flight"}
 ATTACKS = {
     "epoll watches": _WATCHES,
-    "descriptors in flight": _FLYING,
+    "descriptors in flight": _DESCRIPTORS_IN_FLIGHT,
     "memory files in flight": _MEMORY_IN_FLIGHT,
     "memory files at high descriptors": _HIGH_DESCRIPTORS,
     "nameless files in flight": _DISK_IN_FLIGHT,

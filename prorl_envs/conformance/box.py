@@ -1,4 +1,4 @@
-"""Probes of a sandbox: one sandbox with its tools, and methods that run test programs in it."""
+"""A sandbox under test, with its tools and with methods that run test programs in it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,10 @@ from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.types import Completed, ToolResult
 
-#: Seconds that a probe may take; far more than any needs.
+#: Timeout of a test program in seconds: far more than any needs.
 TIMEOUT_S = 40.0
 
-#: Common start of probes in Python. `c` is the C library; `refused` runs a call and reports it if it
-#: succeeded.
+#: Common start of test programs in Python. `c` is the C library; `refused` reports a call that succeeds.
 _PRELUDE = """\
 import ctypes, errno, os, sys
 c = ctypes.CDLL(None, use_errno=True)
@@ -29,10 +28,10 @@ def refused(name, *arguments):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Sandbox and a toolbox on it.
+    """Sandbox under test, with a toolbox.
 
     Args:
-        python: path inside the sandbox of a working Python, or empty.
+        python: path inside of a working Python; empty if there is none.
     """
 
     sandbox: Sandbox
@@ -57,14 +56,13 @@ class Probe:
     async def bash(
         self, command: str, *, timeout_s: float = TIMEOUT_S, session: str = "main", is_input: bool = False
     ) -> ToolResult:
-        """Run a command in a persistent shell, or send input to one that waits."""
+        """Run a command in a persistent shell, or send input to a command that waits for it."""
         return await self.tools.bash(command, timeout_s=timeout_s, session=session, is_input=is_input)
 
     async def nothing(self, script: str) -> None:
         """Run a script that prints only promise violations.
 
-        The script is sent over standard input, so that no command line contains the text that it searches
-        for.
+        The script is sent over standard input, so that no command line contains the text that it searches.
 
         Raises:
             PromiseBroken: the script printed something, or did not finish.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 #: Variable that marks a process started inside, to find it from the host. Its children inherit it.
 MARK = "PRORL_CONFORMANCE_MARK"
-#: Variable of this process that nothing inside may know.
+#: Variable of this process that no process inside may see.
 SECRET = "PRORL_CONFORMANCE_SECRET"
 NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts")
 _PATIENCE_S = 10.0
@@ -28,8 +28,8 @@ class Planted:
     """Secrets planted on the host while the suite runs.
 
     Args:
-        secret: in this process's environment, in an inheritable descriptor, and in the files below.
-        files: in the temporary directory and, if writable, the home and working directory.
+        secret: text in this process's environment, in an inheritable descriptor, and in the files below.
+        files: files in the temporary directory and, if writable, in the home and working directory.
     """
 
     secret: str
@@ -61,7 +61,7 @@ def planted() -> Iterator[Planted]:
         yield Planted(secret, tuple(files))
 
 
-#: Signals that a service started by `nohup ... &` and the like ignores, and signals that it blocks.
+#: Signals to ignore and signals to block, as in a service that was started by `nohup ... &`.
 _IGNORED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGRTMIN + 3)
 _BLOCKED = (signal.SIGUSR2, signal.SIGALRM, signal.SIGRTMIN + 4)
 
@@ -86,20 +86,20 @@ def marked(mark: str) -> list[int]:
 
 
 def showing(name: str) -> list[int]:
-    """Return the pids of processes whose command or mounts name the directory `name`, a unique one."""
+    """Return the pids of processes whose command line or mounts contain `name`, a unique directory name."""
     found = []
     for pid in _pids():
         with contextlib.suppress(OSError):
             process = Path("/proc", str(pid))
             named = name.encode() in (process / "cmdline").read_bytes() and _lives(pid)
-            if named or (_in_another_system(process) and name.encode() in _mounts(process)):
+            if named or (_has_other_mounts(process) and name.encode() in _mounts(process)):
                 found.append(pid)
     return found
 
 
 @contextmanager
 def bystander(*words: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a process on the host, with `words` in its command line, that waits."""
+    """Run a waiting process on the host, with `words` in its command line."""
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -132,11 +132,11 @@ def shared_namespaces(pid: int) -> list[str]:
 def first_process(pid: int) -> int:
     """Return the pid, on the host, of the first process of the pid namespace that `pid` is in."""
     namespace = Path(f"/proc/{pid}/ns/pid").readlink()
-    for each in _pids():
+    for candidate in _pids():
         with contextlib.suppress(OSError):
-            process = Path("/proc", str(each))
-            if (process / "ns/pid").readlink() == namespace and b"\t1\n" in _numbers(process):
-                return each
+            process = Path("/proc", str(candidate))
+            if (process / "ns/pid").readlink() == namespace and b"\t1\n" in _pid_line(process):
+                return candidate
     raise ProcessLookupError(f"no first process beside {pid}")
 
 
@@ -150,11 +150,11 @@ async def eventually(condition: Callable[[], bool], *, patience_s: float = _PATI
     return True
 
 
-def _in_another_system(process: Path) -> bool:
+def _has_other_mounts(process: Path) -> bool:
     return (process / "ns/mnt").readlink() != Path("/proc/self/ns/mnt").readlink()
 
 
-def _numbers(process: Path) -> bytes:
+def _pid_line(process: Path) -> bytes:
     """Return the line with the pids of a process, from this namespace's to its own."""
     return next(
         line for line in (process / "status").read_bytes().splitlines(True) if line.startswith(b"NSpid")

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 type Keep = Callable[["PromiseContext"], Awaitable[None]]
 
-#: Needs of a promise other than programs, which are needed by name.
+#: Needs of promises, besides names of programs.
 IMAGE, NO_IMAGE, PYTHON, SESSION = "an image", "no image", "a working Python", "a Python session"
 #: Package that the interpreter of a Jupyter kernel needs.
 KERNEL = "ipykernel"
-#: Kind of user that processes inside are.
+#: Kinds of users inside.
 ORDINARY, EMULATED_ROOT = "an ordinary user", "an emulated root"
 NO_PROGRAMS = frozenset({IMAGE, NO_IMAGE, PYTHON, SESSION, KERNEL, ORDINARY, EMULATED_ROOT})
 
-#: Exemption from promises about isolation, for the driver that has none and warns about it at each start.
-NOT_LOCAL = {"local": "isolates nothing, and warns so"}
+#: Exemption of the driver without isolation, which warns about that at each start.
+NOT_LOCAL = {"local": "isolates nothing, and warns about that"}
 
 
 class PromiseBroken(Exception):
@@ -27,7 +27,7 @@ class PromiseBroken(Exception):
 
 
 class NotApplicable(Exception):
-    """Outcome of a promise about something that this machine does not have, so nothing can break it."""
+    """Error for a promise about something that this machine does not have, so that nothing can break it."""
 
 
 class PromiseSkipped(Exception):
@@ -53,11 +53,11 @@ class Promise:
     Args:
         id: theme and number; never reused for another promise.
         text: the promise, one sentence.
-        keep: tests it; raises if it is not kept.
-        needs: programs inside, or the constants above, without which it cannot be tested.
-        exempt: drivers that do not make it, and why.
-        harmful: with a driver that breaks it, the test would harm this machine; so it is not tested, and
-            counts as broken, if processes inside share the host's namespaces.
+        keep: function that tests the promise, and raises an error if it is broken.
+        needs: programs inside, or the constants above, without which the promise cannot be tested.
+        exempt: drivers that do not make the promise, and the reason.
+        harmful: True if the test harms this machine with a driver that breaks the promise. If processes
+            inside share the host's namespaces, it is not tested and counts as broken.
     """
 
     id: str
@@ -87,7 +87,7 @@ class Promises:
         exempt: Mapping[str, str] | None = None,
         harmful: bool = False,
     ) -> Callable[[Keep], Keep]:
-        """Add the decorated function as a promise; see `Promise`."""
+        """Add the decorated function as a promise: see `Promise`."""
 
         def add(keep: Keep) -> Keep:
             self._promises.append(
@@ -110,8 +110,8 @@ class Promises:
         """Add a promise that a program in Python prints nothing; see `Probe.nothing_in_python`.
 
         Args:
-            code: the program; empty if it is not written for this machine.
-            machine: the only one that the promise applies to, as `uname -m` names it.
+            code: the program; empty if there is none for this machine.
+            machine: the only architecture that the promise applies to (`uname -m`); empty means all.
         """
 
         async def keep(world: "PromiseContext") -> None:

@@ -10,7 +10,7 @@ from prorl_envs.conformance.promise import NotApplicable, Promise, PromiseSkippe
 from prorl_envs.conformance.subject import Subject
 from prorl_envs.conformance.world import PromiseContext, open_world
 
-#: Promises tested at a time: most wait more than they compute.
+#: Promises that are tested at once: most tests wait more than they compute.
 AT_A_TIME = 4
 _DEADLINE_S = 120.0
 
@@ -34,11 +34,11 @@ class PromiseOutcome:
     """Outcome of one promise.
 
     Args:
-        id: of the promise.
-        promise: its sentence.
-        state: of the promise.
-        reason: why it is not kept; empty if it is.
-        seconds: how long it took.
+        id: id of the promise.
+        promise: text of the promise.
+        state: its state.
+        reason: why it is not kept; empty if it is kept.
+        seconds: duration of the test.
     """
 
     id: str
@@ -57,7 +57,7 @@ async def run_suite(
 
     Args:
         subject: the driver and its image.
-        promises: to test.
+        promises: the promises to test.
         on_outcome: called with each outcome as it arrives.
 
     Returns:
@@ -67,27 +67,25 @@ async def run_suite(
         SandboxError: the driver cannot start a sandbox at all.
     """
     wanted = list(promises)
-    places = asyncio.Semaphore(AT_A_TIME)
+    slots = asyncio.Semaphore(AT_A_TIME)
 
-    async def one(world: PromiseContext, promise: Promise) -> PromiseOutcome:
-        async with places:
-            outcome = await _try(world, promise)
+    async def test(world: PromiseContext, promise: Promise) -> PromiseOutcome:
+        async with slots:
+            outcome = await _test(world, promise)
         on_outcome(outcome)
         return outcome
 
     async with open_world(subject, wanted) as world:
-        return await asyncio.gather(*(one(world, promise) for promise in wanted))
+        return await asyncio.gather(*(test(world, promise) for promise in wanted))
 
 
-async def _try(world: PromiseContext, promise: Promise) -> PromiseOutcome:
+async def _test(world: PromiseContext, promise: Promise) -> PromiseOutcome:
     started = time.monotonic()
     if (lack := world.lacks(promise)) is not None:
         state, reason = PromiseState.NOT_TRIED if lack.is_ours else PromiseState.NOT_APPLICABLE, lack.reason
-    elif promise.harmful and not world.walls:
-        state, reason = (
-            PromiseState.BROKEN,
-            f"shares the host's namespaces {', '.join(world.shared)}; not tried",
-        )
+    elif promise.harmful and not world.is_isolated:
+        state = PromiseState.BROKEN
+        reason = f"shares the host's namespaces {', '.join(world.shared)}; not tried"
     else:
         state, reason = await _keep(world, promise)
     seconds = time.monotonic() - started
@@ -95,17 +93,17 @@ async def _try(world: PromiseContext, promise: Promise) -> PromiseOutcome:
 
 
 async def _keep(world: PromiseContext, promise: Promise) -> tuple[PromiseState, str]:
-    """Test a promise in a task of its own. Any unexpected exception counts as the reason why it is broken."""
-    trial = asyncio.ensure_future(promise.keep(world))
+    """Test a promise in a separate task. With any unexpected exception, it counts as broken."""
+    test = asyncio.ensure_future(promise.keep(world))
     try:
-        await asyncio.wait([trial], timeout=_DEADLINE_S)
+        await asyncio.wait([test], timeout=_DEADLINE_S)
     finally:
-        late = not trial.done()
-        trial.cancel()
-        await asyncio.gather(trial, return_exceptions=True)
-    if late or trial.cancelled():
-        return PromiseState.BROKEN, f"was not over after {_DEADLINE_S:g} s"
-    error = trial.exception()
+        late = not test.done()
+        test.cancel()
+        await asyncio.gather(test, return_exceptions=True)
+    if late or test.cancelled():
+        return PromiseState.BROKEN, f"did not end in {_DEADLINE_S:g} s"
+    error = test.exception()
     if error is None:
         return PromiseState.KEPT, ""
     if isinstance(error, NotApplicable | PromiseSkipped):

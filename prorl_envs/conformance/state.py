@@ -1,8 +1,8 @@
 """Report on the state of a process: its resources, limits, privileges and view of the system.
 
 Runs inside a sandbox, in each of the ways in which a process can start there (see `ways.py`): as a script, in
-a Python session, in a Jupyter kernel, as the entry of a template. So it needs only the standard library, and
-`own_state` does without `/proc`: a tool server joins the sandbox's mounts and stays outside its pid
+a Python session, in a Jupyter kernel, as the entry of a template. So it needs only the standard library.
+`own_state` does not use `/proc`, because a tool server joins the sandbox's mounts but stays outside its pid
 namespace.
 """
 
@@ -23,7 +23,7 @@ import sys
 import threading
 from typing import Any
 
-#: Module that a promise plants at a path where a tool server's import could find it.
+#: Module that a promise puts at a path where a tool server's import could find it.
 PLANTED = "prorl_planted"
 
 #: Kinds of file that a descriptor can refer to, by `st_mode`; terminals have these major numbers.
@@ -37,13 +37,8 @@ _TERMINALS, _TTY, _NULL = range(136, 144), (5, 0), (1, 3)
 _DESCRIPTORS = 4096
 
 # Constants of the kernel; see prctl(2).
-_PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECCOMP, _PR_CAPBSET_READ, _PR_GET_NO_NEW_PRIVS = (
-    2,
-    3,
-    21,
-    23,
-    39,
-)
+_PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECCOMP = 2, 3, 21
+_PR_CAPBSET_READ, _PR_GET_NO_NEW_PRIVS = 23, 39
 _CAPABILITY_VERSION = 0x20080522
 _LIMITS = {"core": resource.RLIMIT_CORE, "files": resource.RLIMIT_NOFILE}
 _LIMITS.update(processes=resource.RLIMIT_NPROC, file_size=resource.RLIMIT_FSIZE)
@@ -105,8 +100,8 @@ def state_of(pid: str) -> dict[str, Any]:
 
 
 def write(path: str, pid: str = "self") -> None:
-    """Write the state of a process to a file as JSON. Values that only a process itself can query are this
-    process's: it inherited them from the other process, its parent."""
+    """Write the state of a process to a file as JSON. Values that only a process itself can query are those
+    of this process, which inherited them from the other one, its parent."""
     state = json.dumps({**own_state(), **state_of(pid)})
     with open(path, "w") as file:
         file.write(state)
@@ -161,7 +156,7 @@ def _kind_of(fd: int) -> str:
 
 
 def _kind(file: int | str) -> str:
-    """Return a descriptor's kind of file; "" for the one by which a `/proc` directory is listed."""
+    """Return the kind of file of a descriptor; "" if it is closed, as the one that listed `/proc` is."""
     try:
         found = os.stat(file)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Subjects of the suite: drivers and images. A new driver is one line here."""
+"""Drivers and images that the suite can test. A new driver needs one line here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,11 +35,11 @@ class Subject:
     """Driver and the system image of its sandboxes.
 
     Args:
-        driver: its name, as in the promises' exemptions.
-        make_driver: creates one.
+        driver: name of the driver, as in the promises' exemptions.
+        make_driver: factory of the driver.
         image: see `SandboxSpec`.
-        emulate_root: see `SandboxSpec`; then it is an emulated root who tries to break the promises.
-        templates: that the driver can fork, besides `STATE_ENTRY`.
+        emulate_root: see `SandboxSpec`. If True, an emulated root tries to break the promises.
+        templates: templates that the driver can fork; `STATE_ENTRY` is added to `base`.
     """
 
     driver: str

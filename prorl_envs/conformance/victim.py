@@ -1,4 +1,4 @@
-"""Service to be killed: `python -m prorl_envs.conformance.victim`. Started by promises on service crashes.
+"""Service that promises about crashes start and kill: `python -m prorl_envs.conformance.victim`.
 
 Reads one line of JSON (driver, image, root, look, linger, mark), prints the output of the script `look` as
 one line of JSON, starts the script `linger` in the sandbox, and waits to be killed.
@@ -20,16 +20,18 @@ from prorl_envs.tools.client.toolbox import Toolbox
 
 async def main() -> None:
     """Start the sandbox, run the scripts of the request, and wait."""
-    told = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     warnings.simplefilter("ignore", NoIsolationWarning)
-    driver = Subject(driver=told["driver"], make_driver=DRIVERS[told["driver"]]).make(Path(told["root"]))
-    image = Path(told["image"]) if told["image"] else None
+    driver = Subject(driver=request["driver"], make_driver=DRIVERS[request["driver"]]).make(
+        Path(request["root"])
+    )
+    image = Path(request["image"]) if request["image"] else None
     sandbox = await driver.start(SandboxSpec(image=image))
     tools = await Toolbox.open(sandbox)
-    done = await Probe(sandbox, tools).run(told["look"])
+    done = await Probe(sandbox, tools).run(request["look"])
     sys.stdout.write(json.dumps(done.output.decode(errors="replace")) + "\n")
     sys.stdout.flush()
-    await tools.run(["/bin/sh", "-c", told["linger"]], env={MARK: told["mark"]}, timeout_s=600)
+    await tools.run(["/bin/sh", "-c", request["linger"]], env={MARK: request["mark"]}, timeout_s=600)
 
 
 if __name__ == "__main__":

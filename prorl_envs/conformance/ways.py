@@ -1,6 +1,6 @@
 """Ways in which a process can start in a sandbox, and the state that a process reports in each.
 
-Each way takes another path through the templates and the tool servers, and so can leak on its own.
+Each way uses other parts of the templates and tool servers, so each can leak something else.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ class StartWay:
     """Way in which a process starts.
 
     Args:
-        process: that starts, as the subject of a sentence.
-        state: starts one in a fresh sandbox and returns the state that it reports.
-        descriptors: number that it may have, by kind.
-        others: kinds that the program itself opens, of which it may have any number.
-        ignored: signals that the program itself ignores.
-        variables: that the program itself adds to its environment.
-        is_fork: it has not executed a program, so `/proc` does not show its environment.
-        needs, exempt: as of a promise.
+        process: name of the process, as the subject of a sentence.
+        state: function that starts the process in a fresh sandbox and returns its reported state.
+        descriptors: number of descriptors that it may have, by kind of file.
+        others: kinds of files that the program opens itself, with any number of descriptors.
+        ignored: signals that the program ignores or blocks itself.
+        variables: variables that the program adds to its environment itself.
+        is_fork: True if the process executed no program, so that `/proc` does not show its environment.
+        needs, exempt: see `Promise`.
     """
 
     process: str
@@ -53,7 +53,7 @@ class StartWay:
 
 
 def put_script(box: Probe) -> None:
-    """Put the program that reports a state into the working directory of a sandbox."""
+    """Write the program that reports a state into the working directory of a sandbox."""
     (box.sandbox.workspace / _SCRIPT).write_bytes(Path(state.__file__).read_bytes())
 
 
@@ -166,11 +166,10 @@ async def tool_server(box: Probe) -> State:
 
 _THREE_PIPES = {"pipe": 3}
 _TERMINAL = {"terminal": 3}
-#: A shell also keeps a second descriptor of its terminal, the file with the text of a command, and the pipe
-#: for its status.
+#: A shell also has a second descriptor of its terminal, the file with the text of a command, and the pipe for
+#: its status.
 _SHELL = {"terminal": 4, "file": 1, "pipe": 1}
-#: Signals that an interactive bash and its commands, and a Python interpreter, ignore or block for
-#: themselves.
+#: Signals that the commands of a bash, the interactive bash, and a Python interpreter ignore or block.
 _BY_COMMAND = frozenset({32, 33})
 _BY_BASH = _BY_COMMAND | {3, 15, 17, 20, 21, 22}
 _BY_PYTHON = frozenset({2, 13, 25})

@@ -34,7 +34,7 @@ from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 
-#: Short, for the promises about a kill after an ignored interrupt.
+#: With a short grace period, for promises about a kill after an ignored interrupt.
 LIMITS = ToolLimits(grace_s=0.3)
 _LONG_S = 600
 
@@ -44,8 +44,8 @@ class Lack:
     """Reason why a promise is not tested.
 
     Args:
-        reason: in words.
-        is_ours: the suite or this package is to blame, not the image or the driver: an error.
+        reason: description of the reason.
+        is_ours: True if this package is the cause, not the image or the driver. The run then fails.
     """
 
     reason: str
@@ -53,7 +53,7 @@ class Lack:
 
 
 class PromiseContext:
-    """Context of a promise: all that it may use. Created by `open_world`.
+    """Everything that the test of a promise may use. Created by `open_world`.
 
     Args:
         path: directory on the host, private to this run and invisible inside.
@@ -77,7 +77,7 @@ class PromiseContext:
         return next((lack for need in promise.needs if (lack := self._missing.get(need))), None)
 
     @property
-    def walls(self) -> bool:
+    def is_isolated(self) -> bool:
         """True if damage by a test stays within the sandbox."""
         return not {"mnt", "pid", "net", "ipc"} & set(self.shared)
 
@@ -96,7 +96,7 @@ class PromiseContext:
     async def fresh(
         self, *, python: bool = False, driver: Driver | None = None, **fields: Any
     ) -> AsyncIterator[Probe]:
-        """Start a sandbox for the caller alone, with tools; the fields are those of `SandboxSpec`."""
+        """Start a sandbox with tools for the caller alone. `fields` are those of `SandboxSpec`."""
         sandbox = await (driver or self.driver).start(self.spec(python=python, **fields))
         try:
             tools = await Toolbox.open(sandbox, limits=LIMITS)
@@ -118,7 +118,7 @@ class PromiseContext:
 
     @asynccontextmanager
     async def session(self, engine: PythonEngine = PythonEngine.FORKED) -> AsyncIterator[Toolbox]:
-        """Open a toolbox with a Python session of its own, on a shared sandbox."""
+        """Open a toolbox with a new Python session on a shared sandbox."""
         # A fresh kernel takes up to 0.3 s for its first traceback, which ends an interrupted cell.
         limits = ToolLimits() if engine is PythonEngine.KERNEL else LIMITS
         box = self.python_box
@@ -133,7 +133,7 @@ class PromiseContext:
         """Create a driver with its own directory; check that the closed driver leaves nothing.
 
         Raises:
-            PromiseBroken: processes or files are left.
+            PromiseBroken: the closed driver left processes or files.
         """
         root = self.path / secrets.token_hex(4)
         root.mkdir()
@@ -144,12 +144,12 @@ class PromiseContext:
             await driver.aclose()
         gone = await eventually(lambda: not showing(root.name))
         expect(gone, f"processes are left of a closed driver: {showing(root.name)}")
-        left = [str(path) for path in root.rglob("*") if not path.is_dir()]
-        expect(not left, f"files are left of a closed driver: {left[:5]}")
+        files = [str(path) for path in root.rglob("*") if not path.is_dir()]
+        expect(not files, f"files are left of a closed driver: {files[:5]}")
 
     @asynccontextmanager
     async def lingering(self, box: Probe, script: str, *, count: int = 1) -> AsyncIterator[str]:
-        """Run a script in `box` while the block runs; yield the mark that finds it on the host.
+        """Run a script in `box` while the block runs. Yield the mark by which the host finds its processes.
 
         Args:
             count: number of its processes to wait for.
@@ -162,14 +162,15 @@ class PromiseContext:
         running = asyncio.create_task(box.tools.run(argv, env={MARK: mark}, timeout_s=_LONG_S))
         seen = 0
 
-        def come() -> bool:
+        def has_started() -> bool:
             nonlocal seen
-            # One match is enough: a process that executes another program has no environment for a moment.
+            # One match is enough, because a process has no environment for a moment while it executes a
+            # program.
             seen = len(marked(mark))
             return seen >= count or running.done()
 
         try:
-            await eventually(come)
+            await eventually(has_started)
             if seen < count and running.done():
                 running.result()  # raises the error of the start
             expect(seen >= count, f"the host sees {seen} of {count} processes")
@@ -184,7 +185,7 @@ class PromiseContext:
 
     @asynccontextmanager
     async def tools_on(self, box: Probe) -> AsyncIterator[Toolbox]:
-        """Open another toolbox on a box's sandbox."""
+        """Open another toolbox on the sandbox of `box`."""
         tools = await self.tools(box.sandbox)
         try:
             yield tools
@@ -195,7 +196,7 @@ class PromiseContext:
         """Wait for a file that a sandbox creates. Raise PromiseBroken if it does not appear."""
         expect(await eventually(path.exists), f"{path.name} did not appear")
 
-    async def look(self, stack: AsyncExitStack, needs: Set[str]) -> None:
+    async def find_missing(self, stack: AsyncExitStack, needs: Set[str]) -> None:
         """Start the shared sandboxes and find out which of `needs` they lack."""
         self.box = await stack.enter_async_context(self.fresh())
         self.python_box = self.box
@@ -212,12 +213,12 @@ class PromiseContext:
         async with self.lingering(self.box, "while :; do :; done") as mark:
             self.shared = shared_namespaces(marked(mark)[0])
         if needs & {PYTHON, SESSION, KERNEL}:
-            await self._look_for_python(stack)
+            await self._find_python(stack)
 
-    async def _look_for_python(self, stack: AsyncExitStack) -> None:
-        """Find out whether this interpreter runs inside, and which of its features work there.
+    async def _find_python(self, stack: AsyncExitStack) -> None:
+        """Find out whether this interpreter works inside, with sessions and Jupyter kernels.
 
-        The interpreter and its packages are mounted. So it fails only if an image lacks its C library.
+        The interpreter and its packages are mounted, so it fails only if an image lacks its C library.
         """
         missing, needs = self._missing, (PYTHON, SESSION, KERNEL)
         try:
@@ -257,7 +258,7 @@ async def open_world(subject: Subject, promises: Iterable[Promise]) -> AsyncIter
             world = PromiseContext(subject, path, plants, subject.make(path / "shared"))
             try:
                 async with AsyncExitStack() as stack:
-                    await world.look(stack, needs)
+                    await world.find_missing(stack, needs)
                     yield world
             finally:
                 await world.driver.aclose()

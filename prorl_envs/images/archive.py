@@ -36,13 +36,9 @@ def write_layout(tar: Path, folder: Path, *, limit: int) -> None:
     """
     blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True)
-    config = {
-        "architecture": host_architecture(),
-        "os": "linux",
-        "config": {},
-    }
     layer = _layer(tar, blobs, limit)
-    config["rootfs"] = {"type": "layers", "diff_ids": [layer["digest"]]}
+    rootfs = {"type": "layers", "diff_ids": [layer["digest"]]}
+    config = {"architecture": host_architecture(), "os": "linux", "config": {}, "rootfs": rootfs}
     manifest = {
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.manifest.v1+json",

@@ -1,1 +1,1 @@
-"""The promises, one module a theme."""
+"""The promises: one module per theme."""

@@ -6,11 +6,11 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxLimit
 from prorl_envs.sandbox.base import SandboxLimits
 
-promises = Promises("what descriptors hold")
+promises = Promises("resources held by descriptors")
 
 _SMALL = SandboxLimits(memory_bytes=128 << 20, processes=64, open_files=8192, disk_bytes=64 << 20)
 _TIMEOUT_S = 120.0
-#: Parts of the reason if a counter of the user is exceeded.
+#: Parts of the reason for a kill if a counter of the user is exceeded.
 _TOO_MANY = ("share", "holds the most")
 
 
@@ -26,7 +26,7 @@ async def _is_killed(world: PromiseContext, code: str, *reasons: str) -> None:
 
 
 async def _is_stopped(world: PromiseContext, code: str) -> None:
-    """Check that a program that holds more than its sandbox may is killed, or the sandbox is."""
+    """Check that a program that exceeds a limit is killed, or its sandbox is."""
     async with world.fresh(python=True, limits=_SMALL) as box:
         try:
             done = await box.tools.run([box.python, "-I", "-c", code], timeout_s=_TIMEOUT_S)
@@ -82,7 +82,7 @@ async def high_descriptors(world: PromiseContext) -> None:
 
 @promises.add(
     "HOLD-005",
-    "Files without a name count on disk while their descriptors are in flight.",
+    "Unlinked files count towards the disk limit while their descriptors are in flight.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
     harmful=True,
@@ -93,7 +93,7 @@ async def disk_in_flight(world: PromiseContext) -> None:
 
 @promises.add(
     "HOLD-006",
-    "Files without a name count on disk while they are mapped.",
+    "Unlinked files count towards the disk limit while they are mapped.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
     harmful=True,
@@ -104,7 +104,7 @@ async def disk_mapped(world: PromiseContext) -> None:
 
 @promises.add(
     "HOLD-007",
-    "A process counts with its memory after its first thread has ended.",
+    "A process's memory still counts after its first thread has exited.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
     harmful=True,

@@ -1,4 +1,4 @@
-"""Promises about closing sandboxes: nothing survives."""
+"""Promises about the close of a sandbox: no process or file check_none_survives it."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ promises = Promises("end")
 _NO_PID_NAMESPACE = {"local": "has no pid namespace that ends with the service"}
 
 
-@promises.add("END-001", "Closing is idempotent, also many times at once.")
+@promises.add("END-001", "Closing is idempotent, even several times at once.")
 async def idempotent(world: PromiseContext) -> None:
     sandbox = await world.driver.start(world.spec())
     await asyncio.gather(*(sandbox.close() for _ in range(5)))
@@ -53,7 +53,9 @@ async def cancelled_close(world: PromiseContext) -> None:
     expect(gone and not sandbox.alive, "it was not closed")
 
 
-@promises.add("END-004", "A call under way when the sandbox is closed ends with an error.", needs=("sleep",))
+@promises.add(
+    "END-004", "A call that runs while the sandbox is closed fails with an error.", needs=("sleep",)
+)
 async def call_under_way(world: PromiseContext) -> None:
     async with world.fresh() as box:
         call = asyncio.ensure_future(box.run("sleep 600"))
@@ -74,12 +76,12 @@ async def call_after(world: PromiseContext) -> None:
         raise PromiseBroken("a command ran")
 
 
-async def survives(world: PromiseContext, script: str, count: int) -> None:
+async def check_none_survives(world: PromiseContext, script: str, count: int) -> None:
     """Start a script's processes, close the sandbox, and check at once that none of them survived."""
     async with world.fresh() as box, world.lingering(box, script, count=count) as mark:
         await box.sandbox.close()
-        left = marked(mark)
-        expect(not left, f"{len(left)} processes survived")
+        survivors = marked(mark)
+        expect(not survivors, f"{len(survivors)} processes survived")
 
 
 _TRICKS = (
@@ -129,7 +131,7 @@ _TRICKS = (
 
 def _add_trick(id_: str, what: str, script: str, count: int, needs: tuple[str, ...]) -> None:
     async def keep(world: PromiseContext) -> None:
-        await survives(world, script, count)
+        await check_none_survives(world, script, count)
 
     promises.add(id_, f"{what} does not survive the close.", needs=needs)(keep)
 
@@ -163,11 +165,11 @@ async def odd_tree(world: PromiseContext) -> None:
 
 
 class Victim:
-    """Service in a process of its own, with one sandbox, to be killed."""
+    """Service with one sandbox, in a separate process that is killed."""
 
     def __init__(self, world: PromiseContext, root: Path, *, look: str = "", linger: str) -> None:
         self.mark = secrets.token_hex(8)
-        told = {
+        request = {
             "driver": world.subject.driver,
             "image": str(world.subject.image or ""),
             "root": str(root),
@@ -175,7 +177,7 @@ class Victim:
             "linger": linger,
             "mark": self.mark,
         }
-        self._told = json.dumps(told).encode() + b"\n"
+        self._request = json.dumps(request).encode() + b"\n"
 
     async def run_until_killed(self, count: int) -> str:
         """Start the service, wait for its sandbox's processes, and kill it. Return the output of `look`."""
@@ -189,7 +191,7 @@ class Victim:
         )
         try:
             assert service.stdin is not None and service.stdout is not None
-            service.stdin.write(self._told)
+            service.stdin.write(self._request)
             line = await service.stdout.readline()
             expect(bool(line), "the service ended before its time")
             expect(await eventually(lambda: len(marked(self.mark)) >= count), "its processes did not start")
@@ -203,7 +205,7 @@ class Victim:
 
 @promises.add(
     "END-018",
-    "Nothing survives a kill -9 of the service, and the next driver removes its files.",
+    "Nothing check_none_survives a kill -9 of the service, and the next driver removes its files.",
     needs=("sleep", "setsid"),
     exempt=_NO_PID_NAMESPACE,
 )

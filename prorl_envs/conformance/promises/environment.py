@@ -1,4 +1,4 @@
-"""Promises about the environment: a sandbox knows its own variables and names, and none of the service's."""
+"""Promises about the environment: a sandbox has its own variables and names, and none of the service's."""
 
 import os
 
@@ -20,7 +20,7 @@ _EXPORTED = (
 
 @promises.add(
     "ENV-001",
-    "The environment is the spec's on top of the customary names, and nothing else.",
+    "The environment has the spec's variables and the customary names, and nothing else.",
     exempt={"local": "marks its processes by variables"},
 )
 async def exact(world: PromiseContext) -> None:
@@ -28,7 +28,7 @@ async def exact(world: PromiseContext) -> None:
         same(set((await box.sh(_EXPORTED)).split()) - CUSTOMARY, {"GIVEN"})
 
 
-@promises.add("ENV-002", "Values of any text arrive as they are.")
+@promises.add("ENV-002", "Values with any text arrive unchanged.")
 async def any_text(world: PromiseContext) -> None:
     value = "a b\n'\"$(x)`y`\\ \t☃ * \u00e9" + "x" * 20_000
     async with world.fresh(env={"VALUE": value, "EMPTY": ""}) as box:
@@ -36,19 +36,19 @@ async def any_text(world: PromiseContext) -> None:
         same(done.output.decode(), f"{value}|")
 
 
-@promises.add("ENV-003", "The spec's variables win over the defaults.")
+@promises.add("ENV-003", "The spec's variables override the defaults.")
 async def defaults(world: PromiseContext) -> None:
     async with world.fresh(env={"HOME": "/tmp", "TERM": "vt100", "PAGER": "less"}) as box:
         same(await box.sh("echo $HOME $TERM $PAGER"), "/tmp vt100 less")
 
 
-@promises.add("ENV-004", "A call's own variables last for that call.")
+@promises.add("ENV-004", "A call's own variables exist only during that call.")
 async def one_call(world: PromiseContext) -> None:
     same((await world.box.run('echo "$ONCE"', env={"ONCE": "here"})).output, b"here\n")
     same((await world.box.run('echo "$ONCE"')).output, b"\n")
 
 
-@promises.add("ENV-005", "The service's environment shows in that of no process inside.", exempt=NOT_LOCAL)
+@promises.add("ENV-005", "No process inside has a variable of the service's environment.", exempt=NOT_LOCAL)
 async def secret_in_environments(world: PromiseContext) -> None:
     look = (
         f"{SEARCH}\nsearch environ {halves(world.planted.secret)}\nsearch cmdline {halves(SECRET)}\necho end"
@@ -59,8 +59,8 @@ async def secret_in_environments(world: PromiseContext) -> None:
     same((found, seen.splitlines()[-1:]), ([], ["end"]))
 
 
-#: Searches all readable memory for two halves in a row, first in small and writable areas: if all memory is
-#: shown, it soon finds the service. Its own buffers may hold a copy of each half.
+#: Searches all readable memory for two adjacent halves of a text, first in small and writable areas, so that
+#: it soon finds the service if that is readable. Its own buffers may have a copy of each half.
 _MEMORY = """
 import sys
 def areas(own):
@@ -110,7 +110,7 @@ async def secret_in_memory(world: PromiseContext) -> None:
 
 @promises.add(
     "ENV-007",
-    "A Python session, forked from the host's own, holds none of the service's secrets.",
+    "A Python session, which is forked from a process of the host, has no secret of the service in memory.",
     needs=(SESSION,),
 )
 async def secret_in_session(world: PromiseContext) -> None:
@@ -121,7 +121,7 @@ async def secret_in_session(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "ENV-008", "No process inside holds a descriptor of the service's, seen from the host.", needs=("sleep",)
+    "ENV-008", "Seen from the host, no process inside has a descriptor of the service.", needs=("sleep",)
 )
 async def descriptors(world: PromiseContext) -> None:
     async with world.fresh() as box, world.lingering(box, "sleep 600 & sleep 600; :", count=3) as mark:
@@ -159,7 +159,7 @@ async def uid(world: PromiseContext) -> None:
 
 @promises.add(
     "ENV-011",
-    "The user has an entry in /etc/passwd and a home of its own that it can write.",
+    "The user has an entry in /etc/passwd, and a writable home directory.",
     exempt=NOT_LOCAL,
 )
 async def user(world: PromiseContext) -> None:

@@ -29,7 +29,7 @@ async def edit(box: Probe, command: str, path: str, **more: object) -> ToolResul
     return await box.tools.edit({"command": command, "path": path, **more})
 
 
-@promises.add("FILE-001", "Bytes written are the bytes read, none and many included.")
+@promises.add("FILE-001", "Bytes are read as they were written, even none or very many.")
 async def round_trip(world: PromiseContext) -> None:
     async with world.fresh() as box:
         path = await box.path("file")
@@ -38,14 +38,14 @@ async def round_trip(world: PromiseContext) -> None:
             expect(await box.tools.read(path) == data, f"{len(data)} bytes came back changed")
 
 
-@promises.add("FILE-002", "Missing folders are made.")
+@promises.add("FILE-002", "Missing folders are created.")
 async def folders(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("a/b/c"), b"x")
         same(await box.sh("read -r x < a/b/c; echo $x"), "x")
 
 
-@promises.add("FILE-003", "A file has the mode asked for.", needs=("ls",))
+@promises.add("FILE-003", "A file has the requested mode.", needs=("ls",))
 async def mode(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("tool"), b"#!/bin/sh\necho ran\n", mode=0o750)
@@ -53,7 +53,7 @@ async def mode(world: PromiseContext) -> None:
         same(await box.sh("./tool"), "ran")
 
 
-@promises.add("FILE-004", "A reader sees the old content or the new, never a part.")
+@promises.add("FILE-004", "A reader sees either the old or the new content, never a part of it.")
 async def atomic(world: PromiseContext) -> None:
     async with world.fresh() as box, world.tools_on(box) as reader:
         path = await box.path("file")
@@ -93,7 +93,7 @@ async def failed_write(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "FILE-007", "Directories, devices and pipes are not read as files, and hold no call.", needs=("mkfifo",)
+    "FILE-007", "Directories, devices and pipes are not read as files, and block no call.", needs=("mkfifo",)
 )
 async def no_files(world: PromiseContext) -> None:
     async with world.fresh() as box:
@@ -102,7 +102,7 @@ async def no_files(world: PromiseContext) -> None:
             await fails(box.tools.read(path))
 
 
-@promises.add("FILE-008", "No more is read than asked for, whatever a file says of its size.")
+@promises.add("FILE-008", "At most the requested number of bytes is read, whatever size a file reports.")
 async def limit(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("file"), b"0123456789")
@@ -110,7 +110,7 @@ async def limit(world: PromiseContext) -> None:
         expect(b"MemTotal" in await box.tools.read("/proc/meminfo"), "a file of /proc is empty")
 
 
-@promises.add("FILE-009", "More than one transfer takes is refused before it is sent.")
+@promises.add("FILE-009", "Content that is too large for one transfer is refused before it is sent.")
 async def too_much(world: PromiseContext) -> None:
     try:
         await world.box.tools.write("/tmp/much", bytes(CONTENT_LIMIT + 1))
@@ -146,7 +146,7 @@ async def editor(world: PromiseContext) -> None:
             same(await box.tools.read(path), left)
 
 
-@promises.add("FILE-012", "An edit that does not fit exactly one place changes nothing, and says why.")
+@promises.add("FILE-012", "An edit that does not match exactly one place changes nothing, and reports why.")
 async def ambiguous(world: PromiseContext) -> None:
     async with world.fresh() as box:
         path = await box.path("file.txt")
@@ -170,7 +170,7 @@ async def kept(world: PromiseContext) -> None:
         expect((await box.sh("ls -l file.txt")).startswith("-rwxr-xr-x"), "the mode changed")
 
 
-@promises.add("FILE-014", "Binary, huge and special files are refused in words.", needs=("mkfifo",))
+@promises.add("FILE-014", "Binary, huge and special files are refused with a message.", needs=("mkfifo",))
 async def no_text(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("binary"), bytes(100))

@@ -24,7 +24,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 
 promises = Promises("file systems")
 
-#: `w PATH` prints PATH if it can be opened for writing; nothing is written.
+#: `w PATH` prints PATH if it can be opened for writing. It writes nothing.
 WRITE = 'w() { ( : >> "$1" ) 2>/dev/null && echo "$1 can be written"; }'
 
 
@@ -63,7 +63,7 @@ async def system(world: PromiseContext) -> None:
 
 @promises.add(
     "FS-003",
-    "With an image, its system can be changed, and the change is one's own.",
+    "With an image, its system can be changed, and no other sandbox sees the change.",
     needs=(IMAGE, "mkdir"),
     exempt=NOT_LOCAL,
 )
@@ -103,7 +103,7 @@ async def image_seen(world: PromiseContext) -> None:
 
 @promises.add(
     "FS-006",
-    "Nothing that the host keeps in its home, temporary or working directory is visible.",
+    "No file in the host's home, temporary or working directory is visible.",
     exempt=NOT_LOCAL,
 )
 async def host_files(world: PromiseContext) -> None:
@@ -197,7 +197,7 @@ async def tool_links(world: PromiseContext) -> None:
     same(target.read_text(), "the host's")
 
 
-@promises.add("FS-023", "Names of any bytes can be used.")
+@promises.add("FS-023", "File names can have any bytes.")
 async def names(world: PromiseContext) -> None:
     async with world.fresh() as box:
         same(await box.sh('n=$(printf \'a\\nb\\377 *\'); echo x > "$n" && read -r x < "$n" && echo $x'), "x")
@@ -226,18 +226,18 @@ async def small_image(world: PromiseContext) -> None:
 
 @promises.add(
     "FS-025",
-    "Without an image, nothing can be put among the devices.",
+    "Without an image, no file can be created among the devices.",
     needs=(NO_IMAGE,),
     exempt={
         **NOT_LOCAL,
-        "apptainer-instance": "has Apptainer's /dev, which lies in memory of the sandbox's own",
+        "apptainer-instance": "has Apptainer's /dev, which is in memory of the sandbox's own",
     },
 )
 async def own_devices(world: PromiseContext) -> None:
     await world.box.nothing(f"{WRITE}\nw /dev/x")
 
 
-#: Opens each of a sandbox's own directories; later code tries operations that not every file system supports.
+#: Opens the sandbox's own directories. `tried` calls operations that not every file system supports.
 _OWN = """
 import contextlib, fcntl, os, stat, struct
 GET, SET, NO_DUMP = 0x80086601, 0x40086602, 0x40  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
@@ -265,20 +265,20 @@ print("given")
 
 @promises.add(
     "FS-026",
-    "Nothing that a sandbox gave its directories is found by the next.",
+    "A sandbox finds nothing that an earlier one left in its directories.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
     harmful=True,
 )
 async def inherited(world: PromiseContext) -> None:
-    said = []
+    outputs = []
     async with world.own_driver() as (driver, _):
         for code in (_SEEN, _GIVEN, _SEEN):
             async with world.fresh(python=True, driver=driver) as box:
                 done = await box.tools.run([box.python, "-I", "-c", code], timeout_s=TIMEOUT_S)
-            said.append(done.output)
-    same(said[1], b"given\n")
-    same(said[2], said[0])
+            outputs.append(done.output)
+    same(outputs[1], b"given\n")
+    same(outputs[2], outputs[0])
 
 
 #: Writable mounts of a sandbox, without an image and with one.
@@ -287,17 +287,17 @@ _DEVICES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urand
 _BELOW_DEV = {*_DEVICES, "/dev/pts", "/dev/shm"}
 #: Mounts that Apptainer itself makes writable.
 _OF_APPTAINER = {"/", "/etc/hostname", "/etc/resolv.conf", "/dev/mqueue", *_DEVICES}
-#: Further ones of an ordinary user's Apptainer. Only root may make /proc and /dev read-only; the others are
-#: the sandbox's own copies, in the memory file system that also holds /dev and /run.
+#: Further writable mounts if an ordinary user runs Apptainer. Only root may make /proc and /dev read-only;
+#: the others are the sandbox's own copies, in the same memory file system as /dev and /run.
 _OF_USERS_APPTAINER = {"/proc", "/dev", "/etc/passwd", "/etc/group"}
-#: bubblewrap mounts the overlay of an image without flags. The kernel opens no device of a mount made in a
-#: user namespace, and ignores set-user-id programs after no-new-privileges.
+#: bubblewrap mounts the overlay of an image without flags. Yet the kernel opens no device on a mount of a
+#: user namespace, and ignores set-user-id bits after no-new-privileges.
 _BY_BUBBLEWRAP = {"bubblewrap", "apptainer"}
 
 
 @promises.add(
     "FS-027",
-    "Every mount is read-only but the sandbox's own directories, and gives no device or set-user-id program.",
+    "All mounts but the sandbox's own directories are read-only; none allows device or set-user-id files.",
     exempt=NOT_LOCAL,
 )
 async def mounts(world: PromiseContext) -> None:
@@ -307,16 +307,16 @@ async def mounts(world: PromiseContext) -> None:
         writable.add("/")
     if world.subject.emulate_root:
         writable |= {"/etc/hosts", "/etc/hostname"}
-    of_others = set()
+    exceptions = set()
     if world.subject.driver == "apptainer-instance":
-        of_others = _OF_APPTAINER if os.geteuid() == 0 else _OF_APPTAINER | _OF_USERS_APPTAINER
+        exceptions = _OF_APPTAINER if os.geteuid() == 0 else _OF_APPTAINER | _OF_USERS_APPTAINER
     if world.subject.image is not None and world.subject.driver in _BY_BUBBLEWRAP:
-        of_others = {"/"}
+        exceptions = {"/"}
     listed = await box.sh("while read -r line; do echo $line; done < /proc/self/mountinfo")
     for line in listed.splitlines():
         place, options = line.split()[4], set(line.split()[5].split(","))
-        expect("ro" in options or place in writable | of_others, f"{place} can be written")
+        expect("ro" in options or place in writable | exceptions, f"{place} can be written")
         if place.startswith("/dev/") and world.subject.driver != "apptainer-instance":
             expect(place in _BELOW_DEV, f"{place} is a device that programs need not have")
-        if place not in of_others and not place.startswith("/dev"):
+        if place not in exceptions and not place.startswith("/dev"):
             expect({"nosuid", "nodev"} <= options, f"{place} has {sorted(options)}")

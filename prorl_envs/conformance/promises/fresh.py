@@ -33,13 +33,13 @@ async def unread(world: PromiseContext) -> None:
     same((await world.box.run("exit 3", stdin=bytes(5_000_000))).exit_code, 3)
 
 
-@promises.add("RUN-005", "It starts in the directory named, or in the working directory.")
+@promises.add("RUN-005", "A process starts in the requested directory, or in the working directory.")
 async def directory(world: PromiseContext) -> None:
     done = await world.box.tools.run(["/bin/sh", "-c", "pwd"], cwd="/tmp", timeout_s=TIMEOUT_S)
     same(done.output, b"/tmp\n")
 
 
-@promises.add("RUN-006", "A program or directory that is not there raises OSError, as it would locally.")
+@promises.add("RUN-006", "A missing program or directory raises OSError, as it would locally.")
 async def absent(world: PromiseContext) -> None:
     for argv, cwd in (
         (["no-such-program"], ""),
@@ -63,7 +63,9 @@ async def deadline(world: PromiseContext) -> None:
     same((done.output, done.timed_out, done.exit_code), (b"before\n", True, None))
 
 
-@promises.add("RUN-008", "Processes that it leaves in its group are killed when it exits.", needs=("sleep",))
+@promises.add(
+    "RUN-008", "Processes that a process leaves in its group are killed when it exits.", needs=("sleep",)
+)
 async def leftovers(world: PromiseContext) -> None:
     from prorl_envs.conformance.host import MARK
 
@@ -74,7 +76,9 @@ async def leftovers(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "RUN-009", "Its output is bounded; both ends are kept and the rest is counted.", needs=("head", "tr")
+    "RUN-009",
+    "The output of a process is bounded; both ends are kept and the rest is counted.",
+    needs=("head", "tr"),
 )
 async def bounded(world: PromiseContext) -> None:
     script = "echo first; head -c 50000000 /dev/zero | tr '\\0' x; echo; echo last"
@@ -84,7 +88,7 @@ async def bounded(world: PromiseContext) -> None:
     expect(len(done.output) < 10_200, f"{len(done.output)} bytes")
 
 
-@promises.add("RUN-010", "A cancelled one is killed, and the tools stay usable.", needs=("sleep",))
+@promises.add("RUN-010", "A cancelled process is killed, and the tools stay usable.", needs=("sleep",))
 async def cancelled(world: PromiseContext) -> None:
     async with world.fresh() as box:
         async with world.lingering(box, "sleep 600; :") as mark:
@@ -93,7 +97,7 @@ async def cancelled(world: PromiseContext) -> None:
         same(await box.sh("echo on"), "on")
 
 
-@promises.add("RUN-011", "Thirty-two at once each get their own output.")
+@promises.add("RUN-011", "Thirty-two processes at once each get their own output.")
 async def many(world: PromiseContext) -> None:
     done = await asyncio.gather(*(world.box.run(f"echo {number}; exit {number}") for number in range(32)))
     same([(d.output, d.exit_code) for d in done], [(f"{n}\n".encode(), n) for n in range(32)])

@@ -9,11 +9,11 @@ from prorl_envs.conformance.world import PromiseContext
 promises = Promises("privileges")
 
 
-#: Number of the system call `clone`: the C library's wrapper does too much.
+#: Number of the system call `clone`, because the C library's wrapper does more than the call.
 _CLONE = {"x86_64": 56, "aarch64": 220}
 
 
-#: System call numbers of the kernel, repeated here because those of the filter are under test.
+#: System call numbers of the kernel. Repeated here, because the filter's numbers are under test.
 _NUMBERS = {
     "x86_64": {
         "add_key": 248, "request_key": 249, "keyctl": 250, "kexec_load": 246, "kexec_file_load": 320,
@@ -35,7 +35,7 @@ _NUMBERS = {
 def calls(names: tuple[str, ...]) -> str:
     """Return Python code that makes system calls with invalid arguments, and prints those not refused.
 
-    An available call fails because of its arguments; a refused call fails before it checks them.
+    An available call fails because of its arguments. A refused call fails before they are checked.
     """
     numbers = _NUMBERS.get(os.uname().machine)
     if numbers is None:
@@ -66,7 +66,7 @@ for name, arguments in (("fsopen", (430, b"tmpfs", 0)), ("open_tree", (428, -100
 
 promises.probe(
     "PRIV-007",
-    "No namespace can be made, by none of the three calls.",
+    "No namespace can be created, by any of the three calls.",
     f"""
 flags = {{"user": 0x10000000, "mnt": 0x20000, "pid": 0x20000000, "net": 0x40000000, "ipc": 0x8000000,
          "uts": 0x4000000, "cgroup": 0x2000000, "time": 0x80}}
@@ -120,7 +120,7 @@ refused("pivot_root", b"/tmp", b"/tmp")
 
 promises.probe(
     "PRIV-010",
-    "No device can be made.",
+    "No device can be created.",
     """
 os.chdir(os.environ["HOME"])
 for mode, number in ((0o20666, 0x101), (0o20666, 0x10b), (0o60666, 0x800), (0o60666, 0xfe00)):
@@ -187,7 +187,7 @@ async def sysctl(world: PromiseContext) -> None:
             )
 
 
-@promises.add("PRIV-021", "/sys is not there, or cannot be written.", exempt=NOT_LOCAL, harmful=True)
+@promises.add("PRIV-021", "/sys does not exist, or cannot be written.", exempt=NOT_LOCAL, harmful=True)
 async def sysfs(world: PromiseContext) -> None:
     await world.box.nothing(
         f"{WRITE}\nw /sys/fs/cgroup/x\n"
@@ -244,7 +244,7 @@ cd /sys/fs/cgroup && for p in cgroup.procs */cgroup.procs */release_agent; do w 
 @promises.add(
     "PRIV-032",
     "The paths of control groups on the host do not show.",
-    exempt={**NOT_LOCAL, "apptainer-instance": "has no cgroup namespace: Apptainer makes none"},
+    exempt={**NOT_LOCAL, "apptainer-instance": "has no cgroup namespace: Apptainer creates none"},
 )
 async def control_group_paths(world: PromiseContext) -> None:
     await world.box.nothing(

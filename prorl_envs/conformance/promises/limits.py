@@ -7,17 +7,17 @@ from prorl_envs.sandbox.base import SandboxLimits
 
 promises = Promises("limits")
 
-_NOT_LOCAL = {"local": "has no pid namespace, and keeps the limits of single processes alone"}
+_NOT_LOCAL = {"local": "has no pid namespace, and enforces only limits per process"}
 _SMALL = SandboxLimits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)
 
 
 @promises.add(
     "LIM-001",
-    "/run ends, and its end harms nothing else.",
+    "/run has a size limit, and reaching it harms nothing else.",
     needs=(ORDINARY, "head", "rm"),
     exempt={
         **NOT_LOCAL,
-        "apptainer-instance": "counts /run as memory: its end is that of the sandbox's memory limit",
+        "apptainer-instance": "counts /run as memory, with the sandbox's memory limit only",
     },
     harmful=True,
 )
@@ -27,7 +27,11 @@ async def run_directory(world: PromiseContext) -> None:
         same(await box.sh("rm /run/much; echo x > file && echo on"), "on")
 
 
-@promises.add("LIM-002", "Open files end, and their end harms neither tools nor sandbox.", needs=("bash",))
+@promises.add(
+    "LIM-002",
+    "Open files are limited, and reaching the limit harms neither tools nor sandbox.",
+    needs=("bash",),
+)
 async def open_files(world: PromiseContext) -> None:
     async with world.fresh() as box:
         script = "i=0; while [ $i -lt 5000 ]; do exec {f}< /dev/null || break; i=$((i+1)); done; echo $i"
@@ -48,14 +52,14 @@ async def sessions(world: PromiseContext) -> None:
         same((await box.bash("echo $x", session="0")).text, "0\n")
 
 
-async def _exceeds(world: PromiseContext, command: str, said: str) -> None:
-    """Check that a shell command over a limit is reported as such, and the shell is kept."""
+async def _exceeds(world: PromiseContext, command: str, notice: str) -> None:
+    """Check that a shell command that exceeds a limit causes a notice, and that the shell survives."""
     async with world.fresh(limits=_SMALL) as box:
         await box.bash("kept=8")
         notices = " ".join((await box.bash(command)).data.get("limits", ()))
         if not notices:  # the notice arrived after the command had finished
             notices = " ".join((await box.bash("sleep 3")).data.get("limits", ()))
-        expect(said in notices, f"it was told {notices!r}")
+        expect(notice in notices, f"the notices are {notices!r}")
         same((await box.bash("echo $kept")).text, "8\n")
 
 
@@ -67,7 +71,7 @@ async def _exceeds(world: PromiseContext, command: str, said: str) -> None:
     harmful=True,
 )
 async def memory(world: PromiseContext) -> None:
-    # `tail` keeps as much of an endless file as it is asked for.
+    # `tail` keeps the requested number of bytes in memory.
     bomb = "head -c 3000000000 /dev/zero | tail -c 3000000000 > /dev/null"
     await _exceeds(world, bomb, "memory limit of 96 MB was reached")
 
@@ -92,7 +96,7 @@ async def processes(world: PromiseContext) -> None:
     harmful=True,
 )
 async def disk(world: PromiseContext) -> None:
-    # Not a loop of the shell itself: if the shell writes on, it is killed too.
+    # A separate bash runs the loop: a shell that continues to write is killed too.
     bomb = "for i in {1..30}; do head -c 1000000 /dev/zero > file$i; sleep 0.1; done; sleep 5"
     await _exceeds(world, f"bash -c '{bomb}'", "disk limit of 20 MB was reached")
 
@@ -105,6 +109,6 @@ async def age(world: PromiseContext) -> None:
         try:
             await box.run("sleep 20")
         except SandboxLimit as ended:
-            expect("1 s old" in str(ended), f"it is told {ended}")
+            expect("1 s old" in str(ended), f"the reason is {ended}")
             return
         raise PromiseBroken("it lived on")

@@ -1,4 +1,4 @@
-"""Promises about sockets: a sandbox can reach itself, and nothing else."""
+"""Promises about sockets: a sandbox can connect only to itself."""
 
 import os
 import secrets
@@ -26,8 +26,8 @@ def connect(family, address, kind=socket.SOCK_STREAM):
 """
 
 
-def nobody_came(server: socket.socket) -> bool:
-    """Return whether no connection waits at a listening socket."""
+def no_connection(server: socket.socket) -> bool:
+    """Return whether no connection waits for a listening socket to accept it."""
     server.setblocking(False)
     try:
         server.accept()[0].close()
@@ -36,14 +36,14 @@ def nobody_came(server: socket.socket) -> bool:
     return False
 
 
-@promises.add("NET-001", "There is no route to anywhere but oneself.", exempt=NOT_LOCAL)
+@promises.add("NET-001", "There is no route out of the sandbox.", exempt=NOT_LOCAL)
 async def routes(world: PromiseContext) -> None:
     await world.box.nothing(
         '{ read -r header; while read -r line; do echo "$line"; done; } < /proc/net/route'
     )
 
 
-@promises.add("NET-002", "There is no interface of the host's.", exempt=NOT_LOCAL)
+@promises.add("NET-002", "The sandbox has no network interface of the host.", exempt=NOT_LOCAL)
 async def interfaces(world: PromiseContext) -> None:
     script = "while read -r name rest; do case $name in *:*) echo ${name%%:*};; esac; done < /proc/net/dev"
     inside = set((await world.box.sh(script)).split())
@@ -84,7 +84,7 @@ async def host_loopback(world: PromiseContext) -> None:
             f"{CONNECT}\nconnect(socket.AF_INET, ('127.0.0.1', {port}))\n"
             f"connect(socket.AF_INET6, ('::ffff:127.0.0.1', {port}))"
         )
-        expect(nobody_came(server), "a connection was accepted")
+        expect(no_connection(server), "a connection was accepted")
 
 
 @promises.add(
@@ -94,7 +94,7 @@ async def host_loopback_bash(world: PromiseContext) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         text = await world.box.sh(f"bash -c ': < /dev/tcp/127.0.0.1/{port} && echo reached'")
-        expect("reached" not in text and nobody_came(server), "a connection was accepted")
+        expect("reached" not in text and no_connection(server), "a connection was accepted")
 
 
 @promises.add(
@@ -112,7 +112,7 @@ async def abstract(world: PromiseContext) -> None:
             f"while read -r line; do case $line in *{name}*) echo $line;; esac; done < /proc/net/unix"
         )
         await world.python_box.nothing_in_python(f"{CONNECT}\nconnect(socket.AF_UNIX, '\\0{name}')")
-        expect(nobody_came(server), "a connection was accepted")
+        expect(no_connection(server), "a connection was accepted")
 
 
 @promises.add(
@@ -130,7 +130,7 @@ async def paths(world: PromiseContext) -> None:
         await world.python_box.nothing_in_python(
             f"{CONNECT}\nfor path in {known!r}: connect(socket.AF_UNIX, path)"
         )
-        expect(nobody_came(server), "a connection was accepted")
+        expect(no_connection(server), "a connection was accepted")
 
 
 _SERVE = """

@@ -1,4 +1,4 @@
-"""Promises about the two exits of a sandbox's network: the proxy with an allowlist, and loopback services."""
+"""Promises about the two ways out of a sandbox's network: the allowlist's proxy, and loopback services."""
 
 import asyncio
 import socket
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from prorl_envs.conformance.box import TIMEOUT_S, Probe
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, PromiseBroken, Promises, expect, same
-from prorl_envs.conformance.promises.network import CONNECT, nobody_came
+from prorl_envs.conformance.promises.network import CONNECT, no_connection
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, Network
@@ -15,7 +15,7 @@ from prorl_envs.sandbox.base import PROXY_PORT, Network
 promises = Promises("network")
 
 
-#: Requests a target from the proxy; returns its answer, or that of the server behind it.
+#: Requests a target from the proxy, and returns the answer of the proxy or of the server behind it.
 _ASK_PROXY = f"""
 import socket
 def ask(first, then=b""):
@@ -78,7 +78,7 @@ for host in ("127.0.0.1", "127.1", "localhost", "example.com.", "[::1]", "[::fff
         if b" 403 " not in answer[:20]:
             print(first, answer)
 """)
-        # An unlisted name of a listed address: the name alone is the reason.
+        # An unlisted name of a listed address is refused because of the name.
         addresses = Network(allow=(f"127.0.0.1:{port}", f"[::1]:{port}"))
         async with world.fresh(python=True, network=addresses) as box:
             await box.nothing_in_python(f"""{_ASK_PROXY}
@@ -86,7 +86,7 @@ answer = ask("CONNECT localhost:{port} HTTP/1.1")
 if b" 403 " not in answer[:20]:
     print(answer)
 """)
-        expect(nobody_came(server), "a connection was accepted")
+        expect(no_connection(server), "a connection was accepted")
 
 
 @promises.add(
@@ -104,12 +104,12 @@ answer = ask("CONNECT localhost:{port} HTTP/1.1")
 if b" 403 " not in answer[:20]:
     print(answer)
 """)
-        expect(nobody_came(server), "a connection was accepted")
+        expect(no_connection(server), "a connection was accepted")
 
 
 @promises.add(
     "NET-016",
-    "With an allowlist too, the proxy is the only way out, and no other sandbox's.",
+    "Even with an allowlist, the proxy is the only way out, and other sandboxes cannot reach it.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
 )
@@ -127,7 +127,7 @@ async def only_way(world: PromiseContext) -> None:
         )
 
 
-#: Sends a greeting to each port of its arguments; prints the reply, or "refused".
+#: Sends a greeting to each port in its arguments, and prints the reply or "refused".
 _GREET = """
 import socket, sys
 for port in sys.argv[1:]:
@@ -143,15 +143,15 @@ for port in sys.argv[1:]:
 @asynccontextmanager
 async def _service(listener: socket.socket) -> AsyncIterator[tuple[int, list[bytes]]]:
     """Serve a sandbox's listener; yield its port and the list of received messages."""
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.read(100))
+        received.append(await reader.read(100))
         writer.write(b"hello from outside\n")
         writer.close()
 
     async with await asyncio.start_server(answer, sock=listener):
-        yield listener.getsockname()[1], heard
+        yield listener.getsockname()[1], received
 
 
 async def _greeted(box: Probe, *ports: int) -> list[str]:
@@ -162,21 +162,21 @@ async def _greeted(box: Probe, *ports: int) -> list[str]:
 
 @promises.add(
     "NET-017",
-    "A service of the host's can listen on the sandbox's own loopback, and is reached there.",
+    "A service of the host can listen on the sandbox's own loopback, and programs inside can reach it.",
     needs=(PYTHON,),
 )
 async def service_inside(world: PromiseContext) -> None:
     async with (
         world.fresh(python=True) as box,
-        _service(await box.sandbox.listen_loopback()) as (port, heard),
+        _service(await box.sandbox.listen_loopback()) as (port, received),
     ):
         same(await _greeted(box, port, port), ["hello from outside"] * 2)
-        same(heard, [b"hello from inside"] * 2)
+        same(received, [b"hello from inside"] * 2)
 
 
 @promises.add(
     "NET-018",
-    "Such a service is reached from no other sandbox, nor from the host.",
+    "Neither other sandboxes nor the host can reach such a service.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
 )
@@ -184,20 +184,20 @@ async def service_apart(world: PromiseContext) -> None:
     async with (
         world.fresh(python=True) as box,
         world.fresh(python=True) as other,
-        _service(await box.sandbox.listen_loopback()) as (port, heard),
-        _service(await other.sandbox.listen_loopback()) as (second, told),
+        _service(await box.sandbox.listen_loopback()) as (port, received),
+        _service(await other.sandbox.listen_loopback()) as (second, others_received),
     ):
         same(await _greeted(other, second), ["hello from outside"])
         if port != second:
             same(await _greeted(other, port), ["refused"])
             with socket.socket() as outside:
                 expect(outside.connect_ex(("127.0.0.1", port)) != 0, "the host reaches it")
-        same((len(heard), len(told)), (0, 1))
+        same((len(received), len(others_received)), (0, 1))
 
 
 @promises.add(
     "NET-019",
-    "With such a service, nothing else of the host's can be reached.",
+    "With such a service, nothing else of the host can be reached.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
 )
@@ -212,7 +212,7 @@ async def service_alone(world: PromiseContext) -> None:
                 f"{CONNECT}\nconnect(socket.AF_INET, ('192.0.2.1', 80))\n"
                 f"connect(socket.AF_INET6, ('2001:db8::1', {port}))"
             )
-        expect(nobody_came(server), "a connection was accepted")
+        expect(no_connection(server), "a connection was accepted")
 
 
 @promises.add(
@@ -223,7 +223,7 @@ async def service_of_the_dead(world: PromiseContext) -> None:
     async with world.fresh() as box:
         sandbox, listener = box.sandbox, await box.sandbox.listen_loopback()
     with listener:
-        expect(nobody_came(listener), "a connection was accepted")
+        expect(no_connection(listener), "a connection was accepted")
     try:
         (await sandbox.listen_loopback()).close()
     except SandboxError:

@@ -14,7 +14,7 @@ STATUS = (
     "done < /proc/self/status"
 )
 _NONE = "0000000000000000"
-#: Output for a process without any power.
+#: Parsed output for a process without privileges.
 BARE = {
     "CapInh": _NONE,
     "CapPrm": _NONE,
@@ -42,7 +42,7 @@ async def bare(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "PRIV-002", "The same holds of a command that is root inside.", exempt=NOT_LOCAL, needs=(ORDINARY,)
+    "PRIV-002", "The same holds for a command that is root inside.", exempt=NOT_LOCAL, needs=(ORDINARY,)
 )
 async def bare_root(world: PromiseContext) -> None:
     async with world.fresh(uid=0) as box:
@@ -51,7 +51,7 @@ async def bare_root(world: PromiseContext) -> None:
 
 @promises.add(
     "PRIV-004",
-    "A program's set-user-id bit gives nothing.",
+    "A program's set-user-id bit gives no privilege.",
     exempt=NOT_LOCAL,
     needs=(ORDINARY, "chmod", "cat"),
 )
@@ -82,7 +82,7 @@ refused("setgroups", 1, (ctypes.c_uint * 1)(12345))
 
 @promises.add(
     "PRIV-019",
-    "Nothing can be typed into a terminal, one's own included.",
+    "No process can type into a terminal, not even into its own.",
     needs=(PYTHON, "bash"),
     exempt=NOT_LOCAL,
 )
@@ -102,7 +102,7 @@ print("end")
         same(result.text, "end\n")
 
 
-@promises.add("PRIV-023", "No process can be kept from being killed when memory ends.", exempt=NOT_LOCAL)
+@promises.add("PRIV-023", "No process can avoid being killed if memory runs out.", exempt=NOT_LOCAL)
 async def out_of_memory(world: PromiseContext) -> None:
     await world.box.nothing("( echo -1000 > /proc/self/oom_score_adj ) && echo lowered")
 
@@ -115,13 +115,13 @@ async def limits(world: PromiseContext) -> None:
     )
     core, hard_core, *rest = (await world.box.sh(script)).splitlines()
     same((core, hard_core), ("0", "0"))
-    if world.walls:
+    if world.is_isolated:
         same(rest, ["end"])
 
 
 promises.probe(
     "PRIV-025",
-    "No process can run ahead of all others.",
+    "No process can raise its priority.",
     """
 refused("nice", -5)
 refused("setpriority", 0, 0, -10)
@@ -140,7 +140,7 @@ async def ipc(world: PromiseContext) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     key = secrets.randbelow(2**30) + 1
     segment = libc.shmget(key, 4096, 0o1666)
-    expect(segment >= 0, "the host could not make a segment")
+    expect(segment >= 0, "the host could not create a segment")
     try:
         await world.python_box.nothing_in_python(
             f"refused('shmget', {key}, 0, 0); refused('shmat', {segment}, None, 0)"
@@ -165,13 +165,10 @@ async def ipc_between(world: PromiseContext) -> None:
 
 @promises.add(
     "PRIV-029",
-    "Files of other users cannot be owned, nor given away.",
+    "A sandbox cannot take over files of other users, or give its own files to them.",
     harmful=True,
     exempt=NOT_LOCAL,
-    needs=(
-        ORDINARY,
-        PYTHON,
-    ),
+    needs=(ORDINARY, PYTHON),
 )
 async def owners(world: PromiseContext) -> None:
     await world.python_box.nothing_in_python("""

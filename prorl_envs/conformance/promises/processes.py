@@ -11,7 +11,7 @@ from prorl_envs.errors import ToolError
 
 promises = Promises("processes")
 
-#: Prints the processes whose file named $1 contains the text composed of the two halves $2 and $3.
+#: Prints the processes whose /proc file $1 contains the text $2$3.
 SEARCH = """
 search() {
     for file in /proc/[0-9]*/$1; do
@@ -24,7 +24,7 @@ search() {
 
 
 def halves(text: str) -> str:
-    """Return a text as two words of a shell, so that a search for the text does not find itself."""
+    """Split a text into two words of a shell, so that a search for the text does not find itself."""
     return f"{text[: len(text) // 2]} {text[len(text) // 2 :]}"
 
 
@@ -59,7 +59,7 @@ async def signal_host(world: PromiseContext) -> None:
 
 @promises.add(
     "PROC-005",
-    "`kill -9 -1` reaches nothing of the host, and neither sandbox nor tools are lost for good.",
+    "`kill -9 -1` reaches no process of the host, and sandbox and tools keep working.",
     exempt=NOT_LOCAL,
     harmful=True,
     needs=("sleep",),
@@ -67,7 +67,7 @@ async def signal_host(world: PromiseContext) -> None:
 async def kill_all(world: PromiseContext) -> None:
     with bystander() as target:
         async with world.fresh() as box, world.lingering(box, "sleep 600; :") as mark:
-            with contextlib.suppress(ToolError):  # it may kill the tool server, which is then replaced
+            with contextlib.suppress(ToolError):  # the kill may reach the tool server, which is then replaced
                 await box.sh("kill -9 -1")
             expect(await eventually(lambda: not marked(mark)), "the sandbox's own processes live on")
             same(target.poll(), None)
@@ -151,7 +151,7 @@ for name in os.listdir("/proc"):
 
 @promises.add(
     "PROC-009",
-    "Their memory cannot be read or written, and their descriptors cannot be taken.",
+    "Memory and descriptors of the first process and of tool servers cannot be accessed.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
     harmful=True,
@@ -163,12 +163,12 @@ async def steal(world: PromiseContext) -> None:
 
 @promises.add("PROC-010", "A command has no descriptors but its three.")
 async def descriptors(world: PromiseContext) -> None:
-    # Not with `nothing`: for its redirections a shell keeps descriptors.
+    # Not with `nothing`, because a shell keeps descriptors for its redirections.
     script = "n=0; while [ $n -lt 300 ]; do [ -e /proc/self/fd/$n ] && echo $n; n=$((n+1)); done"
     same((await world.box.sh(script)).split(), ["0", "1", "2"])
 
 
-@promises.add("PROC-011", "A signal to a command's own group ends the command and not the tools.")
+@promises.add("PROC-011", "A signal to a command's own group ends the command but not the tools.")
 async def own_group(world: PromiseContext) -> None:
     async with world.fresh() as box:
         done = await box.run("kill -9 0")
@@ -176,7 +176,7 @@ async def own_group(world: PromiseContext) -> None:
         same(await box.sh("echo on"), "on")
 
 
-@promises.add("PROC-012", "Orphans are reaped, and their end does not end the sandbox.", exempt=NOT_LOCAL)
+@promises.add("PROC-012", "Orphans are reaped, and their exit does not stop the sandbox.", exempt=NOT_LOCAL)
 async def orphans(world: PromiseContext) -> None:
     zombies = """
 for round in 1 2 3 4 5 6 7 8 9 10; do (sh -c 'sh -c :' & sh -c : &); done
@@ -196,7 +196,7 @@ done
 
 @promises.add(
     "PROC-013",
-    "Nothing that a fresh sandbox runs was started by the host's user before it.",
+    "At most four processes are visible in a fresh sandbox.",
     exempt=NOT_LOCAL,
 )
 async def few(world: PromiseContext) -> None:
@@ -207,7 +207,7 @@ async def few(world: PromiseContext) -> None:
 
 @promises.add(
     "PROC-015",
-    "A program that stops itself can be continued and ended, and holds no call for ever.",
+    "A call of a program that stops itself returns at its deadline.",
     needs=("sleep",),
 )
 async def stopped(world: PromiseContext) -> None:
@@ -242,11 +242,11 @@ async def between(world: PromiseContext) -> None:
         same(shared_namespaces(first), world.shared)
 
 
-#: CAP_SYS_PACCT alone: it has no effect in a user namespace, but is more than other processes inside have.
+#: Only CAP_SYS_PACCT, which allows nothing in a user namespace, but which other processes inside lack.
 _OF_FIRST = {0, 1 << 20}
 
 
-@promises.add("PROC-018", "The first process has no capability with power.", exempt=NOT_LOCAL)
+@promises.add("PROC-018", "The first process has no capability that allows anything.", exempt=NOT_LOCAL)
 async def first_capabilities(world: PromiseContext) -> None:
     script = "while read -r name value; do case $name in Cap[PE]*:) echo $value;; esac; done < /proc/1/status"
     found = {int(word, 16) for word in (await world.box.sh(script)).split()}
@@ -255,7 +255,7 @@ async def first_capabilities(world: PromiseContext) -> None:
 
 @promises.add(
     "PROC-019",
-    "The first process holds nothing but its standard streams, seen from the host.",
+    "Seen from the host, the first process has no descriptors but its standard streams.",
     exempt={
         **NOT_LOCAL,
         "apptainer-instance": "has a first process that forks tool servers, and is closed to the host",

@@ -1,4 +1,4 @@
-"""Promises about the persistent Python session, made of both engines: IPython, and a Jupyter kernel."""
+"""Promises about the persistent Python session, with both engines: IPython and a Jupyter kernel."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ _T = 60.0
 
 
 def session(number: str, text: str) -> Callable[[Trial], Trial]:
-    """Add the decorated function as a promise of each engine; their ids have the same number."""
+    """Add the decorated function as one promise per engine. The ids of both have the same number."""
 
     def add(trial: Trial) -> Trial:
         kernels = f"In a Jupyter kernel: {text[0].lower()}{text[1:]}"
@@ -30,7 +30,7 @@ def session(number: str, text: str) -> Callable[[Trial], Trial]:
 
 
 def cells(number: str, text: str, *steps: tuple[str, str]) -> None:
-    """Add a promise that cells, run one after the other in a session, print these texts."""
+    """Add a promise that the cells of a session, run in order, print these texts."""
 
     async def keep(world: PromiseContext, engine: PythonEngine) -> None:
         async with world.session(engine) as tools:
@@ -42,7 +42,7 @@ def cells(number: str, text: str, *steps: tuple[str, str]) -> None:
 
 cells(
     "001",
-    "Names, imports and the directory last.",
+    "Names, imports and the directory persist.",
     ("import os, math\nx = 5\nos.chdir('/tmp')", ""),
     ("print(x, math.floor(2.5), os.getcwd())", "5 2 /tmp\n"),
 )
@@ -53,7 +53,7 @@ cells(
     ("6 * 7;", ""),
     ("None", ""),
 )
-cells("003", "Text of any language passes unharmed.", ("print('héllo ☃')\n'☃'", "héllo ☃\n'☃'\n"), ("", ""))
+cells("003", "Text of any language passes unchanged.", ("print('héllo ☃')\n'☃'", "héllo ☃\n'☃'\n"), ("", ""))
 cells(
     "004",
     "The output of programs that a cell starts is part of its output.",
@@ -119,7 +119,7 @@ async def asks(world: PromiseContext, engine: PythonEngine) -> None:
         expect(result.data["error"] is not None and not result.data["timed_out"], f"it gave {result.text!r}")
 
 
-@session("011", "What a cell displays is kept as structured output, bounded.")
+@session("011", "Displayed objects are returned as structured output, bounded.")
 async def displays(world: PromiseContext, engine: PythonEngine) -> None:
     code = "from IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))"
     async with world.session(engine) as tools:
@@ -129,7 +129,7 @@ async def displays(world: PromiseContext, engine: PythonEngine) -> None:
         expect("display" not in result.data and result.ok, "a hundred million characters were passed on")
 
 
-@session("012", "A cell that forges its session's own messages spoils nothing but its session.")
+@session("012", "A cell that forges its session's messages damages only its own session.")
 async def forged(world: PromiseContext, engine: PythonEngine) -> None:
     code = (
         "import os\nfor fd in range(3, 32):\n"
@@ -159,7 +159,7 @@ async def hidden(world: PromiseContext, engine: PythonEngine) -> None:
         "[p for p in sys.path if os.path.isdir(p + '/prorl_envs') and os.listdir(p + '/prorl_envs')]"
     )
     async with world.session(engine) as tools:
-        same((await tools.python(code, timeout_s=_T)).text if world.walls else "[]\n", "[]\n")
+        same((await tools.python(code, timeout_s=_T)).text if world.is_isolated else "[]\n", "[]\n")
 
 
 @session("035", "No traceback shows a file of the package that runs the cells.")
@@ -186,7 +186,7 @@ async def error_name(world: PromiseContext, engine: PythonEngine) -> None:
 @session("037", "A cell that awaits is interrupted at its deadline, and does not continue in later cells.")
 async def awaits(world: PromiseContext, engine: PythonEngine) -> None:
     async with world.session(engine) as tools:
-        # Nearly always the loop is interrupted, which takes more than an exception in the cell's own code.
+        # The interrupt nearly always arrives in the event loop, not in the cell's own code.
         code = "import asyncio\ncount = 0\nwhile True:\n    count += 1\n    await asyncio.sleep(0.05)"
         result = await tools.python(code, timeout_s=1.0)
         expect(result.data["timed_out"] and "interrupted" in result.text, f"it gave {result.text!r}")

@@ -1,6 +1,6 @@
 """Promises about an emulated root: its calls succeed, and it has no more power than an ordinary user.
 
-With `--emulate-root`, all other promises are tested against it as well.
+With `--emulate-root`, all other promises are tested with an emulated root as well.
 """
 
 import os
@@ -66,7 +66,7 @@ if os.listxattr("own"):
 
 promises.probe(
     "ROOT-003",
-    "Making a device reports success and makes none; a pipe is made.",
+    "Creating a device reports success and creates none; a pipe is created.",
     """
 os.chdir(os.environ["HOME"])
 for mode in (0o20666, 0o60666):
@@ -160,7 +160,7 @@ if (found.st_dev, found.st_ino) != (outside.st_dev, outside.st_ino):
 
 @promises.add(
     "ROOT-008",
-    "The files of host names can be changed, and the change is one's own.",
+    "The files of host names can be changed, and no other sandbox sees the change.",
     exempt=NOT_LOCAL,
     needs=(EMULATED_ROOT,),
 )
@@ -174,7 +174,7 @@ async def names(world: PromiseContext) -> None:
 
 
 def _devices() -> list[tuple[object, ...]]:
-    """Return the state of the host's devices; their times change by use, but not to the one that is tried."""
+    """Return the state of the host's devices. Their times change by use, but not to the tested value."""
     paths = [f"/dev/{name}" for name in _DEVICES]
     found = [(os.stat(path), os.listxattr(path)) for path in paths]  # noqa: PTH116
     return [(s.st_mode, s.st_uid, s.st_gid, s.st_mtime == 1, attributes) for s, attributes in found]

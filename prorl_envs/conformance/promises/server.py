@@ -1,4 +1,4 @@
-"""Promises about the tool server: it is out of reach, and its users get clear errors after a failure."""
+"""Promises about the tool server: sandboxes cannot reach it, and its failures give clear errors."""
 
 import secrets
 import sysconfig
@@ -32,7 +32,7 @@ _HOSTILE: tuple[tuple[str, JsonObject], ...] = (
 )
 
 
-@promises.add("SRV-001", "A model's ill-formed calls are answered, and never an error of ours.")
+@promises.add("SRV-001", "A model's malformed calls get an answer, and raise no error.")
 async def hostile_calls(world: PromiseContext) -> None:
     for name, arguments in _HOSTILE:
         result = await world.box.tools.call(ToolCall("1", name, arguments), timeout_s=10)
@@ -73,7 +73,7 @@ async def two(world: PromiseContext) -> None:
 
 @promises.add(
     "SRV-005",
-    "`end_processes` ends every process of the sandbox, and files and tools stay.",
+    "`end_processes` kills every process of the sandbox; files and tools remain.",
     exempt={"local": "has no pid namespace; it refuses"},
     needs=("sleep",),
     harmful=True,
@@ -86,7 +86,9 @@ async def end_processes(world: PromiseContext) -> None:
         same(await box.sh("read -r x < file; echo $x"), "kept")
 
 
-@promises.add("SRV-006", "Output in the form of the server's own messages is output.", needs=("bash",))
+@promises.add(
+    "SRV-006", "Output that looks like the server's own messages is returned as output.", needs=("bash",)
+)
 async def forged_frames(world: PromiseContext) -> None:
     async with world.shell() as box:
         for text in (r"\x00\x00\x00\x05\x91\xa4Done", r"\x1b]0;x\x07\x1b[6n\x05", r"0:0:/\x00", r"\xff\xfe"):
@@ -97,14 +99,14 @@ async def forged_frames(world: PromiseContext) -> None:
 
 @promises.add("SRV-007", "No descriptor of a shell's commands leads to the tool server.", needs=("bash",))
 async def shell_descriptors(world: PromiseContext) -> None:
-    # The descriptors of a terminal are devices. The directory is the one by which bash lists them.
+    # The descriptors of a terminal are devices. bash lists the descriptors through the directory.
     script = "for f in /proc/self/fd/*; do [ -c $f ] || [ -d $f ] || [ ! -e $f ] || echo $f; done"
     async with world.shell() as box:
         same((await box.bash(f"bash -c '{script}'")).text, "")
         same((await box.bash(f"bash -c '{script}' 5< /etc/passwd")).text, "/proc/self/fd/5\n")
 
 
-@promises.add("SRV-008", "Writing to every descriptor there is harms no later call.", needs=("bash",))
+@promises.add("SRV-008", "Writing to every descriptor harms no later call.", needs=("bash",))
 async def spoiled_descriptors(world: PromiseContext) -> None:
     async with world.shell() as box:
         n = "n=3; while [ $n -lt 64 ]; do (echo 0 / garbage >&$n) 2>/dev/null; n=$((n+1)); done; echo wrote"
@@ -128,7 +130,7 @@ async def imports(world: PromiseContext) -> None:
     expect(not found["imports"], f"it imported a module of the sandbox's by {found['finders']}")
 
 
-@promises.add("SRV-010", "Times that are no times are refused.")
+@promises.add("SRV-010", "Invalid timeouts are refused.")
 async def bad_timeouts(world: PromiseContext) -> None:
     for timeout_s in (0.0, -1.0, float("nan"), float("inf")):
         try:
@@ -138,7 +140,7 @@ async def bad_timeouts(world: PromiseContext) -> None:
         raise PromiseBroken(f"{timeout_s} s was taken")
 
 
-@promises.add("SRV-011", "A toolbox without a Python session says so.")
+@promises.add("SRV-011", "A toolbox without a Python session reports that.")
 async def no_session(world: PromiseContext) -> None:
     try:
         await world.box.tools.python("1", timeout_s=5)
@@ -147,7 +149,7 @@ async def no_session(world: PromiseContext) -> None:
     raise PromiseBroken("it ran a cell")
 
 
-@promises.add("SRV-012", "Where the image has no bash, the bash tool still gives an answer or a typed error.")
+@promises.add("SRV-012", "If the image has no bash, the bash tool gives an answer or a typed error.")
 async def bash_or_error(world: PromiseContext) -> None:
     async with world.shell() as box:
         try:

@@ -16,7 +16,7 @@ from prorl_envs.sandbox.base import SandboxLimits
 promises = Promises("the shared kernel")
 
 _MEGABYTE = 1 << 20
-#: Memory limit of a sandbox that tries to exceed it with memory of System V.
+#: Memory limit of a sandbox that tries to exceed it with System V memory.
 _MEMORY_BYTES = 256 * _MEGABYTE
 #: From this Linux version on, the settings of an ipc namespace belong to the user who created it.
 _IPC_SETTINGS_VERSION = (6, 10)
@@ -34,7 +34,7 @@ def unchanged(what, call, *arguments):
 
 
 def check_instance(world: PromiseContext) -> None:
-    """Raise NotApplicable if an instance of Apptainer cannot limit the resources of its namespaces."""
+    """Raise NotApplicable if the driver `apptainer-instance` cannot limit resources of its namespaces."""
     if world.subject.driver == "apptainer-instance" and (os.geteuid() != 0 or "user" in world.shared):
         raise NotApplicable("only root's Apptainer has a user namespace and capabilities in it")
 
@@ -74,10 +74,7 @@ for path in devices:
 @promises.add(
     "KERN-002",
     "Devices are mounted read-only, so that not even their times change, and can be written.",
-    needs=(
-        ORDINARY,
-        PYTHON,
-    ),
+    needs=(ORDINARY, PYTHON),
     exempt=NOT_LOCAL,
 )
 async def devices(world: PromiseContext) -> None:
@@ -93,7 +90,7 @@ with open("/dev/null", "wb") as null, open("/dev/zero", "rb") as zero:
 
 @promises.add(
     "KERN-003",
-    "A sandbox that takes every pseudo-terminal it can leaves others theirs.",
+    "A sandbox that takes all the pseudo-terminals it can leaves enough for others.",
     needs=(PYTHON, "bash"),
     exempt=NOT_LOCAL,
 )
@@ -138,7 +135,7 @@ else:
 )
 promises.probe(
     "KERN-005",
-    "Both calls that make sockets refuse rare address families, Internet protocols and netlink families.",
+    "Both calls that create sockets refuse rare address families, Internet protocols and netlink families.",
     """
 import socket
 refusals = (errno.EAFNOSUPPORT, errno.ESOCKTNOSUPPORT, errno.EPROTONOSUPPORT)
@@ -175,8 +172,7 @@ promises.probe(
     "KERN-007",
     "Kernel AIO, fanotify, quotas and secret memory are closed.",
     calls(("io_setup", "fanotify_init", "quotactl", "quotactl_fd", "memfd_secret"))
-    # With invalid arguments the kernel itself answers EPERM; with these, it creates a group for an ordinary
-    # user.
+    # Without a filter, the kernel creates a group with these arguments; with invalid ones it answers EPERM.
     + """
 if attempt(c.fanotify_init, 0x200, 0)[0] >= 0:
     print("fanotify_init")
@@ -188,7 +184,7 @@ _INOTIFY = "count = 0\nwhile count < 4096 and c.inotify_init1(0) >= 0:\n    coun
 
 @promises.add(
     "KERN-008",
-    "A sandbox that takes every inotify instance it can leaves others theirs.",
+    "A sandbox that takes all the inotify instances it can leaves enough for others.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
 )
@@ -197,16 +193,16 @@ async def inotify(world: PromiseContext) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     async with holding(world, _INOTIFY) as count:
         expect(count > 0, "it has none")
-        own = libc.inotify_init1(os.O_CLOEXEC)
-        expect(own >= 0, f"it took {count}, and none is left for the host")
-        os.close(own)
+        instance = libc.inotify_init1(os.O_CLOEXEC)
+        expect(instance >= 0, f"it took {count}, and none is left for the host")
+        os.close(instance)
         await world.python_box.nothing_in_python("if c.inotify_init1(0) < 0: print('none is left')")
         expect(count <= _inotify_limit() // 4, f"it took {count} of {_inotify_limit()}")
 
 
 @promises.add(
     "KERN-009",
-    "Memory, semaphores and queues of System V, which outlive every process, end at bounds of the sandbox.",
+    "Memory, semaphores and queues of System V, which outlive every process, are limited per sandbox.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
 )
@@ -238,7 +234,7 @@ while count < 300 and library.mq_open(b"/%d" % count, os.O_CREAT | os.O_RDWR, 0o
 
 @promises.add(
     "KERN-010",
-    "A sandbox that takes every POSIX message queue it can leaves others theirs.",
+    "A sandbox that takes all the POSIX message queues it can leaves enough for others.",
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
 )

@@ -12,7 +12,7 @@ _BASH = ("bash",)
 
 
 def sequence(id_: str, text: str, *steps: tuple[str, str], needs: tuple[str, ...] = ()) -> None:
-    """Add a promise that commands, run one after the other in a shell, print these texts."""
+    """Add a promise that the commands of a shell, run in order, print these texts."""
 
     async def keep(world: PromiseContext) -> None:
         async with world.shell() as box:
@@ -32,7 +32,7 @@ sequence(
 )
 sequence(
     "BASH-002",
-    "Variables, functions, options and the directory last.",
+    "Variables, functions, options and the directory persist.",
     ("x=5; export Y=6; f() { echo f$1; }; shopt -s extglob; cd /tmp", ""),
     ("f $x; echo $Y; bash -c 'echo $Y'; shopt -q extglob && echo $PWD", "f5\n6\n6\n/tmp\n"),
 )
@@ -45,7 +45,9 @@ sequence(
     ("cat <<'E'\n$x `y` \\\nE", "$x `y` \\\n"),
     needs=("cat",),
 )
-sequence("BASH-004", "`set -e` lasts for its command only.", ("set -e; true", ""), ("false; echo on", "on\n"))
+sequence(
+    "BASH-004", "`set -e` applies to its command only.", ("set -e; true", ""), ("false; echo on", "on\n")
+)
 sequence(
     "BASH-005",
     "Prompts and settings of the terminal do no harm.",
@@ -61,7 +63,7 @@ sequence(
 )
 sequence(
     "BASH-007",
-    "Characters that control a terminal pass unharmed.",
+    "Characters that control a terminal pass unchanged.",
     ("x='\x03\x04\x1a\x15\x7f'; echo ${#x}; printf '%s' \"$x\"", "5\n\x03\x04\x1a\x15\x7f"),
     ("echo 'héllo ☃'", "héllo ☃\n"),
 )
@@ -93,7 +95,9 @@ async def directory(world: PromiseContext) -> None:
         same((await box.bash("cd /tmp; cd /")).data["cwd"], "/")
 
 
-@promises.add("BASH-012", "Text that is no command is answered, and the next command works.", needs=_BASH)
+@promises.add(
+    "BASH-012", "Text that is not a valid command gets an answer, and the next command works.", needs=_BASH
+)
 async def syntax(world: PromiseContext) -> None:
     async with world.shell() as box:
         for text in (
@@ -111,7 +115,7 @@ async def syntax(world: PromiseContext) -> None:
             same((await box.bash("echo fine")).text, "fine\n")
 
 
-@promises.add("BASH-013", "A shell that exits says so, and a new one follows.", needs=_BASH)
+@promises.add("BASH-013", "The exit of a shell is reported, and a new shell starts.", needs=_BASH)
 async def exits(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("cd /tmp; x=1")
@@ -173,7 +177,9 @@ async def stubborn(world: PromiseContext) -> None:
         same((await box.bash("echo $x")).text, "kept\n")
 
 
-@promises.add("BASH-018", "A shell that cannot be interrupted is killed, and a new one follows.", needs=_BASH)
+@promises.add(
+    "BASH-018", "A shell that cannot be interrupted is killed, and a new shell starts.", needs=_BASH
+)
 async def hopeless(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("trap '' INT; while :; do :; done", timeout_s=1.0)
@@ -196,7 +202,9 @@ async def waits(world: PromiseContext) -> None:
         same((await box.bash("echo $name")).text, "Ada\n")
 
 
-@promises.add("BASH-020", "A background job does not hold the call, and lives on.", needs=("bash", "sleep"))
+@promises.add(
+    "BASH-020", "A background job does not block the call, and continues to run.", needs=("bash", "sleep")
+)
 async def background(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("sleep 600 & echo started")
@@ -205,7 +213,7 @@ async def background(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "BASH-021", "What a background job writes later comes with the next command.", needs=("bash", "sleep")
+    "BASH-021", "Later output of a background job is returned with the next command.", needs=("bash", "sleep")
 )
 async def later(world: PromiseContext) -> None:
     async with world.shell() as box:
@@ -231,7 +239,7 @@ async def flood(world: PromiseContext) -> None:
         expect(f"{result.truncated_bytes} bytes" in result.text, "the count is not reported")
 
 
-@promises.add("BASH-023", "Output of any bytes comes as valid text.", needs=("bash", "head"))
+@promises.add("BASH-023", "Output with any bytes is returned as valid text.", needs=("bash", "head"))
 async def binary(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash(r"printf 'a\377\376\300b'; head -c 20000 /dev/urandom; printf '\nend'")
@@ -242,7 +250,7 @@ async def binary(world: PromiseContext) -> None:
         same((await box.bash("echo on")).text, "on\n")
 
 
-@promises.add("BASH-024", "Sessions are shells of their own.", needs=_BASH)
+@promises.add("BASH-024", "Each session is a separate shell.", needs=_BASH)
 async def sessions(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("x=main; cd /tmp")
@@ -251,7 +259,7 @@ async def sessions(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "BASH-025", "Sessions work side by side; one that is busy holds no other.", needs=("bash", "sleep")
+    "BASH-025", "Sessions run in parallel; a busy session blocks no other.", needs=("bash", "sleep")
 )
 async def side_by_side(world: PromiseContext) -> None:
     async with world.shell() as box:
@@ -283,7 +291,7 @@ async def cancelled(world: PromiseContext) -> None:
         same((await box.bash("echo $x")).text, "kept\n")
 
 
-@promises.add("BASH-028", "Typed input is not kept.", needs=_BASH)
+@promises.add("BASH-028", "No history of commands is stored.", needs=_BASH)
 async def history(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.bash("echo secret; exit")
@@ -298,7 +306,7 @@ async def drawing(world: PromiseContext) -> None:
         same((await box.bash("echo plain")).text, "plain\n")
 
 
-@promises.add("BASH-030", "Text that holds no characters is refused in words.", needs=_BASH)
+@promises.add("BASH-030", "Text with invalid characters is refused with a message.", needs=_BASH)
 async def no_text(world: PromiseContext) -> None:
     async with world.shell() as box:
         for text in ("a\0b", "\ud800"):
@@ -309,7 +317,7 @@ async def no_text(world: PromiseContext) -> None:
 
 @promises.add(
     "BASH-031",
-    "A waiting command can be interrupted, and reads nothing of the next.",
+    "A waiting command can be interrupted, and reads nothing of the next command.",
     needs=_BASH,
 )
 async def interrupted_while_waiting(world: PromiseContext) -> None:
@@ -319,7 +327,7 @@ async def interrupted_while_waiting(world: PromiseContext) -> None:
         same((await box.bash("echo ${name:-empty}")).text, "empty\n")
 
 
-@promises.add("BASH-051", "No alias changes the status that a command is reported with.", needs=_BASH)
+@promises.add("BASH-051", "No alias changes the reported status of a command.", needs=_BASH)
 async def aliases(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("alias '{'='true; {' '}'='}; true' '[['='true; [[' false2=false")
@@ -330,7 +338,7 @@ async def aliases(world: PromiseContext) -> None:
 
 @promises.add(
     "BASH-052",
-    "A shell that cannot report any more, for it has lowered its own limits, is replaced and says so.",
+    "A shell that cannot report because it lowered its own limits is replaced, and the answer says so.",
     needs=_BASH,
 )
 async def own_limits(world: PromiseContext) -> None:

@@ -58,7 +58,7 @@ async def files(world: PromiseContext) -> None:
     needs=(IMAGE, "rm", "mkdir"),
     exempt={
         **NOT_LOCAL,
-        "apptainer-instance": "keeps an image's changes in memory, out of its reach; it warns so",
+        "apptainer-instance": "keeps changes to an image in memory, and warns about that",
     },
 )
 async def layers(world: PromiseContext) -> None:
@@ -78,7 +78,7 @@ async def layers(world: PromiseContext) -> None:
         await snapshot.remove()
 
 
-@promises.add("SNAP-003", "A snapshot, its sandbox and all that start from it change apart from each other.")
+@promises.add("SNAP-003", "A snapshot, its sandbox and all that start from it change independently.")
 async def apart(world: PromiseContext) -> None:
     read = "read -r x < file; echo $x"
     async with world.fresh() as box:
@@ -92,7 +92,8 @@ async def apart(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "SNAP-004", "A snapshot lives on when its sandbox is closed, and a fork when its snapshot is removed."
+    "SNAP-004",
+    "A snapshot outlives its sandbox, and a sandbox started from a snapshot outlives the snapshot.",
 )
 async def lives_on(world: PromiseContext) -> None:
     async with world.fresh() as box:
@@ -105,7 +106,7 @@ async def lives_on(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "SNAP-005", "Links are copied as links: nothing of the host comes into a snapshot by one.", needs=("ln",)
+    "SNAP-005", "Links are copied as links, so no file of the host gets into a snapshot.", needs=("ln",)
 )
 async def links(world: PromiseContext) -> None:
     target = world.path / secrets.token_hex(4)
@@ -122,7 +123,7 @@ async def links(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "SNAP-006", "Pipes, sockets and holes in files neither hold nor swell a snapshot.", needs=("mkfifo",)
+    "SNAP-006", "Pipes, sockets and holes in files neither block nor enlarge a snapshot.", needs=("mkfifo",)
 )
 async def odd_files(world: PromiseContext) -> None:
     async with world.fresh() as box:
@@ -136,7 +137,9 @@ async def odd_files(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "SNAP-007", "A spec with other places is refused; another environment is not.", needs=(ORDINARY,)
+    "SNAP-007",
+    "A spec with another uid, image, directory or mount is refused; another environment is not.",
+    needs=(ORDINARY,),
 )
 async def other_spec(world: PromiseContext) -> None:
     async with world.fresh() as box:
@@ -182,7 +185,10 @@ async def cancelled(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "SNAP-010", "Running processes continue, and are in no snapshot.", needs=("sleep",), exempt=NOT_LOCAL
+    "SNAP-010",
+    "Running processes continue, and are not part of the snapshot.",
+    needs=("sleep",),
+    exempt=NOT_LOCAL,
 )
 async def processes(world: PromiseContext) -> None:
     async with world.fresh() as box, world.lingering(box, "sleep 600; :"):

@@ -35,7 +35,7 @@ async def contract(world: PromiseContext) -> None:
     expect(isinstance(world.box.sandbox, Sandbox), "the sandbox lacks a part of `Sandbox`")
 
 
-@promises.add("START-002", "A started sandbox is alive, keeps its spec, and has an id that no other has.")
+@promises.add("START-002", "A started sandbox is alive, keeps its spec, and has a unique id.")
 async def identity(world: PromiseContext) -> None:
     spec = world.spec(env={"A": "b"})
     first, second = await asyncio.gather(world.driver.start(spec), world.driver.start(spec))
@@ -65,7 +65,7 @@ async def workspace_out(world: PromiseContext) -> None:
         same((box.sandbox.workspace / "made").read_text(), "inside\n")
 
 
-@promises.add("START-005", "What the host puts into `workspace` is seen inside.")
+@promises.add("START-005", "Files that the host puts into `workspace` are visible inside.")
 async def workspace_in(world: PromiseContext) -> None:
     async with world.fresh() as box:
         (box.sandbox.workspace / "given").write_text("from the host\n")
@@ -88,7 +88,7 @@ async def failed_start(world: PromiseContext) -> None:
         same(await box.sh("echo works"), "works")
 
 
-@promises.add("START-008", "An image that is not there is refused with its name.")
+@promises.add("START-008", "A missing image is refused with its name.")
 async def absent_image(world: PromiseContext) -> None:
     error = await refused(world, SandboxSpec(image=world.path / "absent.sif"))
     expect("absent.sif" in str(error), f"it says {error}")
@@ -96,7 +96,7 @@ async def absent_image(world: PromiseContext) -> None:
 
 @promises.add(
     "START-009",
-    "A file that is no image is refused.",
+    "A file that is not an image is refused.",
     exempt={"local": "refuses every image"},
 )
 async def no_image(world: PromiseContext) -> None:
@@ -107,7 +107,7 @@ async def no_image(world: PromiseContext) -> None:
 
 @promises.add(
     "START-010",
-    "Paths inside that are relative, climb, or name the root are refused; only an emulated root works in /.",
+    "Paths inside that are relative, contain `..` or are the root are refused; an emulated root may work in /.",
 )
 async def bad_paths(world: PromiseContext) -> None:
     for path in ("work", "/work/../etc", "/", "/a\0b"):
@@ -117,7 +117,7 @@ async def bad_paths(world: PromiseContext) -> None:
         await refused(world, world.spec(mounts=(Mount(source=world.path, target=path),)))
 
 
-@promises.add("START-011", "Host names that no host can have are refused.")
+@promises.add("START-011", "Invalid host names are refused.")
 async def bad_hostnames(world: PromiseContext) -> None:
     for name in ("", "-a", "a b", "a\nb", "x" * 200, "--bind"):
         await refused(world, world.spec(hostname=name))
@@ -130,7 +130,7 @@ async def contradiction(world: PromiseContext) -> None:
     )
 
 
-@promises.add("START-013", "Only what a template lists can be spawned.")
+@promises.add("START-013", "Only entries that a template lists can be spawned.")
 async def unlisted(world: PromiseContext) -> None:
     for entry, template in (("os:abort", "base"), (ENTRY, "absent")):
         try:
@@ -174,7 +174,7 @@ async def driver_close(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "START-017", "A sandbox runs with the host's user for owner, seen from the host.", needs=("sleep",)
+    "START-017", "Seen from the host, the processes of a sandbox belong to the host's user.", needs=("sleep",)
 )
 async def owner(world: PromiseContext) -> None:
     async with world.lingering(world.box, "sleep 600; :") as mark:
@@ -182,7 +182,7 @@ async def owner(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "START-018", "Twelve sandboxes started at once are twelve sandboxes.", harmful=True, exempt=NOT_LOCAL
+    "START-018", "Twelve sandboxes that are started at once are separate.", harmful=True, exempt=NOT_LOCAL
 )
 async def many(world: PromiseContext) -> None:
     async def one(number: int) -> str:

@@ -20,9 +20,9 @@ promises = Promises("start ways")
 
 _LIMITS = SandboxLimits(open_files=3000, processes=500, file_bytes=1 << 30)
 _HOSTNAME = "own-name"
-#: Drivers whose processes count together with all others of the service's user, and their limit.
+#: Drivers whose processes count together with all others of the service's user, with their limit.
 _COUNTED_TOGETHER = {"local": 8192, "apptainer-instance": 8192}
-#: Namespaces that drivers do not promise: "apptainer-instance" has no user namespace if Apptainer is setuid.
+#: Namespaces that a driver does not promise: with setuid Apptainer, there is no user namespace.
 _SHARED = {"apptainer-instance": {"user", "cgroup"}}
 _NAMESPACES = {"cgroup", "ipc", "mnt", "net", "pid", "user", "uts"}
 _OUT_OF_MEMORY = 500
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = 500
 _MARKS = {"local": frozenset({"TMPDIR", MARK})}
 
 
-def _walls(world: PromiseContext, found: State) -> Iterator[str]:
+def _isolation(world: PromiseContext, found: State) -> Iterator[str]:
     """Yield differences from the isolation that every driver except "local" promises."""
     allowed = ROOT_CAPABILITIES if world.subject.emulate_root else 0
     if any(capabilities & ~allowed for capabilities in found["capabilities"]):
@@ -64,9 +64,9 @@ def _limits(world: PromiseContext, found: State) -> Iterator[str]:
             yield f"its limit of {name} is {soft} of {hard}, promised is {bound}"
 
 
-def _signals(found: State, own: frozenset[int]) -> Iterator[str]:
+def _signals(found: State, expected: frozenset[int]) -> Iterator[str]:
     for kind in ("ignored", "blocked"):
-        if others := set(found[kind]) - own:
+        if others := set(found[kind]) - expected:
             yield f"signals are {kind}: {sorted(others)}"
 
 
@@ -75,8 +75,8 @@ def _environment(world: PromiseContext, found: State, way: StartWay) -> Iterator
     environment = found["environment" if way.is_fork else "initial_environment"]
     if others := set(environment) - CUSTOMARY - given - _MARKS.get(world.subject.driver, frozenset()):
         yield f"its environment has {sorted(others)}"
-    whole = str([found["environment"], found.get("initial_environment")])
-    if SECRET in whole or world.planted.secret in whole:
+    text = str([found["environment"], found.get("initial_environment")])
+    if SECRET in text or world.planted.secret in text:
         yield "its environment has the service's secret"
 
 
@@ -87,7 +87,7 @@ def _descriptors(found: State, promised: Counter[str], others: frozenset[str]) -
         yield f"it has descriptors that are not its own: {more} of {found['descriptors']}"
 
 
-def _rest(world: PromiseContext, found: State) -> Iterator[str]:
+def _other_differences(world: PromiseContext, found: State) -> Iterator[str]:
     if found["no_new_privileges"] != 1:
         yield "it may gain privileges"
     if found["mask"] != 0o022:
@@ -104,12 +104,12 @@ def _rest(world: PromiseContext, found: State) -> Iterator[str]:
 def differences(world: PromiseContext, way: StartWay, found: State) -> Iterator[str]:
     """Yield each difference between the state of a process and the promises about it."""
     if world.subject.driver != "local":
-        yield from _walls(world, found)
+        yield from _isolation(world, found)
     yield from _limits(world, found)
     yield from _signals(found, way.ignored)
     yield from _environment(world, found, way)
     yield from _descriptors(found, Counter(way.descriptors), way.others)
-    yield from _rest(world, found)
+    yield from _other_differences(world, found)
 
 
 def _add(id_: str, way: StartWay) -> None:
@@ -126,7 +126,9 @@ for _id, _way in WAYS.items():
     _add(_id, _way)
 
 
-@promises.add("WAY-011", "A tool server has no privilege either, and ends with the process that forked it.")
+@promises.add(
+    "WAY-011", "A tool server has no privilege either, and is killed with the process that forked it."
+)
 async def forked(world: PromiseContext) -> None:
     # The tool server joins the mounts but leaves the pid namespace to its children, so /proc shows none of
     # its descriptors.

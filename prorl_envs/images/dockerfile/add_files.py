@@ -110,13 +110,7 @@ def address_name(address: str) -> str:
 
 
 async def download(
-    network: Network,
-    address: str,
-    target: Path,
-    *,
-    limit: int,
-    seconds: float,
-    checksum: str = "",
+    network: Network, address: str, target: Path, *, limit: int, seconds: float, checksum: str = ""
 ) -> None:
     """Download a file. All hosts must be allowed, those of redirections too.
 

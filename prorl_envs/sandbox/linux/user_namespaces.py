@@ -20,12 +20,7 @@ _CAP_SYS_ADMIN = 21
 _LIMIT_WORDS = ("No space left on device", "ENOSPC", "number exceeded", "namespaces exceeded")
 _CONTAINER_FILES = (".dockerenv", "run/.containerenv")
 _KUBERNETES = "KUBERNETES_SERVICE_HOST"
-_CONTAINER_VARIABLES = (
-    _KUBERNETES,
-    "container",
-    "APPTAINER_CONTAINER",
-    "SINGULARITY_CONTAINER",
-)
+_CONTAINER_VARIABLES = (_KUBERNETES, "container", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 _POD_REMEDY = "start the pod with an unconfined seccomp profile and `procMount: Unmasked`"
 _CONTAINER_REMEDY = (
     "start the container with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"

@@ -129,12 +129,7 @@ class TemplateProcess:
     `Template`."""
 
     def __init__(
-        self,
-        name: str,
-        nice: int,
-        wrapper: Wrapper | None = None,
-        *,
-        filtered: bool = False,
+        self, name: str, nice: int, wrapper: Wrapper | None = None, *, filtered: bool = False
     ) -> None:
         self._name = name
         self._options = {"nice": nice, "filtered": filtered}

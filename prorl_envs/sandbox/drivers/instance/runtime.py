@@ -115,19 +115,10 @@ def copy_runtime(target: Path, templates: Mapping[str, TemplateSpec]) -> Runtime
 def _trace(wanted: Iterable[str]) -> dict[str, dict[str, str]]:
     paths = [path for path in sys.path if path and Path(path).is_dir()]
     paths += [str(_package().parent)]
+    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _TRACE]
     try:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                "-X",
-                "utf8",
-                "-c",
-                _TRACE,
-                json.dumps(paths),
-                json.dumps(list(wanted)),
-            ],
+            [*command, json.dumps(paths), json.dumps(list(wanted))],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=environment(),
