@@ -25,7 +25,8 @@ settings.register_profile(
 settings.load_profile("no deadline")
 
 UNWATCHED = NodeLimits(
-    each=SandboxLimits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None), reserve_bytes=0
+    per_sandbox=SandboxLimits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None),
+    reserve_bytes=0,
 )
 
 

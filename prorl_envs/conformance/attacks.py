@@ -1,7 +1,6 @@
 """Attacks on shared resources: programs that hold more than a sandbox may, for promises and benchmarks.
 
-Each attack is a Python program that sets `held`, and prints it if nothing stops the program in time. SHARE is
-set before.
+Each attack is a Python program that sets `held`, and prints it if nothing stops the program in time.
 """
 
 from prorl_envs.sandbox.limits.counters import counters
@@ -15,8 +14,7 @@ import errno, os, select, socket, threading, time
 def block(size=1 << 20):
     return b"x" * size
 def send(sock, *fds, content=b"x"):
-    # The kernel counts other programs of the user too, and releases their descriptors some time after the
-    # exit.
+    # The kernel counts other programs of the user too, and releases the descriptors of ended ones later.
     deadline = time.monotonic() + 10
     while True:
         try:

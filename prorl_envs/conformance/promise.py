@@ -34,10 +34,10 @@ class PromiseSkipped(Exception):
     """Error for a promise that the suite cannot test here: its state is unknown, which fails the run."""
 
 
-def expect(kept: bool, otherwise: str) -> None:
-    """Raise PromiseBroken with the message `otherwise` unless `kept` is true."""
-    if not kept:
-        raise PromiseBroken(otherwise)
+def expect(condition: bool, violation: str) -> None:
+    """Raise PromiseBroken with the message `violation` unless `condition` is true."""
+    if not condition:
+        raise PromiseBroken(violation)
 
 
 def same(found: object, promised: object) -> None:

@@ -166,8 +166,7 @@ async def tool_server(box: Probe) -> State:
 
 _THREE_PIPES = {"pipe": 3}
 _TERMINAL = {"terminal": 3}
-#: A shell also has a second descriptor of its terminal, the file with the text of a command, and the pipe for
-#: its status.
+#: A shell also has a second descriptor of its terminal, the file with a command, and the pipe for its status.
 _SHELL = {"terminal": 4, "file": 1, "pipe": 1}
 #: Signals that the commands of a bash, the interactive bash, and a Python interpreter ignore or block.
 _BY_COMMAND = frozenset({32, 33})

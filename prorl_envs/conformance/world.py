@@ -164,8 +164,7 @@ class PromiseContext:
 
         def has_started() -> bool:
             nonlocal seen
-            # One match is enough, because a process has no environment for a moment while it executes a
-            # program.
+            # One match is enough, because a process that executes a program has no environment for a moment.
             seen = len(marked(mark))
             return seen >= count or running.done()
 

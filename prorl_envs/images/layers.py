@@ -123,8 +123,8 @@ class LayerStore:
     def downloading(self, digest: str, size: int) -> Iterator[BinaryIO]:
         """Yield the file for a download, with the part that an interrupted download left.
 
-        After the block, an incomplete file stays for a day. A complete file is removed, as any is if the disk
-        fails.
+        After the block, an incomplete file stays for a day. A complete file is removed, and so is any
+        file if the disk fails.
 
         Args:
             digest: hexadecimal digest of the whole content.
@@ -339,8 +339,7 @@ def disk_bytes(tree: Path) -> int:
 
 
 def sync_file_system(path: Path) -> None:
-    """Write a file system's data to its disk (syncfs(2)), before a rename that must not survive
-    a crash without it.
+    """Write a file system's data to its disk (syncfs(2)), so that a later rename never survives without it.
 
     Raises:
         OSError: the disk failed, or is full.

@@ -23,8 +23,8 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.images.threads import in_thread
 
 BEAT_S = 15.0
-#: Seconds without a heartbeat after which an owner on another node counts as dead. NFS may report a file's
-#: time a minute late.
+#: Seconds without a heartbeat after which an owner on another node counts as dead. NFS can report a
+#: file's time up to a minute late.
 STALE_S = 180.0
 _POLL_S = 0.5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -124,16 +124,16 @@ class KeyLock:
         waiting: tuple[Owner | None, int] | None = None
         since = self._clock.monotonic()
         while not await in_thread(self._take):
-            seen = await in_thread(read_lock, self._path)
-            if seen is None:
+            current = await in_thread(read_lock, self._path)
+            if current is None:
                 continue
             now = self._clock.monotonic()
             if waiting is None:
-                self._on_wait(seen[0])
-            if seen != waiting:
-                waiting, since = seen, now
-            if abandoned(seen[0], self._owner.place, process_started, now - since, self._stale_s):
-                await in_thread(self._remove_if_owned, seen[0])
+                self._on_wait(current[0])
+            if current != waiting:
+                waiting, since = current, now
+            if abandoned(current[0], self._owner.place, process_started, now - since, self._stale_s):
+                await in_thread(self._remove_if_owned, current[0])
             else:
                 await self._clock.sleep(_POLL_S)
 

@@ -172,8 +172,7 @@ class _Output:
 
 
 async def _pipe() -> tuple[_Output, int]:
-    """Create a pipe. With `asyncio.subprocess.PIPE`, `wait` would wait for all processes that have it
-    open."""
+    """Create a pipe. With `asyncio.subprocess.PIPE`, `wait` would wait until no process has it open."""
     read_end, write_end = os.pipe()
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(

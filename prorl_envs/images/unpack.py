@@ -306,8 +306,8 @@ class _Unpacker:
         self._times[path] = _time(member)
 
     def _make_directory(self, path: Path) -> None:
-        """Create a directory in place of any other entry. In place of a whiteout, it hides lower
-        directories."""
+        """Create a directory in place of any other entry. In place of a whiteout, it becomes opaque: it hides
+        the directory of lower layers."""
         hides = path.exists(follow_symlinks=False) and is_whiteout(path.lstat())
         self._clear(path)
         path.mkdir(mode=0o755)

@@ -65,7 +65,7 @@ class ProrlSandboxProvider:
                 time.
         """
         try:
-            wanted = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.each)
+            wanted = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.per_sandbox)
             image = await self._images.resolve(wanted.image)  # with its own time limit
             async with asyncio.timeout(wanted.ready_s):
                 box = await self._start(wanted, image)

@@ -32,7 +32,7 @@ def driver_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 async def attacked(run_dir: Path, driver_name: str) -> AsyncIterator[Driver]:
     """Driver of a module's attacks. Its watchdog enforces the limits."""
-    limits = NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG)
+    limits = NodeLimits(per_sandbox=LIMITS, enforcement=Mechanism.WATCHDOG)
     driver = make_driver(driver_name, templates=LIGHT_TEMPLATES, limits=limits)
     try:
         await driver.warm()

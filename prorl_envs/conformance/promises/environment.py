@@ -54,9 +54,9 @@ async def secret_in_environments(world: PromiseContext) -> None:
         f"{SEARCH}\nsearch environ {halves(world.planted.secret)}\nsearch cmdline {halves(SECRET)}\necho end"
     )
     async with world.own_driver() as (_, root):
-        seen = await Victim(world, root, look=look, linger="while :; do :; done").run_until_killed(1)
-    found = [line for line in seen.splitlines() if line.startswith("found")]
-    same((found, seen.splitlines()[-1:]), ([], ["end"]))
+        output = await Victim(world, root, look=look, linger="while :; do :; done").run_until_killed(1)
+    found = [line for line in output.splitlines() if line.startswith("found")]
+    same((found, output.splitlines()[-1:]), ([], ["end"]))
 
 
 #: Searches all readable memory for two adjacent halves of a text, first in small and writable areas, so that

@@ -241,7 +241,7 @@ async def own_devices(world: PromiseContext) -> None:
 _OWN = """
 import contextlib, fcntl, os, stat, struct
 GET, SET, NO_DUMP = 0x80086601, 0x40086602, 0x40  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
-own = [os.open(path, os.O_RDONLY) for path in (os.environ["HOME"], "/tmp", os.getcwd())]
+directories = [os.open(path, os.O_RDONLY) for path in (os.environ["HOME"], "/tmp", os.getcwd())]
 def flags(fd):
     return struct.unpack("q", fcntl.ioctl(fd, GET, bytes(8)))[0]
 def tried(call):
@@ -249,12 +249,12 @@ def tried(call):
         return call()
 """
 _SEEN = f"""{_OWN}
-for fd in own:
+for fd in directories:
     print(stat.filemode(os.fstat(fd).st_mode), os.listdir(fd))
     print(tried(lambda: os.listxattr(fd)), tried(lambda: flags(fd)))
 """
 _GIVEN = f"""{_OWN}
-for fd in own:
+for fd in directories:
     os.makedirs(f"/proc/self/fd/{{fd}}/deep/er")
     tried(lambda: os.setxattr(fd, "user.given", b"on"))
     tried(lambda: fcntl.ioctl(fd, SET, struct.pack("q", flags(fd) | NO_DUMP)))

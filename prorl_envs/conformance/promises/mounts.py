@@ -182,8 +182,8 @@ async def below_link(world: PromiseContext) -> None:
         script = (
             "cd /var/tmp/deep/tree && for entry in * folder/*; do echo $entry; done; echo folder/secret/*"
         )
-        seen = (
+        entries = (
             await box.sh(f"echo x > written; cd /var/tmp/work && read x < written && echo $x\n{script}")
         ).split()
-        expect(seen[0] == "x" and "folder/secret" in seen, f"it has {seen}")
-        same(seen[-1], "folder/secret/*")
+        expect(entries[0] == "x" and "folder/secret" in entries, f"it has {entries}")
+        same(entries[-1], "folder/secret/*")

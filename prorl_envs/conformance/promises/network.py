@@ -163,8 +163,8 @@ async def between(world: PromiseContext) -> None:
             port = (box.sandbox.workspace / "port").read_text()
             attempts = f"connect(socket.AF_INET, ('127.0.0.1', {port}))\nconnect(socket.AF_UNIX, '\\0{name}')"
             await world.python_box.nothing_in_python(f"{CONNECT}\n{attempts}")
-            own = await box.tools.run([box.python, "-I", "-c", f"{CONNECT}\n{attempts}"], timeout_s=30)
-            same(own.output.count(b"reached"), 2)
+            inside = await box.tools.run([box.python, "-I", "-c", f"{CONNECT}\n{attempts}"], timeout_s=30)
+            same(inside.output.count(b"reached"), 2)
             expect(bool(marked(mark)), "the server ended")
 
 

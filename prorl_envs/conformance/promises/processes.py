@@ -229,10 +229,10 @@ async def between(world: PromiseContext) -> None:
     busy = "while :; do :; done"
     async with (
         world.fresh() as box,
-        world.lingering(box, busy) as one,
-        world.lingering(world.box, busy) as two,
+        world.lingering(box, busy) as own_mark,
+        world.lingering(world.box, busy) as other_mark,
     ):
-        first, second = marked(one)[0], marked(two)[0]
+        first, second = marked(own_mark)[0], marked(other_mark)[0]
         names = [
             name
             for name in ("mnt", "pid", "net", "ipc", "uts")

@@ -24,8 +24,8 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
     needs=(EMULATED_ROOT, "bash", "chmod"),
 )
 async def capabilities(world: PromiseContext) -> None:
-    kept = f"{ROOT_CAPABILITIES:016x}"
-    promised = {**BARE, **dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd"), kept)}
+    capabilities = f"{ROOT_CAPABILITIES:016x}"
+    promised = {**BARE, **dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd"), capabilities)}
     async with world.fresh() as box:
         for script in (
             STATUS,
@@ -105,9 +105,9 @@ promises.probe(
     "It can listen on any port of the sandbox's own network.",
     """
 import socket
-with socket.socket() as one:
-    one.bind(("127.0.0.1", 80))
-    one.listen()
+with socket.socket() as sock:
+    sock.bind(("127.0.0.1", 80))
+    sock.listen()
 """,
     needs=(EMULATED_ROOT,),
 )
@@ -144,9 +144,9 @@ promises.probe(
 os.chdir(os.environ["HOME"])
 os.mkdir("jail")
 outside = os.stat("/")
-held = os.open("/", os.O_RDONLY)
+root_fd = os.open("/", os.O_RDONLY)
 os.chroot("jail")
-os.fchdir(held)
+os.fchdir(root_fd)
 for _ in range(100):
     os.chdir("..")
 os.chroot(".")

@@ -107,7 +107,7 @@ async def no_image(world: PromiseContext) -> None:
 
 @promises.add(
     "START-010",
-    "Paths inside that are relative, contain `..` or are the root are refused; an emulated root may work in /.",
+    "Paths inside that are relative, have `..` or are the root are refused; an emulated root may work in /.",
 )
 async def bad_paths(world: PromiseContext) -> None:
     for path in ("work", "/work/../etc", "/", "/a\0b"):
@@ -185,8 +185,8 @@ async def owner(world: PromiseContext) -> None:
     "START-018", "Twelve sandboxes that are started at once are separate.", harmful=True, exempt=NOT_LOCAL
 )
 async def many(world: PromiseContext) -> None:
-    async def one(number: int) -> str:
+    async def read_back(number: int) -> str:
         async with world.fresh(env={"NUMBER": str(number)}) as box:
             return await box.sh("echo $NUMBER > /tmp/number; read n < /tmp/number; echo $n")
 
-    same(await asyncio.gather(*map(one, range(12))), [str(number) for number in range(12)])
+    same(await asyncio.gather(*map(read_back, range(12))), [str(number) for number in range(12)])

@@ -531,8 +531,7 @@ class _Build:
     async def _mounts(
         self, plan: StagePlan, settings: StageSettings, step: Instruction, scratch: Path
     ) -> tuple[list[Mount], dict[str, str], list[dict[str, str]]]:
-        """Return the mounts of a RUN, the variables of its secrets, and the part of its key for the
-        mounts."""
+        """Return the mounts of a RUN, the variables of its secrets, and its mounts' part of the key."""
         mounts: list[Mount] = []
         env: dict[str, str] = {}
         identity: list[dict[str, str]] = []

@@ -405,8 +405,7 @@ class LayerWriter:
         host.chmod(mode & 0o777 | 0o600)
 
     def write_entry(self, path: str, entry: SourceEntry, mode: int | None) -> None:
-        """Write a copy of an entry. A directory is merged with an existing one; other entries are
-        replaced."""
+        """Write a copy of an entry. A directory is merged with an existing one; others are replaced."""
         original = entry.status.st_mode
         if stat.S_ISDIR(original):
             self._write_directory(path, original if mode is None else mode)

@@ -31,7 +31,7 @@ def expand(text: str, variables: Mapping[str, str], *, escape: str = "\\", keep_
 
 
 def expand_words(text: str, variables: Mapping[str, str], *, escape: str = "\\") -> list[str]:
-    """Replace the variables of a text and split it at white space outside quotes, even within values; drop
+    """Replace the variables of a text and split it at white space outside quotes, even within values. Drops
     empty words.
 
     Raises:

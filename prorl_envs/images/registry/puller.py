@@ -99,8 +99,7 @@ class ImagePuller:
         self._environ = os.environ if environ is None else environ
 
     async def resolve(self, reference: str, *, platform: str = "", refresh: bool = False) -> Path:
-        """Return the file of a reference's image: a base alias, or an image from the store. Pull it if
-        missing.
+        """Return the file of a reference's image: that of a base alias or in the store; pull it if missing.
 
         Args:
             reference: reference, with or without `docker://`.

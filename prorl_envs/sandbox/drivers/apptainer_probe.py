@@ -43,8 +43,7 @@ class Installation:
     """Properties of an installed Apptainer.
 
     Args:
-        product: the first word of the output of `--version`, such as `apptainer`; empty if it was not
-            understood.
+        product: the first word of the output of `--version`, such as `apptainer`; empty if unknown.
         version: the numbers of its version.
         setuid: whether its setuid program is installed and allowed. Only `InstanceDriver` uses it.
         forbidden: settings of its configuration that prevent sandboxes, each with the required value.

@@ -343,8 +343,7 @@ class NodeSandbox(ABC):
     async def _fork_in_place(
         self, template: str, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
-        # `place` is a duplicate, because the sandbox may close meanwhile and its descriptor's number be
-        # reused.
+        # A duplicate, because the sandbox may close meanwhile, and the descriptor's number may be reused.
         place = self._open_place()
         try:
             return await self._fork(template, place, request)
@@ -403,8 +402,7 @@ class NodeSandbox(ABC):
 
     @abstractmethod
     def _open_place(self) -> int:
-        """Return a new descriptor of the process whose namespaces a tool server enters: see
-        `Template.fork`."""
+        """Return a new descriptor of the namespaces that a tool server enters: see `Template.fork`."""
 
     @abstractmethod
     def _request(self, entry: str) -> ForkRequest: ...

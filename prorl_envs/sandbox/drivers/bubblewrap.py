@@ -249,8 +249,7 @@ class BubblewrapSandbox(IsolatedSandbox):
             env={**default_environment(self._spec), **self._spec.env},
             host_network=self._spec.network.open,
             emulate_root=self._spec.emulate_root,
-            # bubblewrap sets no limits; tool servers set them when they enter, before any untrusted code
-            # runs.
+            # bubblewrap sets no limits. Tool servers set them on entry, before any untrusted code runs.
             settings=self._settings(),
             terminals=TERMINALS,
         )

@@ -116,8 +116,7 @@ class LocalSandbox(NodeSandbox):
         return ForkRequest(entry=entry, workdir=str(self.workspace), env=env, isolated=False)
 
     async def listen_loopback(self) -> socket.socket:
-        """See `Sandbox.listen_loopback`. Warns that the loopback is the host's, so that others can
-        connect."""
+        """See `Sandbox.listen_loopback`. Warns, because others can connect to the host's loopback."""
         if not self.alive:
             raise self.end_error()
         warnings.warn(

@@ -31,12 +31,10 @@ def choose_driver(
     bwrap: Path | None = None,
     apptainer: Path | None = None,
 ) -> str:
-    """Return the name of the driver to use. Blocks: some 5 ms if bubblewrap works, some 500 ms
-    otherwise.
+    """Return the name of the driver to use. Blocks: 5 ms if bubblewrap works, else 500 ms.
 
     Args:
-        wanted: one of DRIVERS; None takes `$PRORL_DRIVER`, else `auto`. A driver chosen by name is not
-            tested.
+        wanted: one of DRIVERS; None takes `$PRORL_DRIVER`, else `auto`. A named driver is not tested.
         root: see `NodeDriver`.
         bwrap: see `BubblewrapDriver`.
         apptainer: see `ApptainerDriver`.

@@ -2,8 +2,7 @@
 
 A layer has overlayfs's own form: a removed file is a character device 0:0, and a directory that hides those
 of lower layers has the extended attribute `user.overlay.opaque` (kernel documentation,
-filesystems/overlayfs). An ordinary user can create both. Layers are untrusted: the host never follows their
-links.
+filesystems/overlayfs). An ordinary user can create both. Layers are untrusted: their links are not followed.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Mounts that make this Python, with its installed packages, work inside a sandbox.
 
 A forked IPython imports lazily (parts of the standard library, numpy's submodules), so the files it was
-started from must have the same paths inside. Packages with tasks and their reference solutions must not be
-visible there.
+started from must have the same paths inside. Packages with tasks or solutions must not be visible there.
 """
 
 import os

@@ -89,28 +89,28 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
     return found
 
 
-def excess(held: Holdings, shares: Mapping[str, Counter]) -> str:
+def excess(holdings: Holdings, shares: Mapping[str, Counter]) -> str:
     """Describe the share that a sandbox exceeds; "" if none."""
     for field, counter in shares.items():
-        count = getattr(held, field)
+        count = getattr(holdings, field)
         if count > counter.share:
             return f"it holds {count} {counter.name}, more than its share of {counter.share}"
     return ""
 
 
 def largest_holder[K](
-    held: Mapping[K, Holdings], shares: Mapping[str, Counter], refused: int | None = None
+    sandboxes: Mapping[K, Holdings], shares: Mapping[str, Counter], refused: int | None = None
 ) -> tuple[K, str] | None:
     """Return the sandbox to kill so that the service keeps headroom, and the reason; None if there is none.
 
     Args:
-        held: the holdings of each sandbox.
+        sandboxes: the holdings of each sandbox.
         refused: the error number of a failed system call of the service; None if none has failed.
     """
     fields = shares.keys() if refused is None else _COUNTERS_BY_ERRNO.get(refused, ())
     for field in fields:
         counter = shares[field]
-        counts = {key: getattr(holdings, field) for key, holdings in held.items()}
+        counts = {key: getattr(holdings, field) for key, holdings in sandboxes.items()}
         if refused is None and sum(counts.values()) <= counter.total_limit:
             continue
         key = max(counts, key=lambda key: counts[key], default=None)

@@ -26,13 +26,13 @@ class NodeLimits:
     """The limits of a machine's sandboxes.
 
     Args:
-        each: limits of a sandbox whose spec has none.
+        per_sandbox: limits of a sandbox whose spec has none.
         reserve_bytes: disk space to keep free: if less is free, the largest sandbox is killed. 0 disables it.
         enforcement: how limits are enforced.
         nice: nice value of sandboxes, from 0 to 19.
     """
 
-    each: SandboxLimits = field(default_factory=SandboxLimits)
+    per_sandbox: SandboxLimits = field(default_factory=SandboxLimits)
     reserve_bytes: int = 1 << 30
     enforcement: Mechanism = Mechanism.AUTO
     nice: int = 10
@@ -41,9 +41,11 @@ class NodeLimits:
     def of(cls, settings: Mapping[str, Any]) -> Self:
         """Convert the values of `config.LimitSettings`."""
         of_machine = {"reserve_bytes", "enforcement", "nice"}
-        each = SandboxLimits(**{name: value for name, value in settings.items() if name not in of_machine})
+        per_sandbox = SandboxLimits(
+            **{name: value for name, value in settings.items() if name not in of_machine}
+        )
         return cls(
-            each=each,
+            per_sandbox=per_sandbox,
             reserve_bytes=settings["reserve_bytes"],
             enforcement=Mechanism(settings["enforcement"]),
             nice=settings["nice"],
@@ -141,7 +143,7 @@ class LimitEnforcer:
 
     def complete(self, spec: SandboxSpec) -> SandboxSpec:
         """Return the spec with default limits if it has none."""
-        return spec if spec.limits is not None else replace(spec, limits=self._limits.each)
+        return spec if spec.limits is not None else replace(spec, limits=self._limits.per_sandbox)
 
     async def prepare(self, sandbox: LimitedSandbox) -> None:
         """Set up enforcement before a sandbox's launch.
@@ -204,8 +206,7 @@ def rlimits(limits: SandboxLimits, *, isolated: bool) -> tuple[tuple[int, int, i
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_NOFILE, min(SOFT_OPEN_FILES, open_files), open_files),
     ]
-    # Since Linux 5.14 the kernel counts per user namespace (so per sandbox), before that per user. Root is
-    # exempt.
+    # Since Linux 5.14 counted per user namespace (so per sandbox), before that per user. Root is exempt.
     processes = limits.processes if isolated else _PROCESSES_OF_USER
     if processes is not None:
         found.append((resource.RLIMIT_NPROC, processes, processes))

@@ -68,19 +68,19 @@ def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] 
                 finally:
                     os.close(folder)
     inspection.add_queues()
-    return inspection.held
+    return inspection.result
 
 
 class _Inspection:
     """One inspection of a sandbox's descriptors.
 
     Args:
-        held: the result.
+        result: the resources found so far.
         in_memory: see `holdings`.
     """
 
-    def __init__(self, held: Holdings, in_memory: Collection[int]) -> None:
-        self.held = held
+    def __init__(self, result: Holdings, in_memory: Collection[int]) -> None:
+        self.result = result
         self._in_memory = in_memory
         self._seen: set[tuple[int, int]] = set()
         self._sockets: list[WaitingSocket] = []
@@ -90,11 +90,11 @@ class _Inspection:
         for number in os.listdir(folder):
             with contextlib.suppress(OSError):  # closed meanwhile
                 status = os.stat(number, dir_fd=folder)
-                self.held.descriptors += 1
+                self.result.descriptors += 1
                 file = (status.st_dev, status.st_ino)
                 if file == _known.anonymous:
                     if os.readlink(number, dir_fd=folder) == "anon_inode:[eventpoll]":
-                        self.held.epolls.append(f"{place}/fdinfo/{number}")
+                        self.result.epolls.append(f"{place}/fdinfo/{number}")
                 elif stat.S_ISSOCK(status.st_mode) and file not in self._seen:
                     self._seen.add(file)
                     if count := count_waiting(proc, f"{place}/fdinfo/{number}"):
@@ -107,9 +107,9 @@ class _Inspection:
         for waits, queue in read_queues(self._sockets):
             for status in queue.files:
                 self._add_file(status, waits.process.pid)
-            self.held.in_flight += waits.count + queue.nested
-            self.held.hidden += queue.hidden
-        self.held.descriptors += self.held.in_flight
+            self.result.in_flight += waits.count + queue.nested
+            self.result.hidden += queue.hidden
+        self.result.descriptors += self.result.in_flight
 
     def _add_file(self, status: os.stat_result, pid: int) -> None:
         file = (status.st_dev, status.st_ino)
@@ -118,10 +118,10 @@ class _Inspection:
         self._seen.add(file)
         size = status.st_blocks * 512
         if status.st_dev == _known.memory:
-            self.held.memory[pid] = self.held.memory.get(pid, 0) + size
+            self.result.memory[pid] = self.result.memory.get(pid, 0) + size
         elif status.st_dev not in self._in_memory:
-            self.held.on_disk += size
-            self.held.inodes.add(status.st_ino)
+            self.result.on_disk += size
+            self.result.inodes.add(status.st_ino)
 
 
 def _tables(proc: int, process: ProcessUse) -> Iterator[str]:

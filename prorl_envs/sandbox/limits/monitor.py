@@ -232,9 +232,9 @@ def check_sandbox(
 
 def _judge_descriptors(watch: SandboxMonitor, proc: int, found: list[ProcessUse], sandboxes: int) -> None:
     started = time.thread_time()  # CPU time, because waiting for a processor must not lengthen the pause
-    held = holdings(proc, found, () if watch.files is None else watch.files.devices)
-    counting_s = _count_watches(proc, held)
-    watch.holdings = held
+    current = holdings(proc, found, () if watch.files is None else watch.files.devices)
+    counting_s = _count_watches(proc, current)
+    watch.holdings = current
     took_s = time.thread_time() - started
     watch.descriptors_activity = watch.activity
     pause_s = max(
@@ -244,19 +244,19 @@ def _judge_descriptors(watch: SandboxMonitor, proc: int, found: list[ProcessUse]
         counting_s * _COUNTING_FACTOR,
     )
     watch.descriptors_due = time.monotonic() + min(pause_s, _DESCRIPTORS_MOST_S)
-    watch.hidden_checks = watch.hidden_checks + 1 if held.hidden else 0
-    watch.unlinked_bytes = min(watch.unlinked_bytes, held.on_disk)
+    watch.hidden_checks = watch.hidden_checks + 1 if current.hidden else 0
+    watch.unlinked_bytes = min(watch.unlinked_bytes, current.on_disk)
     if why := excess(watch.holdings, counters()):
         watch.why = why
     elif watch.hidden_checks >= _HIDDEN_CHECKS:
-        watch.why = f"it keeps {held.hidden} hidden descriptors in flight"
+        watch.why = f"it keeps {current.hidden} hidden descriptors in flight"
 
 
-def _count_watches(proc: int, held: Holdings) -> float:
+def _count_watches(proc: int, current: Holdings) -> float:
     """Count epoll watches. Return the seconds of processor time that it took."""
     if "watches" not in counters():
         return 0.0
-    held.watches, took_s = count_watches(proc, held.epolls, counters()["watches"].share)
+    current.watches, took_s = count_watches(proc, current.epolls, counters()["watches"].share)
     return took_s
 
 
@@ -267,9 +267,9 @@ def holdings_of(watch: SandboxMonitor) -> Holdings:
         with contextlib.suppress(OSError):  # the sandbox is stopping
             proc = usage.open_proc(root)
             try:
-                held = holdings(proc, usage.processes(proc))
-                _count_watches(proc, held)
-                return held
+                current = holdings(proc, usage.processes(proc))
+                _count_watches(proc, current)
+                return current
             finally:
                 os.close(proc)
     return Holdings()
@@ -352,14 +352,14 @@ def _exact_memory(
     watch: SandboxMonitor, proc: int, found: list[ProcessUse]
 ) -> tuple[list[ProcessUse], int, int]:
     """Return the processes with exact memory, the sandbox's memory, and its part that no kill can free."""
-    held = holdings(proc, found)
-    held.watches, watch.holdings = watch.holdings.watches, held
-    unlinked = held.memory
+    current = holdings(proc, found)
+    current.watches, watch.holdings = watch.holdings.watches, current
+    unlinked = current.memory
     exact, private, mapped = [], 0, 0
     for process in found:
-        own, shared = usage.private_and_shared(proc, process)
-        private, mapped = private + own, mapped + shared
-        exact.append(replace(process, memory=own + max(shared, unlinked.get(process.pid, 0))))
+        unshared, shared = usage.private_and_shared(proc, process)
+        private, mapped = private + unshared, mapped + shared
+        exact.append(replace(process, memory=unshared + max(shared, unlinked.get(process.pid, 0))))
     in_files = watch.files.used() if watch.files is not None else 0
     # Most mapped memory is also counted as files: take the larger of the two.
     return exact, private + max(mapped, in_files + sum(unlinked.values())), in_files
@@ -412,11 +412,11 @@ def judge_disk(watch: SandboxMonitor) -> None:
         try:
             in_memory = () if watch.files is None else watch.files.devices
             found = usage.processes(proc)
-            held = holdings(proc, found, in_memory)
-            held.watches, watch.holdings = watch.holdings.watches, held
-            watch.unlinked_bytes = held.on_disk
-            mapped = usage.deleted_mappings(proc, found, (memory_device(), *in_memory), held.inodes)
-            _decide_on_disk(watch, held.on_disk + mapped, proc)
+            current = holdings(proc, found, in_memory)
+            current.watches, watch.holdings = watch.holdings.watches, current
+            watch.unlinked_bytes = current.on_disk
+            mapped = usage.deleted_mappings(proc, found, (memory_device(), *in_memory), current.inodes)
+            _decide_on_disk(watch, current.on_disk + mapped, proc)
         finally:
             os.close(proc)
 

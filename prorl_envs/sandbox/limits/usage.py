@@ -133,9 +133,9 @@ class MemoryFiles:
             device, _, target, options = before.split(" ")[2:6]  # the device in decimal, unlike in maps
             if after.startswith("tmpfs ") and device not in shared and "rw" in options.split(","):
                 with contextlib.suppress(OSError):
-                    seen = os.stat(f"{self._root}{target}").st_dev  # noqa: PTH116
-                    if f"{os.major(seen)}:{os.minor(seen)}" == device:  # not mounted over
-                        self._places[target] = seen
+                    mounted = os.stat(f"{self._root}{target}").st_dev  # noqa: PTH116
+                    if f"{os.major(mounted)}:{os.minor(mounted)}" == device:  # not mounted over
+                        self._places[target] = mounted
 
     @property
     def devices(self) -> Collection[int]:

@@ -202,8 +202,8 @@ class Watchdog:
 
     def _keep_headroom(self, refused: int | None = None) -> MonitoredSandbox | None:
         """Kill the sandbox that `counters.largest_holder` chooses, and return it; None if there is none."""
-        held = {watch: watch.holdings for watch in self._watches.values() if watch.sandbox.alive}
-        chosen = largest_holder(held, counters(), refused)
+        holdings = {watch: watch.holdings for watch in self._watches.values() if watch.sandbox.alive}
+        chosen = largest_holder(holdings, counters(), refused)
         if chosen is None:
             return None
         watch, why = chosen
@@ -223,8 +223,8 @@ class Watchdog:
         if self._thread is not None and not self._closed:
             loop = asyncio.get_running_loop()
             found = await loop.run_in_executor(self._thread, _all_holdings, watches)
-            for watch, held in zip(watches, found, strict=True):
-                watch.holdings = held
+            for watch, holdings in zip(watches, found, strict=True):
+                watch.holdings = holdings
         return self._keep_headroom(refused)
 
     def _end(self, watch: SandboxMonitor, why: str) -> None:
@@ -265,21 +265,21 @@ class Watchdog:
 
     async def _check_disk(self) -> None:
         status = os.statvfs(self._directory)
-        held = _file_system_use(status)
+        disk_use = _file_system_use(status)
         now = time.monotonic()
-        suspects = [watch for watch in tuple(self._watches.values()) if _suspicious(watch, held, now)]
+        suspects = [watch for watch in tuple(self._watches.values()) if _suspicious(watch, disk_use, now)]
         for watch in suspects:
             self._checked = watch
-            if await self._measure(watch, held):
+            if await self._measure(watch, disk_use):
                 assert self._thread is not None
                 await asyncio.get_running_loop().run_in_executor(self._thread, judge_disk, watch)
         self._checked = None
         self._end_offenders(suspects)
         if status.f_bavail * status.f_frsize < self._reserve:
-            await self._make_room(held)
+            await self._make_room(disk_use)
             self._disk_due = time.monotonic() + _ROOM_S
 
-    async def _measure(self, watch: SandboxMonitor, held: DiskUse) -> bool:
+    async def _measure(self, watch: SandboxMonitor, disk_use: DiskUse) -> bool:
         """Measure the size of a sandbox's files. Return False if the sandbox has stopped."""
         limits = watch.limits
         size = limits.disk_bytes if limits.disk_bytes is not None else 1 << 62
@@ -293,21 +293,21 @@ class Watchdog:
                 logger.warning("sandbox %s: its files cannot be measured: %s", watch.sandbox.id, error)
             return False
         finally:
-            watch.disk_use, watch.measured_activity, watch.measured = held, activity, time.monotonic()
+            watch.disk_use, watch.measured_activity, watch.measured = disk_use, activity, time.monotonic()
             watch.measuring_s = watch.measured - started
         return watch.sandbox.alive
 
-    async def _make_room(self, held: DiskUse) -> None:
+    async def _make_room(self, disk_use: DiskUse) -> None:
         """Kill the sandbox that holds the most of a nearly full disk."""
         watches = [watch for watch in tuple(self._watches.values()) if watch.sandbox.alive]
         for watch in watches:
             self._checked = watch
-            await self._measure(watch, held)
+            await self._measure(watch, disk_use)
         self._checked = None
         largest = max(watches, key=lambda watch: watch.tree_use.size, default=None)
-        if largest is not None and largest.use.size >= GUILTY_BYTES:
-            held_words = size_words(largest.use.size)
-            self._end(largest, f"the machine's disk is nearly full, and it holds {held_words} of it")
+        if largest is not None and largest.tree_use.size >= GUILTY_BYTES:
+            size = size_words(largest.tree_use.size)
+            self._end(largest, f"the machine's disk is nearly full, and it holds {size} of it")
         elif not self._warned:
             self._warned = True
             logger.warning("less than %s are free in %s", size_words(self._reserve), self._directory)
@@ -354,14 +354,14 @@ def _round_down(due: float, now: float) -> float:
     return due // DISK_S * DISK_S if due - now > 2 * DISK_S else due
 
 
-def _suspicious(watch: SandboxMonitor, held: DiskUse, now: float) -> bool:
+def _suspicious(watch: SandboxMonitor, disk_use: DiskUse, now: float) -> bool:
     """Return True if a sandbox can have reached a disk limit since its files were last measured."""
     if not watch.has_disk_limit or not watch.sandbox.alive:
         return False
     limits = watch.limits
     pairs = (
-        (held.size - watch.disk_use.size, limits.disk_bytes, watch.tree_use.size),
-        (held.files - watch.disk_use.files, limits.disk_files, watch.tree_use.files),
+        (disk_use.size - watch.disk_use.size, limits.disk_bytes, watch.tree_use.size),
+        (disk_use.files - watch.disk_use.files, limits.disk_files, watch.tree_use.files),
     )
     # Measure from half-way on: writes during the measurement must not carry it far beyond the limit.
     near = any(new > 0 and limit is not None and new >= (limit - use) / 2 for new, limit, use in pairs)

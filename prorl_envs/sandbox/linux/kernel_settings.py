@@ -30,8 +30,7 @@ PROCESS_LIMITS = (
 )
 
 #: The kernel memory that these settings limit counts as no process's memory. The defaults allow 64 GB of
-#: semaphores and 512 MB of messages; these are the values of Linux before 3.19, and no program has been seen
-#: to need more.
+#: semaphores and 512 MB of messages; these are the values of Linux before 3.19, which suffice in practice.
 _IPC_SETTINGS: tuple[Setting, ...] = (
     ("kernel/sem", "250 32000 100 128"),
     ("kernel/msgmni", "16"),

@@ -81,8 +81,7 @@ _SOCKET_RULES = (
 _NO_USER_NAMESPACE = Rule(argument=0, code=errno.EPERM, any_bit=_CLONE_NEWUSER)
 
 BY_ARGUMENT: dict[str, tuple[Rule, ...]] = {
-    # A user namespace gives access to kernel code that needs capabilities, and not every driver can forbid it
-    # in another way.
+    # A user namespace gives access to kernel code that needs capabilities. Not all drivers can forbid it.
     "clone": (_NO_USER_NAMESPACE,),
     "unshare": (_NO_USER_NAMESPACE,),
     # A command could escape by typing into its terminal. Line disciplines other than the default are drivers

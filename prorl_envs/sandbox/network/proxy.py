@@ -291,8 +291,7 @@ class Proxy:
             logger.info("the proxy of sandbox %s refused: %s", self._sandbox_id, refused.reason)
 
     async def _answer(self, client: socket.socket, refused: ProxyRefused) -> None:
-        """Send the reason, then read remaining input: closing a socket with unread input discards the
-        answer."""
+        """Send the reason, then read the rest: a close with unread input would discard the answer."""
         text = f"{refused.reason}\n".encode("ascii", "replace")
         # The status line has the reason too: many clients show nothing else of an answer to CONNECT.
         head = (

@@ -129,8 +129,7 @@ def lead_session() -> None:
 
 def offer_to_oom_killer() -> None:
     """Make the kernel kill this process and its children before others if memory runs out."""
-    # The kernel refuses if the service's score is higher already, or if /proc is read-only (the score is
-    # set).
+    # The kernel refuses if the score is higher already, or if /proc is read-only (then it is set already).
     with contextlib.suppress(OSError):
         file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         try:

@@ -3,8 +3,7 @@
 A fork shares each page with its parent until one of the two writes to it. CPython counts references, so it
 writes to an object at every new reference. Since 3.12 it does not write to objects with the highest count
 that 32 bits can store (PEP 683). Python has no call to set the count, so this module writes it at the start
-of every object. A template only forks, so it never has to free these objects. Objects that a fork creates are
-counted as usual.
+of every object. A template only forks, so it never has to free these objects. Later objects count as usual.
 """
 
 import ctypes

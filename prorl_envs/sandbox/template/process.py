@@ -125,7 +125,7 @@ class ToolServerProcess:
 
 
 class TemplateProcess:
-    """Template process. The constructor starts it; `prepare` waits until it is ready. For the arguments see
+    """Template process. The constructor starts it; `prepare` waits until it is ready. Arguments: see
     `Template`."""
 
     def __init__(
@@ -181,8 +181,7 @@ class TemplateProcess:
             SandboxError: an import failed, or it took longer than `timeout_s` seconds.
         """
         try:
-            # Without spares if another program runs the template, because that program may count its
-            # processes.
+            # No spares under another program, because that program may count its processes.
             spares = bool(entries) and self._wrapper is None
             setup = {"entries": entries, "preload": preload, "spares": spares}
             more = {} if inside is None else {"inside": asdict(inside)}
@@ -261,8 +260,7 @@ class TemplateProcess:
         self._stderr.close()
 
     async def _end_wrapped(self) -> None:
-        """Wait until template and wrapper exit after the close of the control socket; kill them at a
-        timeout."""
+        """Wait until template and wrapper exit, because the control socket closed; else kill them."""
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await self._process.wait()

@@ -35,8 +35,7 @@ class TemplateSpec:
     wrapper: Wrapper | None = None
 
 
-#: Templates of a node, by the name that `Sandbox.spawn` uses. The entries are text: this package imports no
-#: tools.
+#: Templates of a node, by their name in `Sandbox.spawn`. Entries are text: this package imports no tools.
 TEMPLATES: Mapping[str, TemplateSpec] = {
     "base": TemplateSpec(
         entries=(

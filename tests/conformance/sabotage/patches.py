@@ -674,14 +674,14 @@ REST = (
     Patch(
         "memory files at any descriptor counted",
         "sandbox/limits/held_descriptors.py",
-        "            self.held.memory[pid] = self.held.memory.get(pid, 0) + size\n",
+        "            self.result.memory[pid] = self.result.memory.get(pid, 0) + size\n",
         "            pass\n",
         ("HOLD-003", "HOLD-004"),
     ),
     Patch(
         "files on disk without a name counted",
         "sandbox/limits/held_descriptors.py",
-        "            self.held.on_disk += size\n",
+        "            self.result.on_disk += size\n",
         "            pass\n",
         ("HOLD-005",),
     ),

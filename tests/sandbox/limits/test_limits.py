@@ -50,7 +50,7 @@ SPEC = SandboxSpec(limits=LIMITS)
 @pytest.fixture(scope="module", params=MECHANISMS)
 async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     driver = BubblewrapDriver(
-        limits=NodeLimits(each=LIMITS, enforcement=request.param), templates=LIGHT_TEMPLATES
+        limits=NodeLimits(per_sandbox=LIMITS, enforcement=request.param), templates=LIGHT_TEMPLATES
     )
     try:
         await driver.warm()
@@ -62,7 +62,7 @@ async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterato
 @pytest.fixture(scope="module")
 async def watched(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     """Driver for tests in which the mechanism makes no difference, and no Python session is opened."""
-    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
+    driver = BubblewrapDriver(limits=NodeLimits(per_sandbox=LIMITS, enforcement=Mechanism.WATCHDOG))
     try:
         await driver.warm("base")
         yield driver
@@ -326,7 +326,7 @@ async def test_on_a_full_disk_the_largest_sandbox_is_killed(open_box: OpenBox, r
 
 async def test_without_limits_nothing_is_checked(open_box: OpenBox, run_dir: Path) -> None:
     free = SandboxLimits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None)
-    driver = BubblewrapDriver(limits=NodeLimits(each=free, reserve_bytes=0))
+    driver = BubblewrapDriver(limits=NodeLimits(per_sandbox=free, reserve_bytes=0))
     box = await open_box(driver, SandboxSpec())
     assert (await box.bash("head -c 30M /dev/zero > f; sleep 0.5; echo fine", timeout_s=30)).text == "fine\n"
     assert driver.limit_enforcer.checking_s == 0
@@ -335,7 +335,9 @@ async def test_without_limits_nothing_is_checked(open_box: OpenBox, run_dir: Pat
 
 async def test_the_local_driver_enforces_limits_of_single_processes(open_box: OpenBox, run_dir: Path) -> None:
     with pytest.warns(NoIsolationWarning):
-        driver = LocalDriver(limits=NodeLimits(each=replace(LIMITS, disk_bytes=None, file_bytes=20 << 20)))
+        driver = LocalDriver(
+            limits=NodeLimits(per_sandbox=replace(LIMITS, disk_bytes=None, file_bytes=20 << 20))
+        )
     box = await open_box(driver, SandboxSpec())
     result = await box.bash("head -c 60M /dev/zero > file; stat -c %s file; ulimit -n", timeout_s=30)
     assert str(20 << 20) in result.text and result.text.endswith("1024\n")
@@ -500,7 +502,7 @@ async def test_a_running_sandbox_whose_processes_cannot_be_read_is_closed(tmp_pa
 
 
 async def test_no_sandbox_runs_once_limits_are_no_longer_enforced(open_box: OpenBox, run_dir: Path) -> None:
-    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
+    driver = BubblewrapDriver(limits=NodeLimits(per_sandbox=LIMITS, enforcement=Mechanism.WATCHDOG))
     try:
         box = await open_box(driver)
         for _ in range(FAULTS_LIMIT):

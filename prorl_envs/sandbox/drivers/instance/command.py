@@ -91,8 +91,7 @@ def apptainer_command(
     mounts = _with_parts(_mounts(spec, files, system_masks, copied or {}), host_mounts)
     return [
         *(str(program), "--silent", "--nocolor", "exec", *(() if setuid else ("--userns",))),
-        # No shim process of Apptainer's: the first process must be ours, so that no signal from inside kills
-        # it.
+        # No shim process: the first process must be ours, so that no signal from inside kills it.
         *("--contain", "--cleanenv", "--no-eval", "--pid", "--ipc", "--uts", "--no-init"),
         *(("--keep-privs",) if root else ("--no-privs",)),
         *("--hostname", spec.hostname, *network),
