@@ -104,7 +104,7 @@ def _reap(command: int) -> int | None:
 
 
 def _kill_all() -> None:
-    """Kill all remaining processes. Orphans become children of this process, so its children are all."""
+    """Kill all remaining processes. All are children of this process, which adopts orphans."""
     while True:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for child in children:

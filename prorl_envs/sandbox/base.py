@@ -215,7 +215,7 @@ class Sandbox(Protocol):
         ...
 
     async def take_layer(self, target: Path) -> None:
-        """Close the sandbox, and move its changes of the image to `target`, as a layer in overlayfs's form.
+        """Close the sandbox, and move its changes to the image to `target`, as an overlayfs layer.
 
         Args:
             target: new or empty directory in an existing one. Moving takes one rename if it is on the file

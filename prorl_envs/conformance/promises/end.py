@@ -1,4 +1,4 @@
-"""Promises about the close of a sandbox: no process or file check_none_survives it."""
+"""Promises about the close of a sandbox: no process or file survives it."""
 
 import asyncio
 import json
@@ -205,7 +205,7 @@ class Victim:
 
 @promises.add(
     "END-018",
-    "Nothing check_none_survives a kill -9 of the service, and the next driver removes its files.",
+    "Nothing survives a kill -9 of the service, and the next driver removes its files.",
     needs=("sleep", "setsid"),
     exempt=_NO_PID_NAMESPACE,
 )

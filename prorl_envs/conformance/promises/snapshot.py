@@ -54,7 +54,7 @@ async def files(world: PromiseContext) -> None:
 
 @promises.add(
     "SNAP-002",
-    "A snapshot contains changes of the image and of overlays.",
+    "A snapshot contains changes to the image and to overlays.",
     needs=(IMAGE, "rm", "mkdir"),
     exempt={
         **NOT_LOCAL,

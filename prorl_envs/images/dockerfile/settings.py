@@ -98,7 +98,7 @@ class StageSettings:
             raise self._dockerfile.error(instruction, error.message) from error
 
     def path_inside(self, path: str) -> str:
-        """Return the absolute path inside of a path in the working directory. A `/` at the end stays."""
+        """Resolve a path against the working directory. A `/` at its end stays."""
         joined = posixpath.normpath(posixpath.join(self.workdir, path)).replace("//", "/")
         is_folder = path.endswith("/") or path in (".", "..") or path.endswith(("/.", "/.."))
         return f"{joined.rstrip('/')}/" if is_folder else joined

@@ -30,7 +30,7 @@ class RegistryLogin:
 def find_login(registry: str, repository: str, environ: Mapping[str, str]) -> RegistryLogin | None:
     """Return the login for a repository, or None to pull without one.
 
-    Reads `$APPTAINER_DOCKER_USERNAME` and `_PASSWORD`, then at `$REGISTRY_AUTH_FILE`, Podman's file in
+    Reads `$APPTAINER_DOCKER_USERNAME` and `_PASSWORD`, then `$REGISTRY_AUTH_FILE`, Podman's file in
     `$XDG_RUNTIME_DIR`, and Docker's (`$DOCKER_CONFIG`, else `~/.docker/config.json`). The longest matching
     path of a repository has precedence, as in containers-auth.json(5).
 

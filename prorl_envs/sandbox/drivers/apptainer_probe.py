@@ -106,7 +106,7 @@ def apptainer_checks(
     """Check Apptainer; the last check tries to start a sandbox. Blocks.
 
     Args:
-        base, bwrap: see `probe.machine_checks` and `BubblewrapDriver`.
+        base, bwrap: see `probe.bubblewrap_checks` and `BubblewrapDriver`.
         chosen: the program that drivers would use; None for the default.
     """
     try:

@@ -81,7 +81,7 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
                 copier.made.append((names, status))
                 pending += _copy_directory(copier, names, read, write)
         except FileNotFoundError:
-            if not names:  # the tree handle
+            if not names:  # the tree itself
                 raise
     for names, status in reversed(copier.made):
         with _opened(target, names) as fd:

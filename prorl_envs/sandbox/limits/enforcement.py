@@ -206,7 +206,8 @@ def rlimits(limits: SandboxLimits, *, isolated: bool) -> tuple[tuple[int, int, i
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_NOFILE, min(SOFT_OPEN_FILES, open_files), open_files),
     ]
-    # Since Linux 5.14 counted per user namespace (so per sandbox), before that per user. Root is exempt.
+    # The kernel counts processes per user namespace (so per sandbox); before Linux 5.14, per user. Root is
+    # exempt.
     processes = limits.processes if isolated else _PROCESSES_OF_USER
     if processes is not None:
         found.append((resource.RLIMIT_NPROC, processes, processes))

@@ -33,8 +33,8 @@ _REMOVE_S = 5.0
 class Mechanism(StrEnum):
     """Enforcement mechanism for the limits of memory, processes and processors.
 
-    AUTO: CGROUP2 if it is delegated, else WATCHDOG. WATCHDOG: limits per process, and checks of their total
-    usage.
+    WATCHDOG sets limits per process and checks the total usage of the processes. AUTO is CGROUP2 if a
+    control group is delegated to this process, else WATCHDOG.
     """
 
     AUTO = "auto"

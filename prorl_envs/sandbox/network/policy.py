@@ -25,7 +25,7 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-#: Networks of these whose addresses contain an IPv4 address that a gateway connects to: 6to4 and Teredo.
+#: Global addresses that contain an IPv4 address, to which a gateway connects: 6to4 and Teredo.
 _TUNNELS = (ipaddress.IPv6Network("2002::/16"), ipaddress.IPv6Network("2001::/32"))
 
 

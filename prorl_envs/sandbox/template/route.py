@@ -51,8 +51,9 @@ def add_own_default_route() -> None:
         try:
             _request(netlink, _new_route(socket.AF_INET6, loopback))
         except OSError as error:
+            # the errors of a host without IPv6
             if error.errno not in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP, errno.EACCES):
-                raise  # these are the errors of a host without IPv6
+                raise
 
 
 def listen_inside(netns: int | None, port: int) -> socket.socket:

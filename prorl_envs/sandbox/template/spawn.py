@@ -11,7 +11,7 @@ def spawn(command: Sequence[str], fds: Sequence[int]) -> int:
 
     Args:
         command: the program's path and arguments, its name first.
-        fds: the descriptor for its standard streams, then those for its numbers from 3 on.
+        fds: the descriptor for its standard streams, then those for its descriptors 3, 4, and so on.
 
     Returns:
         The pid of the program, which is a child of this process.

@@ -133,7 +133,7 @@ class Template:
 
         Args:
             command: the program's path and arguments, its name first.
-            fds: the descriptor for its standard streams, then those for its numbers from 3 on.
+            fds: the descriptor for its standard streams, then those for its descriptors 3, 4, and so on.
 
         Raises:
             SandboxError: the template does not start, or the process could not be created.

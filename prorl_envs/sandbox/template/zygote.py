@@ -7,8 +7,8 @@ It is single-threaded and never acts on input from a sandbox; only its forks do.
                         Tool server: the sandbox's first process, the tool server's socket, the status
                         socket.
                         Default route or listening socket: the network namespace, the status socket.
-                        Program (spawned, not forked): the descriptor for its standard streams, those for its
-                        numbers from 3 on, the status socket.
+                        Program (spawned, not forked): the descriptor for its standard streams, those
+                        that become its descriptors 3, 4, and so on, the status socket.
                         Size of a tree: its directory, the sandbox's first process if it has one, the status
                         socket.
                         While there is a spare (a child forked in advance), only the spare reads the
