@@ -233,7 +233,7 @@ async def test_a_document_without_end(tmp_path: Path) -> None:
         (json.dumps({"config": {}, "layers": [{}] * (LAYER_LIMIT + 1)}).encode(), "has 121 layers"),
         (b'{"config": {"digest": "sha256:../../x", "size": 1}, "layers": [{}]}', "digest of an unknown kind"),
         (b'{"config": {"digest": "sha256:%064d", "size": -1}, "layers": [{}]}' % 0, "unknown size"),
-        (b'{"manifests": {}}', "no list"),
+        (b'{"manifests": {}}', "not a list"),
         (b'{"manifests": [3, {}, {"platform": 4}]}', "no variant"),
     ],
 )

@@ -36,7 +36,7 @@ def test_addresses_are_recognised(address: str) -> None:
         ("docker://a b", "not an image's address"),
         ("docker://a\n%post", "not an image's address"),
         ("", "empty"),
-        ("a\0b", "empty or no path"),
+        ("a\0b", "empty, or not a path"),
         ("/absent/image.sif", "no such image"),
         ("oci:/absent", "no such image"),
     ],

@@ -53,9 +53,9 @@ def test_lines_are_added_to_an_existing_section() -> None:
 @pytest.mark.parametrize(
     ("definition", "says"),
     [
-        ("", "empty definition"),
+        ("", "definition is empty"),
         ("From: x\n", "not a line of a definition's header"),
-        ("%post\n true\n", "does not begin"),
+        ("%post\n true\n", "does not start"),
         (HEAD + "%setup\n touch /tmp/host\n", "runs on the host"),
         (HEAD + "%SETUP\n touch /tmp/host\n", "runs on the host"),
         (HEAD + "%appfiles x\n /etc/shadow /x\n", "appfiles"),

@@ -206,7 +206,7 @@ async def test_a_missing_program_is_an_error_of_the_command(project: Project) ->
         ("ENV a=b c", "is not NAME=value"),
         ("ARG 1=x", "declares no argument"),
         ("SHELL /bin/sh", "needs a JSON list"),
-        ("HEALTHCHECK --interval=1x CMD x", "no duration"),
+        ("HEALTHCHECK --interval=1x CMD x", "not a duration"),
         ("RUN --security=insecure x", "not supported"),
         ("RUN --mount=type=secret,id=s,required=true x", "needs the secret s"),
         ("COPY '$a /y", "single quote"),

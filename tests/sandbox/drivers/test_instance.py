@@ -251,7 +251,7 @@ async def test_a_python_session_without_the_hosts_python_is_refused(driver: Inst
     assert shows_python(SandboxSpec(mounts=mounts, masks=masks, env=env))
     sandbox = await driver.start(SandboxSpec())
     try:
-        with pytest.raises(SandboxError, match="needs the host's Python") as caught:
+        with pytest.raises(SandboxError, match="needs that Python") as caught:
             await Toolbox.open(sandbox, python=PythonEngine.FORKED)
         assert "python_runtime" in caught.value.hint
     finally:
