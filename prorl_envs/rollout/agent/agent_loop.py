@@ -1,7 +1,7 @@
 """Agent loop on tokens: model calls and tool calls in turn.
 
-The prompt is rendered once. After that the context grows by the sampled tokens, unchanged, and by each
-observation, rendered separately. If a template is allowed to rewrite the history, the ledger forks. The loop
+The prompt is rendered once. Then each turn appends the sampled tokens, unchanged, and the observations, which
+are rendered separately. If the chat template may rewrite the history, a rewrite forks the ledger. The loop
 parses sampled text to find tool calls, and never tokenises this text again.
 """
 
@@ -41,9 +41,9 @@ _CUT = (
     "Be brief and call one tool."
 )
 
-#: Prompts cached as ids for later samples: more than the groups that start at a time.
+#: Number of rendered prompts that are cached: more than the number of groups that start at the same time.
 _PROMPTS = 64
-#: Ids at the end of a prompt that show if the reasoning starts in the prompt.
+#: Number of ids at the end of a prompt that are enough to see whether the reasoning starts in the prompt.
 _PROMPT_END = 16
 
 
@@ -84,8 +84,8 @@ class Transcript:
     """Conversation so far. It outlives the loop, so that an interrupted episode still has its transcript.
 
     Args:
-        messages: the conversation in readable form.
-        ledger: the same as tokens; None before the prompt is rendered.
+        messages: the conversation as chat messages.
+        ledger: the conversation as tokens; None before the prompt is rendered.
         tools: available tools, if a harness has tools of its own.
         held: time for which turns were held while weights changed. Deadlines do not count this time.
     """
@@ -99,8 +99,8 @@ class Transcript:
 class EpisodeSettings(TypedDict):
     """Settings of an episode, for the agent loop and for a harness.
 
-    limits: turns, tokens of the whole context, consecutive malformed answers, seconds.
-    sampling: sampling of each turn; `max_tokens` shrinks to the remaining context.
+    limits: limits of the episode, such as turns, tokens of the context and seconds.
+    sampling: sampling parameters of each turn; `max_tokens` is reduced to the room in the context.
     session: session name; the model servers treat its calls as one conversation.
     """
 
@@ -115,31 +115,30 @@ class Agent:
 
     Args:
         renderer: the model's tokenizer and chat template.
-        model: the servers that sample.
+        model: client of the model servers.
         clock: measures the calls and the time limit.
-        reasoning: handling of earlier reasoning.
+        reasoning: whether later prompts keep the reasoning of earlier turns.
     """
 
     renderer: Renderer
     model: ModelClient
     clock: Clock
     reasoning: Reasoning = "keep"
-    pooled: RoutedModelClient | None = field(
-        init=False, repr=False
-    )  # `model` if it is a routed client; cached, since the protocol check is slow
-    _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
+    #: `model` if it is a routed client; cached, since the protocol check is slow.
+    pooled: RoutedModelClient | None = field(init=False, repr=False)
+    #: Passed before each computation of an episode that takes longer than a request to the service.
+    fairness: LoopFairness = field(default_factory=LoopFairness, init=False, repr=False)
+    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
     _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
-    #: Entered before each computation of an episode that takes longer than a request to the service.
-    turnstile: LoopFairness = field(default_factory=LoopFairness, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.pooled = self.model if isinstance(self.model, RoutedModelClient) else None
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt. The samples of a group share a prompt, so it is rendered once."""
-        said = json.dumps([list(prompt.messages), [tool.to_openai() for tool in prompt.tools]])
-        ids = self._prompts.pop(said, None) or self.renderer.prompt(prompt.messages, prompt.tools)
-        self._prompts[said] = ids
+        """Return the ids of a prompt. They are cached, since the samples of a group share a prompt."""
+        key = json.dumps([list(prompt.messages), [tool.to_openai() for tool in prompt.tools]])
+        ids = self._prompts.pop(key, None) or self.renderer.prompt(prompt.messages, prompt.tools)
+        self._prompts[key] = ids
         if len(self._prompts) > _PROMPTS:
             self._prompts.popitem(last=False)
         return ids
@@ -149,20 +148,20 @@ class Agent:
         environment: ToolHost,
         prompt: Prompt,
         transcript: Transcript,
-        **how: Unpack[EpisodeSettings],
+        **settings: Unpack[EpisodeSettings],
     ) -> StopReason:
         """Run the loop until it stops.
 
         Args:
-            environment: its tools are called; it must be initialised.
+            environment: an initialised environment; the loop calls its tools.
             prompt: the return value of `init`.
             transcript: filled while the loop runs.
-            how: see `EpisodeSettings`.
+            settings: see `EpisodeSettings`.
 
         Raises:
             ModelError, SandboxError, ToolError: a boundary failed.
         """
-        loop = await self.begin(environment, prompt, transcript, **how)
+        loop = await self.begin(environment, prompt, transcript, **settings)
         try:
             return await loop.finish()
         finally:
@@ -173,26 +172,28 @@ class Agent:
         environment: ToolHost,
         prompt: Prompt,
         transcript: Transcript,
-        **how: Unpack[EpisodeSettings],
+        **settings: Unpack[EpisodeSettings],
     ) -> "AgentLoop":
-        """Return a loop that has read its prompt and taken no turn. Arguments as of `play`."""
-        async with self._reading:  # the first sample of a group renders the prompt, the others use the cache
-            said = sum(len(message.get("content") or "") for message in prompt.messages)
-            ids = await elsewhere(said, partial(self.prompt_ids, prompt))
-        return AgentLoop(self, environment, prompt, ids, transcript, **how)
+        """Return a loop that has rendered its prompt and taken no turn. Arguments: see `play`."""
+        # The lock lets the first sample of a group render the prompt, and the others use the cache.
+        async with self._rendering:
+            ids = await run_in_thread_if_long(_characters(prompt.messages), partial(self.prompt_ids, prompt))
+        return AgentLoop(self, environment, prompt, ids, transcript, **settings)
 
     def forget(self, session: str) -> None:
-        """Release the model server pin of a finished conversation."""
+        """Let the router forget a finished conversation and the model server that it was assigned to."""
         if self.pooled is not None:
             self.pooled.forget(session)
 
 
 class AgentLoop:
-    """One run of the loop. Callers may step through it: with `turn`, which samples from the model, or with
-    `answer`, for an answer that the caller sampled. The time limit runs unless the loop sleeps; a new loop is
-    awake.
+    """One run of the agent loop.
 
-    Args: as `Agent.play`, and `prompt_ids`: the prompt as ids.
+    Callers either run all turns with `finish`, or one at a time: `turn` samples from the model, `answer`
+    takes an answer that the caller sampled. The time limit starts with the constructor. It does not run
+    between `sleep` and `wake`.
+
+    Args: those of `Agent.play`, and `prompt_ids`, the rendered prompt.
     """
 
     def __init__(
@@ -225,12 +226,12 @@ class AgentLoop:
         transcript.ledger = self.ledger
 
     def sleep(self) -> None:
-        """Stop the time limit while the caller works."""
-        self.slept_with_s = self.seconds_left
+        """Suspend the time limit, while the caller works."""
+        self.seconds_left_asleep = self.seconds_left
 
     def wake(self) -> None:
-        """Continue the time limit."""
-        self.ends_at = self.agent.clock.monotonic() + self.slept_with_s
+        """Resume the time limit."""
+        self.ends_at = self.agent.clock.monotonic() + self.seconds_left_asleep
 
     @property
     def room(self) -> int:
@@ -254,36 +255,36 @@ class AgentLoop:
         sampled = await self._sample()
         if sampled is None:
             return StopReason.TIME_LIMIT
-        return await self._heed(sampled)
+        return await self._process_answer(sampled)
 
     async def answer(self, sampled: Sampled) -> StopReason | None:
         """Append an answer that the caller sampled from the current context, and run its tool calls.
 
         Args:
-            sampled: not longer than `room`.
+            sampled: the answer, with at most `room` tokens.
 
         Returns:
-            the reason why the loop stops, or None to continue.
+            The reason why the loop stops, or None to continue.
         """
         self.ledger.sent(self.context)
         self.ledger.sampled(sampled, 0.0)
         self.context.extend(sampled.ids)
-        return await self._heed(sampled)
+        return await self._process_answer(sampled)
 
     def exhausted(self) -> StopReason | None:
-        """Return why there is no further turn, or None."""
+        """Return why the limits allow no further turn, or None if they allow one."""
         if self.ledger.turns >= self.limits.max_turns:
             return StopReason.TURN_LIMIT
         return StopReason.TOKEN_LIMIT if self.room < 1 else None
 
-    async def _heed(self, sampled: Sampled) -> StopReason | None:
+    async def _process_answer(self, sampled: Sampled) -> StopReason | None:
         """Parse an answer and run its tool calls."""
-        await self.agent.turnstile.through()
-        before = len(self.context) - len(sampled.ids)
-        prompt_end = self.context[max(0, before - _PROMPT_END) : before]
+        await self.agent.fairness.through()
+        prompt_length = len(self.context) - len(sampled.ids)
+        prompt_end = self.context[max(0, prompt_length - _PROMPT_END) : prompt_length]
         answer = self.agent.renderer.parse(sampled.ids, self.tools, prompt_ids=prompt_end)
         self.transcript.messages.append(assistant_message(self.agent.renderer, answer, sampled))
-        if reason := self._judge(answer, sampled):
+        if reason := self._stop_without_calls(answer, sampled):
             return reason
         observations = await self.act(answer.tool_calls)
         if isinstance(observations, StopReason):
@@ -294,11 +295,11 @@ class AgentLoop:
         return await self._observe(sampled, observations)
 
     async def _sample(self) -> Sampled | None:
-        """Sample one turn; None if the time limit was reached first.
+        """Sample one turn. Return None if the time limit was reached first.
 
         Raises:
-            ModelError: the limit was reached before the first answer of the episode, or in a call that alone
-                took more than half of the time; or the answer is invalid.
+            ModelError: the answer is invalid. Or the time limit was reached before the first answer of the
+                episode, or in a single call that took more than half of the time limit.
         """
         if self.seconds_left <= 0:
             return None
@@ -320,7 +321,7 @@ class AgentLoop:
             waited = clock.monotonic() - started - (held.seconds() - held_before)
             if self.ledger.turns and waited <= self.limits.run_s / 2:
                 return None
-            raise ModelError(  # the policy did not cause this, so nothing is graded
+            raise ModelError(  # slow servers are not the policy's fault, so the episode is not graded
                 f"the model did not answer in {waited:.3g} of {self.limits.run_s:g} s",
                 hint="are the model servers hung or overloaded? else raise limits.run_s",
             ) from None
@@ -339,7 +340,7 @@ class AgentLoop:
                 self.context, sampling, session=self.session, conversation=conversation
             )
 
-    def _judge(self, answer: AssistantTurn, sampled: Sampled) -> StopReason | None:
+    def _stop_without_calls(self, answer: AssistantTurn, sampled: Sampled) -> StopReason | None:
         """Return why an answer without a readable tool call stops the loop, or None."""
         if answer.tool_calls:
             self.malformed = 0
@@ -379,13 +380,13 @@ class AgentLoop:
         return observations
 
     async def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
-        """Continue with the observations, unless they leave no room for an answer."""
-        await self.agent.turnstile.through()
-        step = await self._next(sampled, observations)
+        """Append the observations to the context, unless they leave no room for an answer."""
+        await self.agent.fairness.through()
+        step = await self._next_prompt(sampled, observations)
         reserve = self.limits.reserve_tokens
-        if reserve and not self.warned and self._left(step) <= reserve:
-            step, observations = await self._squeezed(sampled, observations)
-        if self._left(step) < 1:
+        if reserve and not self.warned and self._room_after(step) <= reserve:
+            step, observations = await self._cut_to_reserve(sampled, observations)
+        if self._room_after(step) < 1:
             return StopReason.TOKEN_LIMIT
         if isinstance(step, Fork):
             self.ledger.fork(step.ids)
@@ -396,12 +397,12 @@ class AgentLoop:
         self.transcript.messages.extend(observations)
         return None
 
-    async def _next(self, sampled: Sampled, observations: Sequence[Message]) -> Append | Fork:
+    async def _next_prompt(self, sampled: Sampled, observations: Sequence[Message]) -> Append | Fork:
         messages = [*self.transcript.messages, *observations]
         agent = self.agent
         rendered = observations if agent.reasoning == "keep" else messages
-        return await elsewhere(
-            sum(len(message.get("content") or "") for message in rendered),
+        return await run_in_thread_if_long(
+            _characters(rendered),
             partial(
                 next_prompt,
                 agent.renderer,
@@ -414,42 +415,49 @@ class AgentLoop:
             ),
         )
 
-    def _left(self, step: Append | Fork) -> int:
+    def _room_after(self, step: Append | Fork) -> int:
         """Return the number of tokens by which the context may grow after this step."""
         return (self.limits.max_tokens if isinstance(step, Fork) else self.room) - len(step.ids)
 
-    async def _squeezed(
+    async def _cut_to_reserve(
         self, sampled: Sampled, observations: Sequence[Message]
     ) -> tuple[Append | Fork, list[Message]]:
-        """Cut the observations to preserve the reserve as far as possible, and add the low-budget warning."""
+        """Add the low-budget warning, and cut the observations until `reserve_tokens` are free or the
+        observations have their shortest length."""
         self.warned = True
-        warning = loop_limits.last_words(self.limits.reserve_tokens)
-        shown = [*observations, warning]
-        step = await self._next(sampled, shown)
-        for size in loop_limits.sizes(observations):
-            if self._left(step) >= self.limits.reserve_tokens:
+        warning = loop_limits.low_budget_warning(self.limits.reserve_tokens)
+        messages = [*observations, warning]
+        step = await self._next_prompt(sampled, messages)
+        for size in loop_limits.cut_sizes(observations):
+            if self._room_after(step) >= self.limits.reserve_tokens:
                 break
-            shown = [*loop_limits.shorter(observations, size), warning]
-            step = await self._next(sampled, shown)
-        return step, shown
+            messages = [*loop_limits.cut_all(observations, size), warning]
+            step = await self._next_prompt(sampled, messages)
+        return step, messages
 
 
-async def elsewhere[T](characters: int, work: Callable[[], T]) -> T:
-    """Run tokenisation of so many characters; in a thread if it would block the event loop for
-    milliseconds."""
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(message.get("content") or "") for message in messages)
+
+
+async def run_in_thread_if_long[T](characters: int, work: Callable[[], T]) -> T:
+    """Run `work`, which tokenises this number of characters. Run it in a thread if it would block the event
+    loop for milliseconds."""
     return work() if characters < LONG else await asyncio.to_thread(work)
 
 
 def check_sampled(sampled: Sampled, tokens: int) -> None:
-    """Check that an answer fits a request for at most `tokens` tokens.
+    """Check an answer to a request for at most `tokens` tokens.
 
     Raises:
-        ModelError: it does not.
+        ModelError: the answer is too long, was aborted, or has too few or too many log-probabilities.
     """
     if len(sampled.ids) != len(sampled.logprobs):
-        raise ModelError("the model server sent another number of log-probabilities than of tokens")
+        raise ModelError(
+            f"the model server sent {len(sampled.logprobs)} log-probabilities for {len(sampled.ids)} tokens"
+        )
     if len(sampled.ids) > tokens:
-        raise ModelError(f"the model server sampled {len(sampled.ids)} tokens, asked for {tokens} at most")
+        raise ModelError(f"the model server sampled {len(sampled.ids)} tokens; the limit was {tokens}")
     if sampled.finish_reason == "abort":
         raise ModelError("the model server aborted the answer")
 
@@ -481,5 +489,6 @@ def openai_call(call: ToolCall) -> dict[str, Any]:
 
 
 def unicode(text: str) -> str:
-    """Replace characters that UTF-8 cannot encode: results are sent as UTF-8; model output is untrusted."""
+    """Replace characters that UTF-8 cannot encode: model output may have them, and results are sent as
+    UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -8,30 +8,30 @@ class LoopFairness:
     """Admission of at most one caller per iteration of the event loop.
 
     A request needs many short iterations. If eight episodes computed in each iteration, the request would
-    wait for all eight each time; with this class it waits for one. See decisions/scheduling.md.
+    wait for all eight in each of them. With this class it waits for one. See decisions/scheduling.md.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._turning = False
+        self._admission_scheduled = False
 
     async def through(self) -> None:
-        """Return at once if no caller passed in this iteration, else in a later one, first come first
-        served."""
+        """Wait for an iteration in which no other caller was admitted. Callers are admitted in order of
+        arrival; without waiting callers, this returns at once."""
         loop = asyncio.get_running_loop()
-        if not self._turning:
-            self._turning = True
-            loop.call_soon(self._turn, loop)
+        if not self._admission_scheduled:
+            self._admission_scheduled = True
+            loop.call_soon(self._admit_next, loop)
             return
-        place = loop.create_future()
-        self._waiting.append(place)
-        await place
+        admitted = loop.create_future()
+        self._waiting.append(admitted)
+        await admitted
 
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _admit_next(self, loop: asyncio.AbstractEventLoop) -> None:
         while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():  # otherwise its caller was cancelled
-                place.set_result(None)
-                loop.call_soon(self._turn, loop)
+            admitted = self._waiting.popleft()
+            if not admitted.done():  # otherwise its caller was cancelled
+                admitted.set_result(None)
+                loop.call_soon(self._admit_next, loop)
                 return
-        self._turning = False
+        self._admission_scheduled = False

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from prorl_envs.env.base import Message
 from prorl_envs.tools.types import ToolCall
 
-#: Shortest length to which an observation is cut.
-_LEAST = 200
-_LAST_WORDS = "Only about {tokens} tokens of the context are left. Finish now, with what you have."
+#: Shortest length in characters to which an observation is cut.
+_MIN_LENGTH = 200
+_LOW_BUDGET = "Only about {tokens} tokens of the context are left. Finish now, with what you have."
 
 
 class RepeatDetector:
-    """Detector of repeated turns: the same calls with the same outcome, turn after turn, or two such turns in
-    alternation.
+    """Detector of repeated turns: consecutive turns with the same calls and the same outcomes, or two turns
+    that alternate.
 
     Args:
         limit: number of repetitions; 0 disables the detector.
@@ -31,37 +31,37 @@ class RepeatDetector:
         if not calls:
             self._turns.clear()
             return False
-        done = [[call.name, call.arguments] for call in calls]
-        seen = [message["content"] for message in observations]
-        self._turns.append(json.dumps([done, seen], sort_keys=True))
+        actions = [[call.name, call.arguments] for call in calls]
+        outcomes = [message["content"] for message in observations]
+        self._turns.append(json.dumps([actions, outcomes], sort_keys=True))
         turns = list(self._turns)
         same = len(set(turns[-self._limit :])) == 1 and len(turns) >= self._limit
         return same or (len(turns) == 2 * self._limit and turns[2:] == turns[:-2])
 
 
-def cut(text: str, most: int) -> str:
-    """Return `text`, or its head and tail with a line that counts the omitted characters. The result has at
-    most `most` characters and that line."""
-    if len(text) <= most:
+def cut(text: str, limit: int) -> str:
+    """Return `text`, or its head and tail with a line between them that counts the omitted characters. Head
+    and tail together have `limit` characters."""
+    if len(text) <= limit:
         return text
-    head, tail = text[: most - most // 2], text[len(text) - most // 2 :]
-    return f"{head}\n[{len(text) - most} characters left out]\n{tail}"
+    head, tail = text[: limit - limit // 2], text[len(text) - limit // 2 :]
+    return f"{head}\n[{len(text) - limit} characters left out]\n{tail}"
 
 
-def shorter(observations: Sequence[Message], most: int) -> list[Message]:
-    """Return the observations, each cut to about `most` characters."""
-    return [{**message, "content": cut(message["content"], most)} for message in observations]
+def cut_all(observations: Sequence[Message], limit: int) -> list[Message]:
+    """Return the observations, each cut to about `limit` characters."""
+    return [{**message, "content": cut(message["content"], limit)} for message in observations]
 
 
-def sizes(observations: Sequence[Message]) -> list[int]:
-    """Return the lengths to try when cutting observations, each half of the previous one."""
-    found, size = [], max((len(message["content"]) for message in observations), default=0)
-    while size > _LEAST:
-        size //= 2
-        found.append(max(size, _LEAST))
-    return found
+def cut_sizes(observations: Sequence[Message]) -> list[int]:
+    """Return the lengths to try when cutting observations, in characters; each is half of the one before."""
+    lengths, length = [], max((len(message["content"]) for message in observations), default=0)
+    while length > _MIN_LENGTH:
+        length //= 2
+        lengths.append(max(length, _MIN_LENGTH))
+    return lengths
 
 
-def last_words(tokens: int) -> Message:
-    """Return the message that warns the model once that its context is almost full."""
-    return {"role": "user", "content": _LAST_WORDS.format(tokens=tokens)}
+def low_budget_warning(tokens: int) -> Message:
+    """Return the message that warns the model that its context is almost full."""
+    return {"role": "user", "content": _LOW_BUDGET.format(tokens=tokens)}

@@ -1,8 +1,8 @@
 """Token ledger of one episode: exactly the tokens that the model read and wrote.
 
-A row only grows at its end, and only the new part of a prompt is compared with the ledger: the cost of a turn
-depends on its own tokens, not on the history. A context that does not continue the recorded tokens starts
-another row.
+A row only grows at its end, and only the new part of a prompt is compared with the ledger. So the cost of a
+turn depends on the tokens of the turn, not on the length of the history. A context that does not continue the
+recorded tokens starts another row.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ class _Turn:
 
 
 class Ledger:
-    """Ids, mask and log-probabilities of one episode, with its turns as spans.
+    """Ids, loss mask and log-probabilities of one episode, with its turns as spans of positions.
 
     Args:
         prompt_ids: ids of the initial prompt.
 
-    Length and append methods refer to the last row; `forks` are the rows before.
+    All methods refer to the last row unless they say otherwise. `forks` contains the rows before it.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -35,7 +35,7 @@ class Ledger:
         self._begin(prompt_ids)
 
     def fork(self, prompt_ids: Sequence[int]) -> None:
-        """Start another row: the conversation continues from these ids, which rewrite its history."""
+        """Start another row with these ids: a prompt that rewrites the history of the conversation."""
         self.forks.append(self.trajectory())
         self._begin(prompt_ids)
 
@@ -43,8 +43,8 @@ class Ledger:
         self._ids = list(prompt_ids)
         self._mask = [0] * len(self._ids)
         self._logprobs = [0.0] * len(self._ids)
-        self._first = len(self._turns)
-        self._checked = 0
+        self._first = len(self._turns)  # index of the row's first turn
+        self._checked = 0  # number of ids that `sent` has compared
         self._drift = 0
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Ledger:
 
     @property
     def turns(self) -> int:
-        """Number of model calls so far."""
+        """Number of model calls so far, in all rows."""
         return len(self._turns)
 
     @property
@@ -71,7 +71,7 @@ class Ledger:
 
     @property
     def exact(self) -> bool:
-        """True if the ids are those that the model read and sampled."""
+        """True if all recorded ids are exactly the ids that the model read and sampled."""
         return all(turn.sampled.exact for turn in self._turns)
 
     @property
@@ -83,16 +83,16 @@ class Ledger:
         return sum(turn.tools_s for turn in self._turns)
 
     def sent(self, prompt_ids: Sequence[int]) -> None:
-        """Compare a prompt that is about to be sent with the recorded ids: the part that is new since the
-        last prompt, position by position, and the total length."""
-        mine, theirs = self._ids[self._checked :], list(prompt_ids[self._checked :])
-        if mine != theirs:  # usually equal, which spares the comparison by position
-            self._drift += sum(a != b for a, b in zip(mine, theirs, strict=False))
+        """Count the drift of a prompt that is about to be sent: positions whose id differs from the recorded
+        id, and the difference in length. Ids up to the end of the last prompt are not compared again."""
+        recorded, prompt = self._ids[self._checked :], list(prompt_ids[self._checked :])
+        if recorded != prompt:  # usually equal: one comparison of lists is faster than one per position
+            self._drift += sum(a != b for a, b in zip(recorded, prompt, strict=False))
         self._drift += abs(len(self._ids) - len(prompt_ids))
         self._checked = len(self._ids)
 
     def sampled(self, answer: Sampled, model_s: float) -> None:
-        """Append a sampled answer. An answer that is not exact is no training data: its mask is 0."""
+        """Append a sampled answer. If it is not exact, its mask is 0, so that it is not trained on."""
         self._turns.append(_Turn(len(self._ids), answer, model_s))
         self._append(answer.ids, int(answer.exact), answer.logprobs)
 

@@ -1,8 +1,8 @@
 """OpenTelemetry traces: a job, its stages, and in RUN every model call and tool call.
 
-Without an OpenTelemetry SDK this module does nothing, and checks once per stage for an SDK. Attribute names
-follow https://opentelemetry.io/docs/specs/semconv/gen-ai/ if they fit. Spans contain no prompt, output or
-task text: traces travel to other systems than results do.
+Without an OpenTelemetry SDK this module only checks once per stage for an SDK. Attribute names follow
+https://opentelemetry.io/docs/specs/semconv/gen-ai/ if it has a fitting name. Spans contain no prompt, output
+or task text, since traces are sent to other systems than results are.
 """
 
 from collections.abc import Iterator
@@ -25,26 +25,24 @@ _tracer = trace.get_tracer("prorl_envs", __version__)
 #: Job of the current asyncio task, for log lines; "" outside of a job.
 current_job: ContextVar[str] = ContextVar("current_job", default="")
 
-
 #: Span used without tracing; the API's own no-op span costs 50 us.
 _NO_SPAN: AbstractContextManager[Span] = nullcontext(trace.INVALID_SPAN)
-
 
 #: True if tracing was active when this task's stage started; None outside of stages.
 _stage_traced: ContextVar[bool | None] = ContextVar("stage_traced", default=None)
 
 
-def _is_traced() -> bool:
+def _sdk_is_active() -> bool:
     return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 def _traced() -> bool:
-    known = _stage_traced.get()
-    return _is_traced() if known is None else known
+    cached = _stage_traced.get()
+    return _sdk_is_active() if cached is None else cached
 
 
-def _current(name: str) -> AbstractContextManager[Span]:
-    """Open a new span, the current one while the block runs."""
+def _open_span(name: str) -> AbstractContextManager[Span]:
+    """Open a span. It is the current span while the block runs."""
     return _tracer.start_as_current_span(name) if _traced() else _NO_SPAN
 
 
@@ -69,36 +67,42 @@ def end_job(span: Span, state: JobState, reward: float | None, attempts: int) ->
 def in_stage(job: str, span: Span, stage: Stage, attempt: int) -> Iterator[Span]:
     """Open the span of a stage while the stage runs in this task."""
     with (
-        _working_for(job),
+        _stage_context(job),
         trace.use_span(span) if _traced() else nullcontext(),
-        _current(stage) as of_stage,
+        _open_span(stage) as stage_span,
     ):
-        of_stage.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
-        yield of_stage
+        stage_span.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
+        yield stage_span
 
 
 @contextmanager
-def _working_for(job: str) -> Iterator[None]:
-    of_job, of_traced = current_job.set(job), _stage_traced.set(_is_traced())
+def _stage_context(job: str) -> Iterator[None]:
+    """Set the context variables of this module while a stage of the job runs."""
+    job_reset, traced_reset = current_job.set(job), _stage_traced.set(_sdk_is_active())
     try:
         yield
     finally:
-        _stage_traced.reset(of_traced)
-        current_job.reset(of_job)
+        _stage_traced.reset(traced_reset)
+        current_job.reset(job_reset)
 
 
 def carried() -> dict[str, str]:
     """Return the current span as W3C trace headers, for work that continues on another machine."""
-    carrier: dict[str, str] = {}
-    _propagator.inject(carrier)
-    return carrier
+    headers: dict[str, str] = {}
+    _propagator.inject(headers)
+    return headers
 
 
 @contextmanager
-def continued(job: str, carrier: dict[str, str]) -> Iterator[None]:
-    """Use the span of another machine as parent while a stage starts; tasks created here inherit it."""
-    span = trace.get_current_span(_propagator.extract(carrier, context=Context()))
-    with _working_for(job), trace.use_span(span):
+def continued(job: str, headers: dict[str, str]) -> Iterator[None]:
+    """Use the span of another machine as parent span. Tasks created in this block inherit it.
+
+    Args:
+        job: id of the job.
+        headers: return value of `carried` on the other machine.
+    """
+    span = trace.get_current_span(_propagator.extract(headers, context=Context()))
+    with _stage_context(job), trace.use_span(span):
         yield
 
 
@@ -115,7 +119,7 @@ def model_call(prompt_tokens: int) -> AbstractContextManager[Span]:
 
 @contextmanager
 def _model_call(prompt_tokens: int) -> Iterator[Span]:
-    with _current("model_call") as span:
+    with _open_span("model_call") as span:
         span.set_attribute("gen_ai.operation.name", "text_completion")
         span.set_attribute("gen_ai.usage.input_tokens", prompt_tokens)
         yield span
@@ -136,7 +140,7 @@ def tool_call(call: ToolCall, known: bool) -> AbstractContextManager[Span]:
 
 @contextmanager
 def _tool_call(call: ToolCall, known: bool) -> Iterator[Span]:
-    with _current("tool_call") as span:
+    with _open_span("tool_call") as span:
         span.set_attribute("gen_ai.operation.name", "execute_tool")
         span.set_attribute("gen_ai.tool.name", call.name if known else "unknown")
         yield span

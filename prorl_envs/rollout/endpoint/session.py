@@ -10,7 +10,7 @@ from functools import partial
 from prorl_envs.errors import InputError, ModelError
 from prorl_envs.model.types import Conversation, Partial, RoutedModelClient, Sampled, Sampling
 from prorl_envs.rollout.agent import tracing
-from prorl_envs.rollout.agent.agent_loop import Agent, Transcript, check_sampled, elsewhere
+from prorl_envs.rollout.agent.agent_loop import Agent, Transcript, check_sampled, run_in_thread_if_long
 from prorl_envs.rollout.api.types import AgentLimits, StopReason
 from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser, LiveAnswer
 from prorl_envs.rollout.endpoint.recording import PROMPT_END, Pending, Recording
@@ -220,7 +220,7 @@ class ModelSession:
         given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
         try:
             new = self.recording.new_text(asked.messages, asked.keys, asked.tools_key)
-            return await elsewhere(new, partial(self.recording.prompt, *given))
+            return await run_in_thread_if_long(new, partial(self.recording.prompt, *given))
         except InputError as error:
             raise RequestRefused(RefusalReason.INVALID, str(error)) from error
 

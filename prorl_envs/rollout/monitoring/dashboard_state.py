@@ -1,6 +1,6 @@
-"""Dashboard state of a service: summaries of its last results, and statistics of them.
+"""Dashboard state of a service: summaries of its last results, and statistics of these results.
 
-Each result is counted once, when it is stored. Views are built on request, and shared by all viewers.
+Each result is counted once, when it is stored. Views are built on request, and shared by all clients.
 """
 
 import asyncio
@@ -33,16 +33,18 @@ from prorl_envs.rollout.store.statistics import deviation
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.viewer.summary import Summary
 
-#: Maximum number of summaries kept of results since the start, and of earlier results read from the store on
-#: request; and the number of the latter per read.
-KEPT, AT_ONCE = 20_000, 500
+#: Maximum number of summaries in memory, each for results since the start and for results from before it.
+MAX_SUMMARIES = 20_000
+#: Number of summaries per read from the store.
+PAGE = 500
 #: Seconds of a bucket, and number of buckets.
 BUCKET_S, BUCKETS = 10.0, 60
-#: Number of results, and of single calls, that percentiles are computed from.
-LATELY, CALLS = 1_000, 5_000
+#: Number of last results, and of last calls, that percentiles are computed from.
+LAST_RESULTS, LAST_CALLS = 1_000, 5_000
+#: Maximum number of listed groups.
 GROUPS = 24
 #: Maximum number of followers.
-MOST_STREAMS = 64
+MAX_STREAMS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class DashboardSnapshot:
 
     Args:
         status, attempts_limit, batches, nodes, running: as in `DashboardView`.
-        use: of the machine; `memory`: of its sandboxes.
+        use: number and state of the machine's sandboxes; `memory`: memory that they use.
     """
 
     status: StatusView
@@ -70,7 +72,7 @@ class DashboardState:
         clock: measures time.
         store: has the results from before the start.
         look: returns the parts of a `DashboardView` that are not about results.
-        results: number of results that the store keeps: at most as many summaries are kept.
+        results: number of results that the store keeps; at most this many summaries are kept.
     """
 
     def __init__(
@@ -79,17 +81,17 @@ class DashboardState:
         self._clock = clock
         self._store = store
         self._look = look
-        self._recent: deque[Summary] = deque(maxlen=min(KEPT, results))
+        self._recent: deque[Summary] = deque(maxlen=min(MAX_SUMMARIES, results))
         self._buckets: dict[int, Bucket] = {}
-        self._calls: deque[float] = deque(maxlen=CALLS)
-        self._tools: deque[float] = deque(maxlen=CALLS)
-        self._before: list[Summary] = []
+        self._calls: deque[float] = deque(maxlen=LAST_CALLS)
+        self._tools: deque[float] = deque(maxlen=LAST_CALLS)
+        self._earlier: list[Summary] = []  # of results from before the start
         self._reading = asyncio.Lock()
         self._start: int | None = None  # cursor of the first result since the start
         self._read_to, self._all_read = 0, False
         self._streams = 0
-        self._made: tuple[float, DashboardView] | None = None
-        self._ended = asyncio.Event()
+        self._cached: tuple[float, DashboardView] | None = None  # time in seconds, and the view
+        self._closed = asyncio.Event()
 
     def observe(self, result: Result) -> None:
         """Count a stored result."""
@@ -109,22 +111,20 @@ class DashboardState:
                 self._tools.append(turn.tools_s)
 
     async def page(self, after: int, limit: int, only: Selection) -> SummaryPage:
-        """Return summaries after a cursor: of the results since the start, and of the last ones before it.
+        """Return summaries after a cursor, of results since the start and of the last results before it.
 
         Args:
             after: a cursor; 0 starts with the oldest known result.
             limit: maximum number of summaries.
-            only: its prefix alone is used.
+            only: selects results by the prefix of their group id. Its other fields are ignored.
         """
         async with self._reading:
             await self._read_on(after, limit, only)
-        known = chain(self._before, self._since_start() if self._all_read else ())
+        known = chain(self._earlier, self._since_start() if self._all_read else ())
         found = [summary for summary in known if summary.cursor > after]
-        mine = list(islice((one for one in found if one.group_id.startswith(only.prefix)), limit))
-        whole = len(mine) < limit and bool(found)
-        return SummaryPage(
-            summaries=mine, next=found[-1].cursor if whole else mine[-1].cursor if mine else after
-        )
+        selected = list(islice((each for each in found if each.group_id.startswith(only.prefix)), limit))
+        last = found if len(selected) < limit else selected  # without a full page, all of `found` was read
+        return SummaryPage(summaries=selected, next=last[-1].cursor if last else after)
 
     def since(self, after: int, limit: int) -> list[Summary]:
         """Return the newest summaries after a cursor, oldest first."""
@@ -144,62 +144,63 @@ class DashboardState:
         """Read results from before the start from the store, until `limit` summaries are found."""
         if self._start is None:
             self._start = self._recent[0].cursor if self._recent else await self._store.newest() + 1
-            self._read_to = max(0, self._start - 1 - KEPT)
+            self._read_to = max(0, self._start - 1 - MAX_SUMMARIES)
 
-        def wanted(found: Iterable[Summary]) -> int:
-            return sum(one.cursor > after and one.group_id.startswith(only.prefix) for one in found)
+        def count_selected(found: Iterable[Summary]) -> int:
+            return sum(each.cursor > after and each.group_id.startswith(only.prefix) for each in found)
 
-        missing = limit - wanted(self._before)
+        missing = limit - count_selected(self._earlier)
         while missing > 0 and not self._all_read:
-            page = await self._store.summaries(self._read_to, AT_ONCE)
+            page = await self._store.summaries(self._read_to, PAGE)
             fresh = [summary for summary in page if summary.cursor < self._start]
-            self._before += fresh
-            self._all_read = len(fresh) < AT_ONCE
+            self._earlier += fresh
+            self._all_read = len(fresh) < PAGE
             self._read_to = fresh[-1].cursor if fresh else self._read_to
-            missing -= wanted(fresh)
+            missing -= count_selected(fresh)
 
     def _since_start(self) -> Iterator[Summary]:
         """Return the summaries since the start that were not read from the store."""
-        return (one for one in self._recent if self._start is None or one.cursor >= self._start)
+        return (each for each in self._recent if self._start is None or each.cursor >= self._start)
 
     # Views.
 
     def view(self, *, fresh_s: float = 0.5) -> DashboardView:
         """Return the state of the service. Calls within `fresh_s` seconds of each other get the same view."""
         now = self._clock.monotonic()
-        if self._made is None or now - self._made[0] >= fresh_s:
-            self._made = (now, self._view(now))
-        return self._made[1]
+        if self._cached is None or now - self._cached[0] >= fresh_s:
+            self._cached = (now, self._view(now))
+        return self._cached[1]
 
     def _view(self, now: float) -> DashboardView:
-        look = self._look()
-        lately = list(islice(chain(reversed(self._recent), reversed(self._before)), LATELY))
-        rewards = [summary.reward for summary in lately if summary.reward is not None]
+        snapshot = self._look()
+        newest_first = chain(reversed(self._recent), reversed(self._earlier))
+        last = list(islice(newest_first, LAST_RESULTS))
+        rewards = [summary.reward for summary in last if summary.reward is not None]
         bucket = int(now // BUCKET_S)
         return DashboardView(
             time=time.time(),
-            status=look.status,
-            attempts_limit=look.attempts_limit,
-            sandboxes=_sandboxes(look.use, look.memory),
+            status=snapshot.status,
+            attempts_limit=snapshot.attempts_limit,
+            sandboxes=_sandboxes(snapshot.use, snapshot.memory),
             history=[
                 self._buckets.get(number, Bucket()) for number in range(bucket - BUCKETS + 1, bucket + 1)
             ],
-            latency=self._latency(lately),
+            latency=self._latency(last),
             rewards=_tenths(rewards),
             reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
-            groups=_groups(lately),
-            batches=look.batches,
-            nodes=look.nodes,
-            running=look.running,
+            groups=_groups(last),
+            batches=snapshot.batches,
+            nodes=snapshot.nodes,
+            running=snapshot.running,
         )
 
-    def _latency(self, lately: Sequence[Summary]) -> dict[str, Percentiles]:
-        ended = [summary for summary in lately if summary.state == JobState.DONE]
+    def _latency(self, summaries: Sequence[Summary]) -> dict[str, Percentiles]:
+        done = [summary for summary in summaries if summary.state == JobState.DONE]
         measured: dict[str, Iterable[float]] = {
-            "queued": (summary.queued_s for summary in ended),
-            "init": (summary.init_s for summary in ended),
-            "run": (summary.run_s for summary in ended),
-            "eval": (summary.eval_s for summary in ended),
+            "queued": (summary.queued_s for summary in done),
+            "init": (summary.init_s for summary in done),
+            "run": (summary.run_s for summary in done),
+            "eval": (summary.eval_s for summary in done),
             "model_call": self._calls,
             "tools": self._tools,
         }
@@ -213,8 +214,8 @@ class DashboardState:
         Raises:
             QueueFull: the maximum number of followers is reached.
         """
-        if self._streams >= MOST_STREAMS:
-            raise QueueFull(f"{MOST_STREAMS} are watching already", hint="close a dashboard")
+        if self._streams >= MAX_STREAMS:
+            raise QueueFull(f"{MAX_STREAMS} clients follow the dashboard already", hint="close a dashboard")
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -226,17 +227,17 @@ class DashboardState:
             self._streams -= 1
 
     async def wait(self, seconds: float) -> bool:
-        """Wait, and return whether the service still runs after so many seconds."""
+        """Wait for a number of seconds. Return True, or False as soon as the service stops."""
         try:
             async with self._clock.timeout(seconds):
-                await self._ended.wait()
+                await self._closed.wait()
         except TimeoutError:
             return True
         return False
 
     async def aclose(self) -> None:
         """Close every stream."""
-        self._ended.set()
+        self._closed.set()
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
@@ -258,16 +259,16 @@ def _tenths(rewards: Sequence[float]) -> list[int]:
     return counts
 
 
-def _groups(lately: Sequence[Summary]) -> list[GroupLine]:
+def _groups(summaries: Sequence[Summary]) -> list[GroupLine]:
     found: dict[str, list[Summary]] = {}
-    for summary in lately:
+    for summary in summaries:
         if summary.group_id in found or len(found) < GROUPS:
             found.setdefault(summary.group_id, []).append(summary)
     lines = []
     for group, samples in found.items():
         ordered = sorted(samples, key=lambda summary: summary.sample)
-        given = [summary.reward for summary in ordered if summary.reward is not None]
-        mean = math.fsum(given) / len(given) if given else None
+        rewards = [summary.reward for summary in ordered if summary.reward is not None]
+        mean = math.fsum(rewards) / len(rewards) if rewards else None
         lines.append(
             GroupLine(
                 id=group,
@@ -275,7 +276,7 @@ def _groups(lately: Sequence[Summary]) -> list[GroupLine]:
                 task_id=ordered[0].task_id,
                 rewards=[summary.reward for summary in ordered],
                 mean=mean,
-                std=None if mean is None else deviation(given, mean),
+                std=None if mean is None else deviation(rewards, mean),
             )
         )
     return lines
@@ -305,7 +306,7 @@ def _sandboxes(use: NodeUse, memory: MemoryUse) -> SandboxesView:
 def _memory(path: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
     """Return the total and the available memory of the machine in bytes."""
     try:
-        rows = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-        return int(rows["MemTotal"].split()[0]) * 1024, int(rows["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        return int(fields["MemTotal"].split()[0]) * 1024, int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None, None

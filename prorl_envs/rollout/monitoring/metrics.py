@@ -34,7 +34,7 @@ from prorl_envs.rollout.store.base import UnreadResults
 #: Content type of `Metrics.text`.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
-#: Upper bounds in seconds, from a tool call to a build.
+#: Upper bounds of histogram buckets in seconds: from a short tool call to a long build.
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 _TURNS = (1, 2, 3, 5, 8, 13, 20, 30, 50, 100, 200)
 _TOKENS = (256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -45,11 +45,11 @@ class Metrics:
 
     Args:
         status: returns the current status of the service.
-        node: returns the current use of its machine.
+        node: returns the number and state of the sandboxes on the service's machine.
         batches: returns the stored batches.
-        unread: returns the number of unread results.
+        unread: returns the numbers of unread and dropped results.
         fleet: further nodes, or None.
-        connections: of the HTTP server.
+        connections: connection counts of the HTTP server.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._groups = Counter(
             "prorl_batch_groups_decided",
-            "Groups of batches that were decided, and why these are not informative.",
+            "Decided groups of batches, by verdict and by the reason why a group is not informative.",
             ["verdict", "reason"],
             registry=registry,
         )
         family = ["environment"]
         self._results = Counter(
-            "prorl_results", "Jobs that came to a result.", [*family, "state"], registry=registry
+            "prorl_results", "Finished jobs, by final state.", [*family, "state"], registry=registry
         )
         self._failures = Counter(
             "prorl_failures",
@@ -79,17 +79,27 @@ class Metrics:
             registry=registry,
         )
         self._stops = Counter(
-            "prorl_agent_stops", "Why the agent loop ended.", [*family, "reason"], registry=registry
+            "prorl_agent_stops",
+            "Finished agent loops, by stop reason.",
+            [*family, "reason"],
+            registry=registry,
         )
         self._rewards = Summary("prorl_reward", "Rewards that graders gave.", family, registry=registry)
-        self._queued = _seconds("prorl_job_queued_seconds", "Waiting for stages.", family, registry)
+        self._queued = _seconds(
+            "prorl_job_queued_seconds", "Seconds that a job waited for its stages.", family, registry
+        )
         self._stages = _seconds(
-            "prorl_job_stage_seconds", "Active time in a stage.", [*family, "stage"], registry
+            "prorl_job_stage_seconds",
+            "Seconds that a job spent in a stage.",
+            [*family, "stage"],
+            registry,
         )
         self._calls = _seconds(
-            "prorl_model_call_seconds", "One call of a model server.", ["server"], registry
+            "prorl_model_call_seconds", "Seconds of one call of a model server.", ["server"], registry
         )
-        self._tools = _seconds("prorl_turn_tools_seconds", "The tool calls of one turn.", family, registry)
+        self._tools = _seconds(
+            "prorl_turn_tools_seconds", "Seconds of the tool calls of one turn.", family, registry
+        )
         self._turns = Histogram(
             "prorl_job_turns", "Model calls of a job.", family, buckets=_TURNS, registry=registry
         )
@@ -98,14 +108,16 @@ class Metrics:
         )
         self._tokens = Counter(
             "prorl_trajectory_tokens",
-            "Tokens in results, sampled by the model or observed by it.",
+            "Tokens in results, by origin: sampled by the model, or observed by it.",
             [*family, "origin"],
             registry=registry,
         )
         self._drift = Counter(
             "prorl_drift_tokens", "Prompt tokens that differed from the recorded ones.", registry=registry
         )
-        registry.register(_Now(status, node, batches, unread, fleet, connections or ConnectionCounts()))
+        registry.register(
+            _ScrapeCollector(status, node, batches, unread, fleet, connections or ConnectionCounts())
+        )
         ProcessCollector(registry=registry)
 
     def observe(self, result: Result) -> None:
@@ -126,9 +138,9 @@ class Metrics:
         if result.trajectory is not None:
             self._observe_trajectory(result)
 
-    def decided(self, judgement: GroupDecision) -> None:
+    def decided(self, decision: GroupDecision) -> None:
         """Count a decided group, once."""
-        self._groups.labels(judgement.verdict, judgement.reason).inc()
+        self._groups.labels(decision.verdict, decision.reason).inc()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -154,11 +166,11 @@ class Metrics:
             tools.observe(turn.tools_s)
 
 
-def _seconds(name: str, what: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, f"Seconds: {what}", labels, buckets=_SECONDS, registry=registry)
+def _seconds(name: str, help_text: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, help_text, labels, buckets=_SECONDS, registry=registry)
 
 
-class _Now(Collector):
+class _ScrapeCollector(Collector):
     """Collector of values that are read on each scrape."""
 
     def __init__(
@@ -185,34 +197,40 @@ class _Now(Collector):
         yield from _model_servers(status)
         heartbeats = self._fleet.heartbeats() if self._fleet is not None else {}
         yield from sandboxes(
-            {HEAD: self._node(), **{name: use_of(beat) for name, beat in heartbeats.items()}}
+            {HEAD: self._node(), **{name: use_of(heartbeat) for name, heartbeat in heartbeats.items()}}
         )
         yield from nodes(self._fleet.views() if self._fleet is not None else (), heartbeats)
-        yield from _kept_batches(self._batches())
+        yield from _batches(self._batches())
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # otherwise collected once on registration, before there is a service
+        return iter(())  # without this method, registration calls `collect`, before the service exists
 
 
 def _service(status: StatusView) -> Iterator[Metric]:
-    yield _gauge("prorl_up_seconds", "Since the service's start.", status.uptime_s)
+    yield _gauge("prorl_up_seconds", "Seconds since the service's start.", status.uptime_s)
     state = GaugeMetricFamily(
         "prorl_service_state", "1 for the state that the service is in.", labels=["state"]
     )
     state.add_metric([status.state], 1)
     yield state
-    for what in ("active", "waiting", "limit"):
-        pool = GaugeMetricFamily(f"prorl_pool_{what}", _POOL[what], labels=["stage"])
+    for field, help_text in _POOL.items():
+        pool = GaugeMetricFamily(f"prorl_pool_{field}", help_text, labels=["stage"])
         for stage, view in status.pools.items():
-            pool.add_metric([stage], getattr(view, what))
+            pool.add_metric([stage], getattr(view, field))
         yield pool
     yield _gauge("prorl_jobs_with_sandbox", "Jobs that hold a sandbox.", status.jobs_with_sandbox)
-    yield _gauge("prorl_max_jobs_with_sandbox", "Most of them.", status.max_jobs_with_sandbox)
-    yield _gauge("prorl_unfinished_jobs", "Jobs accepted and not gone.", status.unfinished)
-    yield _gauge("prorl_queue_limit", "Most of them.", status.queue_limit)
+    yield _gauge(
+        "prorl_max_jobs_with_sandbox",
+        "Maximum number of jobs that hold a sandbox.",
+        status.max_jobs_with_sandbox,
+    )
+    yield _gauge(
+        "prorl_unfinished_jobs", "Accepted jobs without a result or with an open sandbox.", status.unfinished
+    )
+    yield _gauge("prorl_queue_limit", "Maximum number of unfinished jobs.", status.queue_limit)
     yield _counter("prorl_retries", "Attempts beyond the first.", status.retries)
-    yield _counter("prorl_close_failures", "Sandboxes that did not close in order.", status.close_failures)
-    yield _counter("prorl_internal_errors", "Bugs met.", status.internal_errors)
+    yield _counter("prorl_close_failures", "Sandboxes that failed to close.", status.close_failures)
+    yield _counter("prorl_internal_errors", "Errors caused by bugs.", status.internal_errors)
 
 
 def _unread(unread: UnreadResults) -> Iterator[Metric]:
@@ -223,7 +241,7 @@ def _unread(unread: UnreadResults) -> Iterator[Metric]:
 
 def _http(connections: ConnectionCounts) -> Iterator[Metric]:
     yield _gauge("prorl_http_connections", "Open connections to the HTTP server.", connections.open)
-    yield _gauge("prorl_http_connections_limit", "Most of them.", connections.limit)
+    yield _gauge("prorl_http_connections_limit", "Maximum number of connections.", connections.limit)
     closed = CounterMetricFamily(
         "prorl_http_connections_closed", "Connections that the server closed or refused.", labels=["reason"]
     )
@@ -234,8 +252,8 @@ def _http(connections: ConnectionCounts) -> Iterator[Metric]:
 
 _POOL = {
     "active": "Jobs in the stage.",
-    "waiting": "Jobs that wait for it.",
-    "limit": "Most jobs in it at once.",
+    "waiting": "Jobs that wait for the stage.",
+    "limit": "Maximum number of jobs in the stage at once.",
 }
 
 
@@ -244,8 +262,8 @@ def _model_servers(status: StatusView) -> Iterator[Metric]:
         "in_flight": "Calls that the server is answering.",
         "sessions": "Rollouts pinned to the server.",
     }
-    for name, what in views.items():
-        family = GaugeMetricFamily(f"prorl_model_server_{name}", what, labels=["server"])
+    for name, help_text in views.items():
+        family = GaugeMetricFamily(f"prorl_model_server_{name}", help_text, labels=["server"])
         for server in status.model_servers:
             family.add_metric([server.url], float(getattr(server, name)))
         yield family
@@ -262,15 +280,15 @@ def _model_servers(status: StatusView) -> Iterator[Metric]:
 
 def _router(router: RouterView) -> Iterator[Metric]:
     yield _counter("prorl_router_turns", "Model calls that were routed.", router.turns)
-    yield _counter("prorl_router_prompt_tokens", "Tokens of their prompts.", router.prompt_tokens)
+    yield _counter("prorl_router_prompt_tokens", "Prompt tokens of routed calls.", router.prompt_tokens)
     hits = GaugeMetricFamily(
         "prorl_router_hit_rate",
         "Share of prompt tokens in a server's prefix cache: estimated by the router, or reported by servers.",
         labels=["source"],
     )
-    for by, rate in (("router", router.expected_hit_rate), ("servers", router.reported_hit_rate)):
+    for source, rate in (("router", router.expected_hit_rate), ("servers", router.reported_hit_rate)):
         if rate is not None:
-            hits.add_metric([by], rate)
+            hits.add_metric([source], rate)
     yield hits
     moves = CounterMetricFamily(
         "prorl_router_rerouted_sessions", "Sessions that left a server.", labels=["reason"]
@@ -280,15 +298,15 @@ def _router(router: RouterView) -> Iterator[Metric]:
     yield moves
     yield _gauge(
         "prorl_router_load_imbalance",
-        "Most calls in flight over the mean of the servers.",
+        "Calls in flight of the busiest server, divided by the mean over all servers.",
         router.load_imbalance,
     )
     yield _gauge("prorl_router_paused", "1 while turns are held.", router.paused)
-    yield _counter("prorl_router_paused_seconds", "Seconds of that, all in all.", router.paused_s)
+    yield _counter("prorl_router_paused_seconds", "Total seconds for which turns were held.", router.paused_s)
 
 
-def _kept_batches(batches: list[BatchView]) -> Iterator[Metric]:
-    states = GaugeMetricFamily("prorl_batches", "Batches that are kept.", labels=["state"])
+def _batches(batches: list[BatchView]) -> Iterator[Metric]:
+    states = GaugeMetricFamily("prorl_batches", "Stored batches.", labels=["state"])
     for state in BatchState:
         states.add_metric([state], sum(batch.state is state for batch in batches))
     yield states
@@ -297,7 +315,7 @@ def _kept_batches(batches: list[BatchView]) -> Iterator[Metric]:
     yield _gauge("prorl_batches_without_tasks", "Running batches that wait for further tasks.", waiting)
     groups = GaugeMetricFamily(
         "prorl_batch_groups",
-        "Groups of the running batches: wanted, informative, under way.",
+        "Groups of the running batches: wanted, informative, in flight.",
         labels=["state"],
     )
     for name in ("wanted", "informative", "in_flight"):
@@ -305,9 +323,9 @@ def _kept_batches(batches: list[BatchView]) -> Iterator[Metric]:
     yield groups
 
 
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, what, value)
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value)
 
 
-def _counter(name: str, what: str, value: float) -> Metric:
-    return CounterMetricFamily(name, what, value)
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, help_text, value)

@@ -15,18 +15,18 @@ from prorl_envs.rollout.api.views import NodeView
 
 _GAUGES = {
     "prorl_sandboxes_open": ("Sandboxes that are not closed.", "open"),
-    "prorl_sandboxes_warm": ("Of these, those that stand ready.", "warm"),
-    "prorl_sandbox_starts_active": ("Sandboxes that start now.", "starting"),
-    "prorl_sandbox_starts_waiting": ("Sandboxes that wait for their turn to.", "waiting"),
+    "prorl_sandboxes_warm": ("Open sandboxes that are unused, in the warm pool.", "warm"),
+    "prorl_sandbox_starts_active": ("Sandboxes that are starting.", "starting"),
+    "prorl_sandbox_starts_waiting": ("Sandbox starts that wait for the start limiter.", "waiting"),
 }
 _COUNTERS = {
-    "prorl_sandboxes_from_pool": ("Sandboxes that stood ready when asked for.", "from_pool"),
-    "prorl_sandbox_failures": ("Sandboxes that did not start.", "failed"),
+    "prorl_sandboxes_from_pool": ("Sandboxes that were taken from the warm pool.", "from_pool"),
+    "prorl_sandbox_failures": ("Sandboxes that failed to start.", "failed"),
 }
 _POOL = {
     "active": "Jobs in the stage on the node.",
-    "waiting": "Jobs on the node that wait for it.",
-    "limit": "Most jobs in it at once there.",
+    "waiting": "Jobs on the node that wait for the stage.",
+    "limit": "Maximum number of jobs in the stage on the node at once.",
 }
 
 
@@ -38,18 +38,18 @@ def use_of(heartbeat: Mapping[str, float]) -> NodeUse:
 
 def sandboxes(uses: Mapping[str, NodeUse]) -> Iterator[Metric]:
     """Yield the sandbox metrics of each machine or process, by name."""
-    for name, (what, key) in _GAUGES.items():
-        gauge = GaugeMetricFamily(name, what, labels=["node"])
+    for name, (help_text, key) in _GAUGES.items():
+        gauge = GaugeMetricFamily(name, help_text, labels=["node"])
         for node, use in uses.items():
             gauge.add_metric([node], getattr(use, key))
         yield gauge
-    for name, (what, key) in _COUNTERS.items():
-        counter = CounterMetricFamily(name, what, labels=["node"])
+    for name, (help_text, key) in _COUNTERS.items():
+        counter = CounterMetricFamily(name, help_text, labels=["node"])
         for node, use in uses.items():
             counter.add_metric([node], getattr(use, key))
         yield counter
-    what = "Seconds from asking for a sandbox to having it."
-    ready = SummaryMetricFamily("prorl_sandbox_ready_seconds", what, labels=["node"])
+    help_text = "Seconds from the request for a sandbox until it is ready."
+    ready = SummaryMetricFamily("prorl_sandbox_ready_seconds", help_text, labels=["node"])
     for node, use in uses.items():
         ready.add_metric([node], use.handed_out, use.seconds)
     yield ready
@@ -69,23 +69,27 @@ def nodes(views: Iterable[NodeView], heartbeats: Mapping[str, Mapping[str, float
     for view in views:
         state.add_metric([view.name, view.state], 1)
     yield state
-    there = [view for view in views if view.pools is not None]
-    for key, what in _POOL.items():
-        pool = GaugeMetricFamily(f"prorl_node_pool_{key}", what, labels=["node", "stage"])
-        for view in there:
-            for stage, one in (view.pools or {}).items():
-                pool.add_metric([view.name, stage], getattr(one, key))
-        yield pool
-    live = GaugeMetricFamily(
-        "prorl_node_jobs_with_sandbox", "Jobs that hold a sandbox there.", labels=["node"]
+    with_pools = [view for view in views if view.pools is not None]
+    for key, help_text in _POOL.items():
+        family = GaugeMetricFamily(f"prorl_node_pool_{key}", help_text, labels=["node", "stage"])
+        for view in with_pools:
+            for stage, pool in (view.pools or {}).items():
+                family.add_metric([view.name, stage], getattr(pool, key))
+        yield family
+    jobs = GaugeMetricFamily(
+        "prorl_node_jobs_with_sandbox", "Jobs that hold a sandbox on the node.", labels=["node"]
     )
-    most = GaugeMetricFamily("prorl_node_max_jobs_with_sandbox", "Most of them.", labels=["node"])
-    attempts = CounterMetricFamily("prorl_node_attempts", "Attempts that ended there.", labels=["node"])
-    for view in there:
-        live.add_metric([view.name], view.jobs_with_sandbox)
-        most.add_metric([view.name], view.max_jobs_with_sandbox)
+    max_jobs = GaugeMetricFamily(
+        "prorl_node_max_jobs_with_sandbox",
+        "Maximum number of jobs that hold a sandbox on the node.",
+        labels=["node"],
+    )
+    attempts = CounterMetricFamily("prorl_node_attempts", "Attempts that ended on the node.", labels=["node"])
+    for view in with_pools:
+        jobs.add_metric([view.name], view.jobs_with_sandbox)
+        max_jobs.add_metric([view.name], view.max_jobs_with_sandbox)
         attempts.add_metric([view.name], view.attempts)
-    yield from (live, most, attempts)
+    yield from (jobs, max_jobs, attempts)
     yield from _processes(heartbeats)
 
 
@@ -96,7 +100,7 @@ def _processes(heartbeats: Mapping[str, Mapping[str, float]]) -> Iterator[Metric
     memory = GaugeMetricFamily(
         "prorl_node_resident_memory_bytes", "Memory of the node's process.", labels=["node"]
     )
-    for node, beat in heartbeats.items():
-        cpu.add_metric([node], beat.get("cpu_s", 0.0))
-        memory.add_metric([node], beat.get("memory", 0.0))
+    for node, heartbeat in heartbeats.items():
+        cpu.add_metric([node], heartbeat.get("cpu_s", 0.0))
+        memory.add_metric([node], heartbeat.get("memory", 0.0))
     yield from (cpu, memory)

@@ -1,4 +1,4 @@
-"""Memory use of sandboxes, measured off the event loop and only while it is watched."""
+"""Memory use of sandboxes, measured off the event loop and only while clients ask for it."""
 
 import asyncio
 import logging
@@ -9,12 +9,13 @@ from prorl_envs.env.node import MemoryUse
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two measurements; longer if measuring would take more than this share of the time.
+#: Minimum seconds between two measurements, and the largest share of time that measuring may take. Slow
+#: measurements are made less often.
 EVERY_S, SHARE = 2.0, 0.02
 
 
 class SandboxMemory:
-    """The last measurement. Reading it starts the next measurement, if that is due.
+    """Last measurement of memory use. Reading it starts the next measurement if one is due.
 
     Args:
         clock: measures time.
@@ -24,7 +25,7 @@ class SandboxMemory:
     def __init__(self, clock: Clock, measure: Callable[[], Awaitable[MemoryUse]]) -> None:
         self._clock = clock
         self._measure = measure
-        self._known = MemoryUse()
+        self._last = MemoryUse()
         self._due = 0.0
         self._measuring: asyncio.Task[None] | None = None
 
@@ -32,8 +33,8 @@ class SandboxMemory:
         """Return the last measurement; empty on the first call."""
         idle = self._measuring is None or self._measuring.done()
         if idle and self._clock.monotonic() >= self._due:
-            self._measuring = asyncio.create_task(self._again())
-        return self._known
+            self._measuring = asyncio.create_task(self._update())
+        return self._last
 
     async def aclose(self) -> None:
         """Cancel a running measurement."""
@@ -41,11 +42,11 @@ class SandboxMemory:
             self._measuring.cancel()
             await asyncio.wait({self._measuring})
 
-    async def _again(self) -> None:
-        began = self._clock.monotonic()
+    async def _update(self) -> None:
+        started = self._clock.monotonic()
         try:
-            self._known = await self._measure()
+            self._last = await self._measure()
         except OSError as error:
             log.warning("the memory of sandboxes cannot be measured: %s", error)
         now = self._clock.monotonic()
-        self._due = now + max(EVERY_S, (now - began) / SHARE)
+        self._due = now + max(EVERY_S, (now - started) / SHARE)

@@ -18,7 +18,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Action: interrupt the running stage, then report `ended`."""
+    """Action: interrupt the running stage, then call `Scheduler.ended`."""
 
     job: str
 
@@ -33,14 +33,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Action: close the environment of the job's attempt, then report `closed`."""
+    """Action: close the environment of the job's attempt, then call `Scheduler.closed`."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitExternal:
-    """Action: let the guest start its environment on this node; the guest then reports `prepared`."""
+    """Action: let a guest, an environment driven by an external caller, start on this node. Its owner then
+    calls `Scheduler.prepared`."""
 
     guest: str
     node: str = HERE

@@ -1,13 +1,13 @@
 """Fair queue: jobs ordered by priority, then by weight, then by arrival. Pure.
 
-Work belongs to lanes: a lane holds the waiting jobs of one trainer. Of the lanes of the highest priority, the
-lane that received least service for its weight is served next; this is start-time fair queueing (Goyal, Vin,
-Cheng, SIGCOMM 1996) with jobs as packets of one size. While two lanes have waiting jobs, their service
-differs by less than one job of each, independent of other lanes.
+A lane holds the waiting jobs of one owner. Among the lanes of the highest priority, the lane with the least
+service per weight is served next. This is start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) with
+jobs as packets of one size. While two lanes have waiting jobs, their service per weight differs by less than
+one job of each lane, whatever other lanes do.
 
-Within a lane, groups are served in order of arrival, and at most `TURN` consecutive jobs of one group. So an
-ordinary group is completed before the next group starts, as trainers need it, and a group of a thousand
-delays a group of one by one turn.
+Within a lane, groups are served in order of arrival, with at most `TURN` consecutive jobs of one group. So an
+ordinary group is completed before the next group starts, as trainers need it. A group of a thousand jobs
+delays a group of one job by only `TURN` jobs.
 """
 
 from collections import OrderedDict, deque
@@ -23,8 +23,8 @@ class Share:
 
     Args:
         lane: the owner; jobs of one lane share its service.
-        weight: of the lane, over 0. Of two lanes with waiting jobs, a lane of weight 2 is served twice as
-            often as a lane of weight 1.
+        weight: weight of the lane, over 0. A lane of weight 2 is served twice as often as a lane of weight 1
+            if both have waiting jobs.
         priority: a job waits for every waiting job of a higher priority.
     """
 
@@ -38,14 +38,14 @@ COMMON = Share()
 
 
 class _Lane:
-    """Waiting jobs of one lane, and its position in virtual time: jobs served over weight."""
+    """Waiting jobs of one lane, and its position in virtual time: number of served jobs / weight."""
 
     def __init__(self, turn: int) -> None:
         self.weight = 1.0
-        self.stands_at = 0.0
+        self.position = 0.0
         self._turn = turn
         self._groups: OrderedDict[str, deque[str]] = OrderedDict()
-        self._served = 0  # jobs of the first group in this turn
+        self._served = 0  # jobs of the first group that were served in this turn
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -79,8 +79,8 @@ class _Lane:
 class _Level:
     """Lanes of one priority.
 
-    An empty lane is kept until the other lanes have caught up with it. Otherwise a lane that always has a
-    single waiting job would be new each time, and be served too early.
+    An empty lane is kept until the other lanes have reached its position. Otherwise a lane that always has a
+    single waiting job would lose its position after each job, and be served too early.
     """
 
     def __init__(self) -> None:
@@ -91,15 +91,15 @@ class _Level:
         lane = self.lanes.setdefault(share.lane, _Lane(turn))
         lane.weight = share.weight
         if not lane:
-            lane.stands_at = max(lane.stands_at, self.now)
+            lane.position = max(lane.position, self.now)
         lane.push(job, group)
 
     def pop(self) -> str:
-        lane = min((lane for lane in self.lanes.values() if lane), key=lambda lane: lane.stands_at)
-        self.now = lane.stands_at
-        lane.stands_at += 1 / lane.weight
+        lane = min((lane for lane in self.lanes.values() if lane), key=lambda lane: lane.position)
+        self.now = lane.position
+        lane.position += 1 / lane.weight
         job = lane.pop()
-        self.lanes = {name: lane for name, lane in self.lanes.items() if lane or lane.stands_at > self.now}
+        self.lanes = {name: lane for name, lane in self.lanes.items() if lane or lane.position > self.now}
         return job
 
     def __bool__(self) -> bool:
@@ -134,15 +134,15 @@ class FairQueue:
         """
         priority = max(self._levels)
         job = self._levels[priority].pop()
-        self._left(priority)
+        self._on_removed(priority)
         return job
 
     def remove(self, job: str, group: str, share: Share = COMMON) -> None:
         """Remove a waiting job that was pushed with this group and share."""
         self._levels[share.priority].lanes[share.lane].remove(job, group)
-        self._left(share.priority)
+        self._on_removed(share.priority)
 
-    def _left(self, priority: int) -> None:
+    def _on_removed(self, priority: int) -> None:
         self._length -= 1
         if not self._levels[priority]:  # no lane has waiting jobs, so the positions are not needed
             del self._levels[priority]

@@ -1,7 +1,7 @@
 """Placement of jobs on nodes: the load of each node, and the choice of the least loaded one. Pure.
 
 A job is bound to its node from INIT until its environment is closed, since its sandbox is there. So each node
-has its own pools and its own queues for RUN and EVAL, and only INIT chooses between nodes.
+has its own pools and its own queues for RUN and EVAL. A node is chosen only for INIT.
 """
 
 import heapq
@@ -24,9 +24,10 @@ class StageLimits:
     """Limits of concurrent work on one node.
 
     Args:
-        init, run, eval: active jobs of each stage.
-        max_jobs_with_sandbox: jobs that hold an environment, from the start of INIT until it is closed.
-        attempts: most attempts of one job, including the first; the same for all nodes.
+        init, run, eval: maximum number of active jobs in each stage.
+        max_jobs_with_sandbox: maximum number of jobs that hold an environment. A job holds one from the
+            start of INIT until the environment is closed.
+        attempts: maximum number of attempts of one job, including the first; the same for all nodes.
     """
 
     init: int
@@ -42,12 +43,12 @@ class StageLimits:
     @classmethod
     def of_settings(cls, settings: ServiceSettings) -> Self:
         """Return the limits of this machine."""
-        live = settings.max_jobs_with_sandbox or settings.init + settings.run + settings.eval
+        all_stages = settings.init + settings.run + settings.eval
         return cls(
             init=settings.init,
             run=settings.run,
             eval=settings.eval,
-            max_jobs_with_sandbox=live,
+            max_jobs_with_sandbox=settings.max_jobs_with_sandbox or all_stages,
             attempts=settings.attempts,
         )
 
@@ -57,7 +58,7 @@ class StageLimits:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Node, as the scheduler sees it.
+    """Scheduler's record of one node.
 
     Args:
         name: name of the node.
@@ -90,8 +91,8 @@ class Place:
 class Placement:
     """Set of nodes, with a choice of the least loaded node that has room.
 
-    Nodes are kept in a heap by the used share of their environments; outdated heap entries are discarded when
-    they reach the top. So a choice costs the logarithm of the number of nodes.
+    A heap orders the nodes by load: jobs with a sandbox, divided by their maximum. Outdated heap entries are
+    discarded when they reach the top. So a choice takes time logarithmic in the number of nodes.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class Placement:
             ValueError: there is a node of this name.
         """
         if place.name in self.places:
-            raise ValueError(f"node {place.name!r} is there already")
+            raise ValueError(f"node {place.name!r} exists already")
         self.places[place.name] = place
         self.changed(place)
 
@@ -132,7 +133,7 @@ class Placement:
             heapq.heapify(self._offers)
 
     def best(self, avoid: str | None = None) -> Place | None:
-        """Return the node with the most free share, or None if no node has room.
+        """Return the least loaded node, or None if no node has room.
 
         Args:
             avoid: name of a node that is chosen only if no other node has room.
@@ -140,10 +141,10 @@ class Placement:
         first = self._pop()
         if first is None:
             return None
-        chosen, other = first, None
-        if first[2] == avoid and (other := self._pop()) is not None:
-            chosen = other
-        for offer in (first, other):  # both entries stay valid until their node changes
+        chosen, second = first, None
+        if first[2] == avoid and (second := self._pop()) is not None:
+            chosen = second
+        for offer in (first, second):  # both entries stay valid until their node changes
             if offer is not None:
                 heapq.heappush(self._offers, offer)
         return self.places[chosen[2]]

@@ -1,24 +1,24 @@
 """Scheduler: decides which job may enter which stage. Carries out nothing itself.
 
-Events are method calls, and each returns a list of decisions; time, tasks, sandboxes and storage belong to
-the service. A job goes through
+Events are method calls, and each returns a list of decisions. The scheduler knows neither time nor tasks,
+sandboxes or storage: they belong to the service. A job goes through
 
     waiting(INIT) -> active(INIT) -> waiting(RUN) -> active(RUN) -> waiting(EVAL) -> active(EVAL) -> closing
 
-and leaves when its environment is closed. A failed attempt that may be retried closes too; the job then
-waits for INIT again, on a fresh sandbox.
+and leaves the scheduler when its environment is closed. If a failed attempt may be retried, its environment
+is closed too, and the job waits for INIT again, with a fresh sandbox.
 
 An attempt stays on the node where its INIT started (`placement.py` chooses the node). A service of one
 machine has one node, `HERE`.
 
 Four rules:
 
-- each stage has its own pool on each node, so a slow stage never holds slots of another stage;
-- back-pressure is one number: at most `max_jobs_with_sandbox` jobs of a node are between the start of INIT
-  and the end of close. It only holds back INIT, so work behind a slow stage continues, and the number of
-  sandboxes that wait for a stage is bounded;
-- while the scheduler is paused, no stage starts, or no INIT; all other events work as usual;
-- within a queue, higher priorities come first, lanes share by weight, and a lane's groups are served in
+- Each stage has its own pool on each node, so a slow stage never holds slots of another stage.
+- Back-pressure is one number: at most `max_jobs_with_sandbox` jobs of a node are between the start of INIT
+  and the end of close. This limit delays only INIT, so jobs in later stages continue, and the number of
+  sandboxes that wait for a stage is bounded.
+- A pause stops the start of every stage (`Pause.HOLD`), or only of INIT. All other events work as usual.
+- Within a queue, higher priorities come first, lanes share by weight, and a lane's groups are served in
   order of arrival (`fair_queue.py`).
 """
 
@@ -51,20 +51,20 @@ class _Job:
     phase: _Phase = _Phase.WAITING
     attempt: int = 1
     finished: bool = False
-    place: Place | None = None  # node of the attempt; while the job waits for INIT, of the last attempt
+    last_place: Place | None = None  # node of the current attempt, or of the last one before a retry
 
     @property
-    def at(self) -> Place:
+    def place(self) -> Place:
         """Node of the job, once it has started."""
-        if self.place is None:
+        if self.last_place is None:
             raise AssertionError(f"job {self.id} has not started")
-        return self.place
+        return self.last_place
 
 
 @dataclass(slots=True)
 class _Guest:
     place: Place
-    preparing: bool = True  # it is in INIT
+    preparing: bool = True  # the guest is in INIT
 
 
 class Scheduler:
@@ -86,7 +86,7 @@ class Scheduler:
         self._here = Place(HERE, limits, open=here)
         self._nodes.join(self._here)
         self._pause: Pause | None = None
-        self._guests_waiting: dict[str, bool] = {}  # by name, whether the guest must run here
+        self._guests_waiting: dict[str, bool] = {}  # by name: True if the guest must run on this machine
         self._guests: dict[str, _Guest] = {}
 
     # Inspection.
@@ -142,7 +142,7 @@ class Scheduler:
         return [
             job.id
             for job in self._jobs.values()
-            if job.phase is _Phase.WAITING and job.stage is not Stage.INIT and job.at.name == node
+            if job.phase is _Phase.WAITING and job.stage is not Stage.INIT and job.place.name == node
         ]
 
     def state(self, job: str) -> JobState | None:
@@ -166,8 +166,9 @@ class Scheduler:
 
         Args:
             jobs: in the order in which they are served.
-            failures: by job id, attempts that failed before; they count against the limit.
-            share: share of their owner.
+            failures: number of attempts that failed before, by job id. They count against the limit of
+                attempts.
+            share: share of the jobs' owner.
 
         Raises:
             ValueError: an id is already scheduled.
@@ -180,7 +181,7 @@ class Scheduler:
         return self._fill()
 
     def pause(self, mode: Pause) -> list[Decision]:
-        """Set the pause mode, also while another pause is active."""
+        """Set the pause mode. It replaces the mode of an active pause."""
         self._pause = mode
         return self._fill(*self.nodes)
 
@@ -194,22 +195,27 @@ class Scheduler:
         entry = self._leave_stage(job)
         following = _NEXT.get(entry.stage)
         if entry.phase is _Phase.STOPPING:
-            return [self._close(entry), *self._fill(entry.at)]
+            return [self._close(entry), *self._fill(entry.place)]
         if following is None:
-            return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.at)]
+            return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.place)]
         entry.stage = following
-        if self._nodes.places.get(entry.at.name) is not entry.at:  # the node is lost: this fails at once
-            return [self._start(entry, entry.at)]
+        if self._nodes.places.get(entry.place.name) is not entry.place:
+            return [self._start(entry, entry.place)]  # the node is lost: the stage fails at once
         entry.phase = _Phase.WAITING
-        entry.at.queues[following].push(job, entry.group, entry.share)
-        return self._fill(entry.at)
+        entry.place.queues[following].push(job, entry.group, entry.share)
+        return self._fill(entry.place)
 
     def failed(self, job: str, *, retryable: bool) -> list[Decision]:
-        """Handle a stage of a job that failed."""
+        """Handle a failed stage of a job.
+
+        Args:
+            job: id of the job.
+            retryable: another attempt may succeed.
+        """
         entry = self._leave_stage(job)
         if entry.phase is _Phase.STOPPING:
-            return [self._close(entry), *self._fill(entry.at)]
-        return [*self._give_up(entry, retryable=retryable), *self._fill(entry.at)]
+            return [self._close(entry), *self._fill(entry.place)]
+        return [*self._give_up(entry, retryable=retryable), *self._fill(entry.place)]
 
     def cancel(self, job: str) -> list[Decision]:
         """Cancel a job. Unknown and finished jobs are left unchanged."""
@@ -226,23 +232,23 @@ class Scheduler:
             self._waiting.remove(job, entry.group, entry.share)
             del self._jobs[job]
             return [finish]
-        entry.at.queues[entry.stage].remove(job, entry.group, entry.share)
-        return [finish, self._close(entry), *self._fill(entry.at)]
+        entry.place.queues[entry.stage].remove(job, entry.group, entry.share)
+        return [finish, self._close(entry), *self._fill(entry.place)]
 
     def closed(self, job: str) -> list[Decision]:
         """Handle the closed environment of a job's attempt."""
         entry = self._jobs[job]
         if entry.phase is not _Phase.CLOSING:
             raise ValueError(f"job {job} was not closing")
-        entry.at.jobs_with_sandbox -= 1
-        self._nodes.changed(entry.at)
+        entry.place.jobs_with_sandbox -= 1
+        self._nodes.changed(entry.place)
         if entry.finished:
             del self._jobs[job]
         else:
             entry.stage, entry.phase = Stage.INIT, _Phase.WAITING
             entry.attempt += 1
             self._waiting.push(job, entry.group, entry.share)
-        return self._fill(entry.at)
+        return self._fill(entry.place)
 
     def resize(self, limits: StageLimits) -> list[Decision]:
         """Change the limits of this machine. Work above a new limit still runs to completion."""
@@ -275,8 +281,8 @@ class Scheduler:
         return self._fill(place)
 
     def lost(self, node: str) -> list[Decision]:
-        """Remove a lost node. Jobs that wait there fail, and may be retried on other nodes; for jobs that run
-        or close there, `ended`, `failed` and `closed` are still reported.
+        """Remove a lost node. Jobs that wait there fail, and may be retried on other nodes. For jobs that run
+        or close there, the caller still calls `ended`, `failed` and `closed`.
 
         Raises:
             KeyError: there is no such node.
@@ -284,48 +290,48 @@ class Scheduler:
         decisions: list[Decision] = []
         for job in self.waiting_on(node):
             entry = self._jobs[job]
-            entry.at.queues[entry.stage].remove(job, entry.group, entry.share)
+            entry.place.queues[entry.stage].remove(job, entry.group, entry.share)
             decisions += self._give_up(entry, retryable=True)
         self._nodes.leave(node)
         return decisions
 
-    # Guests: environments driven by an external caller. They share INIT and the limit of sandboxes with the
-    # jobs.
+    # Guests: environments driven by an external caller. They count towards the limits of INIT and of
+    # sandboxes, as jobs do.
 
     def reserve(self, guest: str, *, here: bool = False) -> list[Decision]:
         """Reserve an environment for a guest. Guests come before every job that waits for INIT.
 
         Args:
             guest: name of the guest.
-            here: only on this machine, even if it takes no jobs.
+            here: place the guest on this machine only, even if this machine accepts no jobs.
 
         Raises:
             ValueError: the guest's name is in use.
         """
         if guest in self._guests or guest in self._guests_waiting:
-            raise ValueError(f"guest {guest} is there already")
+            raise ValueError(f"guest {guest} exists already")
         self._guests_waiting[guest] = here
         return self._fill()
 
     def prepared(self, guest: str) -> list[Decision]:
         """Handle a guest's environment that has started, or has failed to start."""
-        known = self._guests[guest]
-        if not known.preparing:
+        entry = self._guests[guest]
+        if not entry.preparing:
             raise ValueError(f"guest {guest} was prepared already")
-        known.preparing = False
-        known.place.active[Stage.INIT] -= 1
-        self._nodes.changed(known.place)
+        entry.preparing = False
+        entry.place.active[Stage.INIT] -= 1
+        self._nodes.changed(entry.place)
         return self._fill()
 
     def release(self, guest: str) -> list[Decision]:
         """Remove a guest that no longer waits, or whose environment is gone. Unknown guests are ignored."""
         self._guests_waiting.pop(guest, None)
-        known = self._guests.pop(guest, None)
-        if known is None:
+        entry = self._guests.pop(guest, None)
+        if entry is None:
             return []
-        known.place.jobs_with_sandbox -= 1
-        known.place.active[Stage.INIT] -= known.preparing
-        self._nodes.changed(known.place)
+        entry.place.jobs_with_sandbox -= 1
+        entry.place.active[Stage.INIT] -= entry.preparing
+        self._nodes.changed(entry.place)
         return self._fill()
 
     # Steps.
@@ -334,8 +340,8 @@ class Scheduler:
         entry = self._jobs[job]
         if entry.phase not in (_Phase.ACTIVE, _Phase.STOPPING):
             raise ValueError(f"job {job} was not in a stage")
-        entry.at.active[entry.stage] -= 1
-        self._nodes.changed(entry.at)
+        entry.place.active[entry.stage] -= 1
+        self._nodes.changed(entry.place)
         return entry
 
     def _give_up(self, entry: _Job, *, retryable: bool) -> list[Decision]:
@@ -353,8 +359,8 @@ class Scheduler:
         return Close(entry.id)
 
     def _fill(self, *places: Place) -> list[Decision]:
-        """Start RUN and EVAL on these nodes, and INIT on any node, as far as the limits allow; the last stage
-        first, since it frees environments soonest."""
+        """Start RUN and EVAL on these nodes, and INIT on any node, as far as the limits allow. Start the last
+        stage first, since it frees environments soonest."""
         decisions: list[Decision] = []
         if self._pause is not Pause.HOLD:
             for place in places:
@@ -362,7 +368,7 @@ class Scheduler:
                     self._fill_stage(place, stage, decisions)
         if self._pause is None:
             self._admit_guests(decisions)
-            self._begin(decisions)
+            self._start_init(decisions)
         return decisions
 
     def _fill_stage(self, place: Place, stage: Stage, decisions: list[Decision]) -> None:
@@ -371,7 +377,7 @@ class Scheduler:
             decisions.append(self._start(self._jobs[queue.pop()], place))
 
     def _admit_guests(self, decisions: list[Decision]) -> None:
-        """Admit guests in order; one that must run here does not hold back others."""
+        """Admit guests in order. A guest that must run on this machine does not delay other guests."""
         for guest, here in list(self._guests_waiting.items()):
             place = self._here if here else self._nodes.best()
             if place is None or not place.room:
@@ -383,17 +389,17 @@ class Scheduler:
             self._nodes.changed(place)
             decisions.append(AdmitExternal(guest, place.name))
 
-    def _begin(self, decisions: list[Decision]) -> None:
-        """Start INIT of waiting jobs on the nodes with the most room; a retry on another node if possible."""
+    def _start_init(self, decisions: list[Decision]) -> None:
+        """Start INIT of waiting jobs on the least loaded nodes; of a retry, on another node if possible."""
         while self._waiting and self._nodes.best() is not None:
             entry = self._jobs[self._waiting.pop()]
-            place = self._nodes.best(avoid=entry.place.name if entry.place else None)
+            place = self._nodes.best(avoid=entry.last_place.name if entry.last_place else None)
             assert place is not None
             place.jobs_with_sandbox += 1
             decisions.append(self._start(entry, place))
 
     def _start(self, entry: _Job, place: Place) -> Start:
-        entry.place, entry.phase = place, _Phase.ACTIVE
+        entry.last_place, entry.phase = place, _Phase.ACTIVE
         place.active[entry.stage] += 1
         self._nodes.changed(place)
         return Start(entry.id, entry.stage, entry.attempt, place.name)

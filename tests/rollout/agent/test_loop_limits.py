@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from prorl_envs.env.base import Message
-from prorl_envs.rollout.agent.loop_limits import RepeatDetector, cut, shorter, sizes
+from prorl_envs.rollout.agent.loop_limits import RepeatDetector, cut, cut_all, cut_sizes
 from prorl_envs.tools.types import ToolCall
 
 
@@ -58,7 +58,7 @@ def test_a_cut_keeps_both_ends_and_is_marked() -> None:
 
 def test_cut_sizes_have_a_minimum_and_include_only_longer_texts() -> None:
     observations = [{"role": "tool", "content": "x" * 1000}, {"role": "tool", "content": "y"}]
-    assert sizes(observations) == [500, 250, 200]
-    assert sizes([]) == sizes([{"content": "x" * 200}]) == []
-    cut_ones = shorter(observations, 200)
+    assert cut_sizes(observations) == [500, 250, 200]
+    assert cut_sizes([]) == cut_sizes([{"content": "x" * 200}]) == []
+    cut_ones = cut_all(observations, 200)
     assert len(cut_ones[0]["content"]) < 250 and cut_ones[1] == observations[1]
