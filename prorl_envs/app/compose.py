@@ -94,7 +94,7 @@ async def earlier_model(store: SqlStore | None) -> EarlierModel | None:
     """Return the model of a store's unfinished jobs; None if there are none."""
     if store is None or not await store.unfinished():
         return None
-    kept = await store.kept(_EARLIER)
+    kept = await store.get_value(_EARLIER)
     return EarlierModel() if kept is None else EarlierModel.model_validate_json(kept)
 
 
@@ -102,7 +102,7 @@ async def keep_model(store: SqlStore | None, model: Model) -> None:
     """Save the model's name and tokenizer in the store for a restart."""
     if store is not None:
         kept = EarlierModel(name=model.name or "", tokenizer=absolute_tokenizer(model.tokenizer))
-        await store.keep(_EARLIER, kept.model_dump_json())
+        await store.put_value(_EARLIER, kept.model_dump_json())
 
 
 def absolute_tokenizer(tokenizer: str) -> str:

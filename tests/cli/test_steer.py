@@ -124,7 +124,7 @@ def test_results_are_acknowledged(steered: Steered, steer: Steer) -> None:
     steps = ((("a",), 4), (("--state", "done"), 4), (("b", "--state", "cancelled"), 2), (("--all",), 0))
     for arguments, left in steps:
         assert steer("acknowledge", *arguments).code == 0
-        steered.do(steered.service.store.keep("flush", ""))  # the acknowledgements before it are stored
+        steered.do(steered.service.store.put_value("flush", ""))  # the acknowledgements before it are stored
         assert unread() == [f"prorl_unread_results {left}.0"], arguments
 
 

@@ -10,12 +10,11 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.api.types import AgentLimits, BatchId, JobId, Lease
-from prorl_envs.strict_json import json_problem
+from prorl_envs.rollout.api.types import AgentLimits, BatchId, JobId, Lease, checked_json
 
-#: Most rows of one request.
+#: Maximum number of tasks in one request.
 MAX_ROWS = 10_000
-#: Endings that are routes of a batch; no batch id may end with one of them.
+#: Suffixes of a batch's routes. No batch id may end with one of them.
 _ROUTES = ("/groups", "/tasks", "/results")
 
 
@@ -41,16 +40,14 @@ class BatchTask(_Wire):
     @field_validator("task", "metadata")
     @classmethod
     def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if json_problem(value):
-            raise ValueError("not JSON: a NaN, an infinity or a lone surrogate is in it")
-        return value
+        return checked_json(value)
 
 
 class GroupFilter(_Wire):
     """Filter for informative groups: their rewards differ and are within these bounds.
 
     Args:
-        min_spread: least difference between the highest and the lowest reward; 0 accepts any difference.
+        min_spread: minimum difference between the highest and the lowest reward; 0 accepts any difference.
         min_mean, max_mean: inclusive bounds of the mean reward.
     """
 
@@ -74,27 +71,27 @@ class BatchRequest(_Wire):
         groups: number of informative groups wanted.
         tasks: the task stream, in the order in which the tasks are used.
         stream_open: further tasks will be appended.
-        environment, sampling, limits: for tasks that name none.
-        samples: jobs of one group.
-        min_rewards: results with a reward that complete a group; the samples still running are then
-            cancelled. None waits for all samples and uses those that have a reward.
+        environment, sampling, limits: values for tasks that have none of their own.
+        samples: number of jobs in each group.
+        min_rewards: number of results with a reward that complete a group; the samples still running are
+            then cancelled. None waits for all samples and uses those that have a reward.
         filter: condition for informative groups; None accepts every complete group.
-        in_flight: most groups in flight at once; None is `groups`.
-        max_speculative_groups: most groups in flight beyond those still wanted, so that the batch need not
-            wait for replacements; None leaves `in_flight` the only bound, 0 starts a group only if one is
-            missing.
+        in_flight: maximum number of groups in flight at once; None takes the value of `groups`.
+        max_speculative_groups: maximum number of groups in flight beyond the number still missing, so that
+            the batch need not wait for replacements. 0 starts only as many groups as are missing. With None,
+            `in_flight` is the only limit.
         on_complete: handling of groups in flight when enough groups are informative: `cancel` cancels them,
-            `carry` lets them continue for a later batch that names this one.
-        carry_from: batch whose carried leftover groups count for this one.
+            `carry` lets them continue for a later batch that names this batch in `carry_from`.
+        carry_from: earlier batch whose carried groups count for this batch.
         weight_version: version of the weights on the model servers when the batch is submitted.
-        max_staleness: most versions by which a carried group may be older; older ones are cancelled. None
-            accepts all.
-        tenant: name under which batches share one place in the queue; None is the tenant of `carry_from`,
-            otherwise this batch alone.
+        max_staleness: maximum number of versions by which a carried group may be older than this batch;
+            older groups are cancelled. None accepts all.
+        tenant: name of the lane in the queue that batches share; None takes the tenant of `carry_from`, or a
+            lane of this batch's own.
         weight: this tenant's share of the pools, relative to other tenants.
         priority: jobs of a higher priority always run first.
-        lease_s: seconds without a request about the batch after which its unfinished work is cancelled, as
-            for a group.
+        lease_s: seconds without a request about the batch after which its unfinished jobs are cancelled. See
+            `GroupRequest`.
         metadata: returned with every group and result.
     """
 
@@ -123,9 +120,7 @@ class BatchRequest(_Wire):
     @field_validator("metadata")
     @classmethod
     def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if json_problem(value):
-            raise ValueError("not JSON: a NaN, an infinity or a lone surrogate is in it")
-        return value
+        return checked_json(value)
 
     @field_validator("id")
     @classmethod
@@ -139,7 +134,7 @@ class BatchRequest(_Wire):
         if self.min_rewards is not None and self.min_rewards > self.samples:
             raise ValueError("min_rewards is over samples")
         if self.filter is not None and (self.min_rewards or self.samples) < 2:
-            raise ValueError("one reward has no spread: ask for 2 or more, or for no filter")
+            raise ValueError("one reward has no spread: request 2 or more rewards, or no filter")
         if self.max_staleness is not None and self.weight_version is None:
             raise ValueError("max_staleness needs the batch's weight_version")
         if self.carry_from == self.id:
@@ -152,8 +147,8 @@ class BatchTasks(_Wire):
 
     Args:
         first: index of the first task, which is the number of tasks so far. Tasks that are sent again with
-            the same index are appended once.
-        tasks: the rows.
+            the same index are not appended again.
+        tasks: the tasks to append.
         stream_open: further tasks will follow.
     """
 
@@ -179,20 +174,20 @@ class BatchView(_Wire):
     """Progress of a batch.
 
     Args:
-        state: running; complete: enough groups are informative; exhausted: the task stream is used up before
-            enough groups are informative; cancelled.
+        state: running; complete: enough groups are informative; exhausted: the task stream was used up before
+            enough groups were informative; cancelled.
         wanted: number of informative groups in the request.
-        informative, uninformative, failed: decided groups. Failed groups have too few rewards.
-        in_flight: groups in flight.
-        cancelled: groups that were cancelled undecided because they were no longer needed.
+        informative, uninformative, failed: numbers of decided groups. Failed groups have too few rewards.
+        in_flight: number of groups in flight.
+        cancelled: groups that were cancelled before they were decided, because they were no longer needed.
         carried_in: groups taken over from `carry_from`; `dropped`: groups of `carry_from` that were too old.
         carriable: groups that a later batch may take over.
         carried_over: groups that a later batch has taken over.
-        tasks: tasks of the stream so far; `started`: number of these, from the first, that became groups.
+        tasks: number of tasks in the stream so far; `started`: number of tasks that became groups.
         stream_open: further tasks may be appended.
         waiting_for_tasks: a group could be started, but there is no task for it.
-        reasons: uninformative and failed groups, by reason.
-        failures: samples without a reward when their group was decided, by failure kind.
+        reasons: number of uninformative and failed groups, by reason.
+        failures: number of samples without a reward when their group was decided, by failure kind.
         weight_version: the version in the request.
     """
 
@@ -228,12 +223,13 @@ class SelectedGroup(_Wire):
 
     Args:
         group_id: id of the group.
-        job_ids: samples that count; others have no reward or finished after the group was complete.
+        job_ids: jobs to train on. The group's other jobs have no reward, or finished after the group was
+            complete.
         rewards: rewards of these jobs, in the same order.
-        mean, std: over these rewards (population standard deviation).
-        task_index: index of the group's task in the batch that started it.
-        started_by_batch: id of the batch that started it; another batch if the group was carried over.
-        weight_version: version named by the batch that started it.
+        mean, std: mean and population standard deviation of these rewards.
+        task_index: index of the group's task in the batch that started the group.
+        started_by_batch: id of the batch that started the group; another batch if the group was carried over.
+        weight_version: weight version in the request of the batch that started the group.
     """
 
     group_id: str
@@ -247,7 +243,8 @@ class SelectedGroup(_Wire):
 
 
 class SelectedGroups(_Wire):
-    """Informative groups of a batch, in the order of their decision. Final once the batch is final."""
+    """Informative groups of a batch, in the order of their decision. Groups may follow until `state` is
+    final."""
 
     state: BatchState
     groups: list[SelectedGroup]

@@ -1,4 +1,4 @@
-"""Sender of a request, as the service knows it."""
+"""Authenticated sender of a request."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from prorl_envs.rollout.api.errors import Forbidden
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Sender of a request.
+    """Authenticated sender of a request.
 
     Args:
         tenant: name of a tenant, "" for the operator.
-        most_jobs: quota of unfinished jobs; None is no bound.
-        most_batches: quota of running batches; None is no bound.
-        job: the only job that the caller may access; "" if it is not bound to one job.
+        max_jobs: quota of unfinished jobs; None means no limit.
+        max_batches: quota of running batches; None means no limit.
+        job: the only job that the caller may access; "" if the caller is not restricted to one job.
     """
 
     tenant: str = ""
-    most_jobs: int | None = None
-    most_batches: int | None = None
+    max_jobs: int | None = None
+    max_batches: int | None = None
     job: str = ""
 
     @property
@@ -28,20 +28,21 @@ class Caller:
 
     @property
     def quota(self) -> tuple[str, int] | None:
-        """Prefix of the caller's ids and its quota of unfinished jobs; None is no bound."""
-        return (self.prefix, self.most_jobs) if self.most_jobs is not None else None
+        """Prefix of the caller's ids and its quota of unfinished jobs; None means no limit."""
+        return (self.prefix, self.max_jobs) if self.max_jobs is not None else None
 
     @property
     def batches(self) -> tuple[str, int] | None:
-        """Prefix of the caller's ids and its quota of running batches; None is no bound."""
-        return (self.prefix, self.most_batches) if self.most_batches is not None else None
+        """Prefix of the caller's ids and its quota of running batches; None means no limit."""
+        return (self.prefix, self.max_batches) if self.max_batches is not None else None
 
     def owns(self, name: str) -> bool:
         """Return True if a group, job, batch or episode belongs to the caller."""
         return name == self.job if self.job else name.startswith(self.prefix)
 
     def leads(self, name: str) -> bool:
-        """Return True if a whole group or batch belongs to the caller: to its tenant, or to the operator."""
+        """Return True if a group or batch with all its jobs belongs to the caller. A caller that is
+        restricted to one job owns no group."""
         return not self.job and self.owns(name)
 
     def check_ids(self, *names: str) -> None:

@@ -66,10 +66,10 @@ class JobLine(_View):
 
 
 class JobPage(_View):
-    """Unfinished jobs; jobs whose stage is running come first.
+    """Unfinished jobs. Jobs with a running stage come first.
 
     Args:
-        total: number of unfinished jobs, including those not on this page.
+        total: number of unfinished jobs, including jobs that are not on this page.
     """
 
     jobs: list[JobLine]
@@ -97,10 +97,10 @@ class LimitsRequest(_View):
     """Limits of concurrent work on the service's own machine. Missing fields keep their value.
 
     Args:
-        init, run, eval: active jobs of each stage.
-        max_jobs_with_sandbox: jobs with a sandbox.
-        queue: jobs accepted and not finished.
-        attempts: most attempts of a job.
+        init, run, eval: maximum number of active jobs in each stage.
+        max_jobs_with_sandbox: maximum number of jobs with a sandbox.
+        queue: maximum number of unfinished jobs.
+        attempts: maximum number of attempts of a job.
     """
 
     init: int | None = Field(default=None, ge=1, le=100_000)
@@ -121,7 +121,7 @@ class Percentiles(_View):
 
 
 class Bucket(_View):
-    """Work that finished within ten seconds: jobs by state, and the tokens that were sampled for them."""
+    """Jobs that finished within ten seconds: their number by state, and their sampled tokens."""
 
     done: int = 0
     failed: int = 0
@@ -133,15 +133,16 @@ class SandboxesView(_View):
     """Sandboxes of the service's own machine.
 
     Args:
-        open: sandboxes that are not closed; `warm`: those in the warm pool; `busy`: the others.
-        starting, waiting: sandboxes that are starting, and those that wait for their start.
-        handed_out: sandboxes handed out so far; `from_pool`: those from the warm pool; `failed`: failed
-            requests.
-        ready_s: mean seconds from the request of a sandbox until it is ready.
-        busy_bytes, warm_bytes: memory of these sandboxes as it counts towards their limits, measured some
-            seconds ago; None if it was not measured yet or is unknown. `largest_bytes`: memory of the largest
+        open: sandboxes that are not closed; `warm`: open sandboxes in the warm pool; `busy`: all other open
+            sandboxes.
+        starting: sandboxes that are starting; `waiting`: sandboxes whose start waits for other starts.
+        handed_out: sandboxes handed out so far; `from_pool`: number of these that came from the warm pool;
+            `failed`: requests for a sandbox that failed.
+        ready_s: mean seconds from the request for a sandbox until it is ready.
+        busy_bytes, warm_bytes: memory of these sandboxes that counts towards their limits, measured some
+            seconds ago; None if it is unknown or not measured yet. `largest_bytes`: memory of the largest
             sandbox.
-        memory_bytes, memory_used_bytes: of the machine; None if unknown.
+        memory_bytes, memory_used_bytes: total and used memory of the machine; None if unknown.
     """
 
     open: int
@@ -161,7 +162,7 @@ class SandboxesView(_View):
 
 
 class GroupLine(_View):
-    """Group with a recently finished sample; contains only the finished samples.
+    """Finished samples of a group, of which at least one finished recently.
 
     Args:
         rewards: one per finished sample, None if it has no reward.
@@ -176,19 +177,19 @@ class GroupLine(_View):
 
 
 class DashboardView(_View):
-    """The service at one moment, and its last ten minutes.
+    """Current state of the service, and its finished jobs of the last ten minutes.
 
     Args:
         time: seconds since 1970.
-        attempts_limit: most attempts of a job.
-        history: finished work in buckets of ten seconds, oldest first; the last bucket is still filling.
-        latency: seconds that recent jobs and calls took: `queued`, `init`, `run`, `eval`, `model_call`,
-            `tools`.
-        rewards: number of recent results with a reward in each tenth from 0 to 1; rewards below 0 and above 1
-            count to the first and last.
+        attempts_limit: maximum number of attempts of a job.
+        history: finished jobs in buckets of ten seconds, oldest first. The last bucket is not complete yet.
+        latency: seconds that recent jobs and calls took, by name: `queued`, `init`, `run`, `eval`,
+            `model_call`, `tools`.
+        rewards: histogram of recent rewards: ten equal intervals from 0 to 1. Rewards below 0 count in the
+            first interval, rewards above 1 in the last.
         reward_mean: mean of these rewards.
         groups: groups with a recently finished sample, newest first.
-        running: a few of the jobs whose stage is running, the longest first.
+        running: some of the jobs with a running stage, the longest-running first.
     """
 
     time: float

@@ -5,7 +5,7 @@
     │   ├── Conflict        the id is taken by another request
     │   ├── OutOfOrder      the episode's state does not allow the request
     │   ├── NotFound        no such job, group or route
-    │   ├── CursorExpired   results so old are no longer kept
+    │   ├── CursorExpired   some results after the cursor are no longer kept
     │   ├── Unauthorized    the bearer token is missing or wrong
     │   ├── Forbidden       the token is valid, but does not permit the request
     │   ├── TooLarge        the request body is over the limit
@@ -15,8 +15,8 @@
     │   └── Unavailable     the service is stopping, or cannot be reached
     └── ServerFault         the service has a bug
 
-Only the name in `type` crosses the wire. A client looks it up in this fixed table; it imports or builds
-nothing from the data of a server.
+Over HTTP, only the name in the field `type` is sent. The client looks it up in the fixed table `WIRE_ERRORS`,
+and never imports or creates a class that a server names.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class Retryable(ProrlError):
     """Error: the same request may succeed later.
 
     Args:
-        message, hint: as of every error.
+        message, hint: see `ProrlError`.
         retry_after_s: seconds to wait before the next try; over HTTP the `Retry-After` header.
     """
 

@@ -25,8 +25,9 @@ from prorl_envs.rollout.api.types import (
     checked_json,
 )
 
-#: Most token ids of one step: far more than any context has.
+#: Maximum number of token ids in one step: far more than any context has.
 MAX_IDS = 4_000_000
+#: Maximum number of tool calls in one step.
 MAX_CALLS = 64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -43,11 +44,12 @@ class EpisodeRequest(_Wire):
         id: the caller's id; repeating the same request returns the same episode.
         environment: name of a registered environment family.
         task: one data row of that family.
-        sampling: for the service's own agent loop.
-        limits: as for a job. `run_s` counts only the seconds of steps, not the time between them.
+        sampling: sampling parameters of the service's own agent loop.
+        limits: limits of the episode. `run_s` counts only the seconds of steps, not the time between them.
         idle_s: seconds without a request after which the episode is closed; None, or a value above the
             service's limit, takes the service's limit.
-        endpoint: the caller will open the episode's model endpoint, so it runs on the service's own machine.
+        endpoint: the caller will open the episode's model endpoint. The episode then runs on the service's
+            own machine.
     """
 
     id: JobId
@@ -76,7 +78,7 @@ class EpisodeRequest(_Wire):
 
 class _Step(_Wire):
     step: int | None = Field(
-        default=None, ge=0, description="Number of this step; the same again is not done twice."
+        default=None, ge=0, description="Number of this step. A repeated step is not run twice."
     )
 
 
@@ -89,11 +91,11 @@ class CallRequest(_Wire):
 
 
 class CallStep(_Step):
-    """Step that runs tool calls. The service then neither sees nor records tokens.
+    """Step that runs tool calls. It contains no tokens, so the service records none.
 
     Args:
-        tool_calls: in order.
-        content: text of the model beside the calls.
+        tool_calls: calls, in the order in which they run.
+        content: text that the model wrote beside the calls.
     """
 
     tool_calls: list[CallRequest] = Field(min_length=1, max_length=MAX_CALLS)
@@ -101,7 +103,7 @@ class CallStep(_Step):
 
 
 class TokenStep(_Step):
-    """Step with an answer that the caller's model sampled; the service parses it and runs its tool calls.
+    """Step with an answer that the caller's model sampled. The service parses it and runs its tool calls.
 
     Args:
         ids: the sampled tokens, including a stop token.
@@ -163,9 +165,9 @@ class PromptView(_Wire):
     """Initial prompt of an episode.
 
     Args:
-        messages: in OpenAI shape.
-        tools: in OpenAI function format.
-        ids: messages and tools as tokens, ready for the first answer.
+        messages: chat messages in OpenAI's format.
+        tools: tools in OpenAI's function format.
+        ids: messages and tools as token ids, up to where the first answer starts.
     """
 
     messages: list[dict[str, Any]]
@@ -179,9 +181,9 @@ class StepView(_Wire):
     Args:
         step: number of the step, from 0.
         messages: messages that the step added to the conversation: answers and tool results.
-        ids: tokens to append to the context after the sampled ones, before the next answer; None if the
+        ids: token ids to append to the context after the sampled ids and before the next answer; None if the
             caller sent no token ids.
-        stop_reason: reason why the loop stopped; None if it may continue.
+        stop_reason: reason why the agent loop stopped; None if it may continue.
     """
 
     step: int
@@ -219,8 +221,8 @@ class EndpointView(_Wire):
 
     Args:
         key: key of this endpoint only; its holder can make model calls as this episode.
-        anthropic_base_url, openai_base_url: base URLs for the vendors' clients, on the address through which
-            this request reached the service.
+        anthropic_base_url, openai_base_url: base URLs for the vendors' clients. Their host is the one that
+            this request was sent to.
     """
 
     key: str

@@ -25,8 +25,7 @@ JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=_ID)]
 #: Shorter than a job id, because a batch's groups are called `<id>/<index>`.
 BatchId = Annotated[str, Field(min_length=1, max_length=180, pattern=_ID)]
 
-
-#: Lease: seconds without a request of the client; longer than its pause between two requests.
+#: Lease in seconds. It must be longer than the client's pause between two requests.
 Lease = Annotated[float | None, Field(ge=1, le=86_400)]
 
 
@@ -36,8 +35,9 @@ class _Wire(BaseModel):
 
 def checked_json(value: dict[str, Any]) -> dict[str, Any]:
     """Return the value unchanged. For validators: raises ValueError if it cannot be sent as JSON."""
-    if json_problem(value):  # its text may quote characters that UTF-8 cannot encode
-        raise ValueError("not JSON: a NaN, an infinity or a lone surrogate is in it")
+    # The text of the problem is not shown: it may quote characters that UTF-8 cannot encode.
+    if json_problem(value):
+        raise ValueError("not JSON: it contains a NaN, an infinity or a lone surrogate")
     return value
 
 
@@ -78,7 +78,7 @@ class JobState(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Reason why the agent loop stopped. Jobs with any of these are graded."""
+    """Reason why the agent loop stopped. A job is graded whatever the reason."""
 
     FINISHED = "finished"
     NO_TOOL_CALL = "no_tool_call"
@@ -93,17 +93,17 @@ class AgentLimits(_Wire):
     """Limits of the agent loop.
 
     Args:
-        max_turns: most model calls.
-        max_tokens: most tokens of the whole context, including the prompt.
+        max_turns: maximum number of model calls.
+        max_tokens: maximum number of tokens in the context, including the prompt.
         max_malformed: consecutive answers without a readable tool call after which the loop stops.
-        max_repeats: the loop stops after this number of consecutive turns with the same calls and outcome, or
-            this number of alternations between two such turns; 0 is no limit.
+        max_repeats: the loop stops after this number of consecutive turns with the same calls and outcomes,
+            or this number of alternations between two such turns; 0 means no limit.
         max_observation_chars: longer observations are cut in the middle; None never cuts them.
-        reserve_tokens: part of `max_tokens` that is reserved for the final turns: before the context grows
-            into it, the last observations are cut to fit, and the model is asked once to finish. 0 does
-            neither.
+        reserve_tokens: part of `max_tokens` that is reserved for the final turns. Before the context grows
+            into this part, the last observations are cut to fit, and the model is asked once to finish.
+            0 disables both.
         tool_timeout_s: timeout of one tool call in seconds.
-        init_s, run_s, eval_s: active seconds each stage may take; waiting in a queue does not count.
+        init_s, run_s, eval_s: maximum active seconds of each stage. Time in a queue does not count.
     """
 
     max_turns: int = Field(default=30, ge=1, le=1000)
@@ -127,8 +127,8 @@ class GroupRequest(_Wire):
         task: one data row of that family.
         samples: number of jobs; job ids are `<group id>/<index>`.
         lease_s: seconds without a request about the group after which its unfinished jobs are cancelled. A
-            request that names the group renews the lease; a waiting request holds it. None: the jobs run to
-            completion without a client.
+            request that names the group renews the lease. The lease does not expire while such a request
+            waits for its response. None: the jobs run to completion without a client.
     """
 
     id: JobId
@@ -167,18 +167,19 @@ class TurnRecord(_Wire):
     """One model call within the trajectory.
 
     Args:
-        start: index into the trajectory's `ids` of this turn's first sampled token.
-        end: index after its last sampled token.
+        start: index of the turn's first sampled token in the trajectory's `ids`.
+        end: index after the turn's last sampled token.
         finish_reason: stop, length or abort.
         weight_version: version of the weights that sampled the turn, the oldest if there were several; ""
             if unknown.
-        server: base URL of the server that sampled it.
-        model_s: seconds of the model call, without the time it was held while weights changed; `tools_s`:
-            seconds of the tool calls that followed.
-        version_spans: if several versions sampled the turn, the span of each, as indices from `start` on.
+        server: base URL of the server that sampled the turn.
+        model_s: seconds of the model call, without the time for which the call was held while weights
+            changed; `tools_s`: seconds of the tool calls that followed.
+        version_spans: if several versions sampled the turn, the span of each version, as indices relative to
+            `start`.
         cached_tokens: prompt tokens that the server found in its cache; None if the server does not report
-            it.
-        token_exact: False if the server returned text, and the ids are only a tokenisation of this text.
+            this number.
+        token_exact: False if the server returned text, so that the ids are only a tokenisation of this text.
     """
 
     start: int
@@ -198,17 +199,16 @@ class Trajectory(_Wire):
 
     Args:
         ids: all token ids in order, shape [T].
-        loss_mask: 1 for tokens that the policy sampled, else 0, shape [T]. A turn that is not exact has 0.
+        loss_mask: 1 for tokens that the policy sampled, else 0, shape [T]. All 0 in a turn that is not exact.
         logprobs: log-probability of each sampled token, 0.0 if the mask is 0, shape [T].
         turns: the model calls, as spans of `ids`.
-        drift: number of tokens by which a prompt sent to a server differed from the recorded ids. Zero by
-            construction, and counted all the same.
-        token_exact: the ids are those that the model read and sampled. False if a server returned text: then
-            the row must not be trained on, and `mask_sample` is set.
+        drift: number of tokens by which prompts sent to a server differed from the recorded ids. It is zero
+            by construction, and counted to detect bugs.
+        token_exact: the ids are exactly the ids that the model read and sampled. False if a server returned
+            text: then the row must not be trained on, and `mask_sample` is set.
         parent: index in `Result.rows` of the row that this row branched off from, if a harness rewrote the
-            history: the first `shared_prefix_len` ids are those of that row and are trained on there. The
-                same holds for
-            rows in `Result.unfinished_answers`.
+            history. The first `shared_prefix_len` ids are copies of that row's ids, and are trained on in
+            that row only. The same holds for rows in `Result.unfinished_answers`.
     """
 
     ids: list[int]
@@ -222,13 +222,13 @@ class Trajectory(_Wire):
 
 
 class Timings(_Wire):
-    """Seconds that a job spent, active and waiting time apart.
+    """Seconds that a job was active or waited.
 
     Args:
-        queued_s: waiting for any stage.
-        init_s, run_s, eval_s: active time of each stage.
-        model_s, tools_s: parts of run_s.
-        held_s: time of turns held while weights changed; not part of the others.
+        queued_s: seconds that the job waited for its stages.
+        init_s, run_s, eval_s: active seconds of each stage.
+        model_s, tools_s: seconds of model calls and of tool calls; parts of `run_s`.
+        held_s: seconds for which turns were held while weights changed; not part of the other fields.
     """
 
     queued_s: float = 0.0
@@ -249,20 +249,20 @@ class Result(_Wire):
         job_id, group_id, sample, environment, task_id: identify the job.
         batch_id: the batch that started the group, if any; a later batch may have taken the group over.
         state: done, failed or cancelled.
-        reward: the grader's scalar; None unless `state` is done.
+        reward: the grader's number; None unless `state` is done.
         mask_sample: True if a trainer must leave this sample out of the loss.
-        stop_reason: reason why the agent loop stopped; None if it did not.
-        failure: reason why there is no reward; None if there is one.
+        stop_reason: reason why the agent loop stopped; None if it did not stop by itself.
+        failure: reason why there is no reward; None if there is a reward.
         components, evidence: details of the grade.
-        messages: the conversation in readable form; `trajectory` is authoritative.
+        messages: the conversation as chat messages. The tokens in `trajectory` are authoritative.
         forks: rows of the same episode that came before `trajectory`, if its history was rewritten
-            (`service.reasoning`). Each is trained on alone; all share the reward, so that a loss is
-            normalised per episode.
+            (`service.reasoning`). Each row is a training sequence of its own. All rows share one reward, so a
+            loss should be normalised per episode.
         unfinished_answers: context and sampled tokens of each answer that a harness did not wait for, if the
-            model server reported them; the turn's `finish_reason` is abort. Not part of `rows`: the trainer
-            decides whether to train on them.
-        tools: the available tools, in OpenAI function format.
-        attempts: number of attempts; 0 if the job was cancelled before the first one.
+            model server reported them. The turn's `finish_reason` is abort. They are not part of `rows`: the
+            trainer decides whether to train on them.
+        tools: the available tools, in OpenAI's function format.
+        attempts: number of attempts; 0 if the job was cancelled before the first attempt.
     """
 
     version: Literal[2] = RESULT_VERSION
@@ -299,12 +299,12 @@ def parse_result(line: str | bytes) -> Result:
     """Parse a result of any format version.
 
     Raises:
-        ValidationError: it is not a result.
+        ValidationError: `line` is not a result.
     """
     try:
         return Result.model_validate_json(line)
     except ValidationError:
-        # Not a validator of `Result`: that would parse every result into a dictionary first.
+        # A pydantic validator of `Result` would be slower: it would parse every result into a dictionary.
         with contextlib.suppress(ValueError):
             fields = json.loads(line)
             if isinstance(fields, dict) and fields.get("version") == 1:
@@ -313,7 +313,7 @@ def parse_result(line: str | bytes) -> Result:
 
 
 def upgrade_result(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of format 1 in the current format, in which some fields have other names."""
+    """Return a result of format 1 in the current format. Some fields have other names there."""
     row_names = {"exact": "token_exact", "shared": "shared_prefix_len"}
 
     def row(value: Any) -> Any:
@@ -333,12 +333,12 @@ def upgrade_result(result: dict[str, Any]) -> dict[str, Any]:
 
 
 class GroupStatistics(_Wire):
-    """Rewards of a finished group, as a trainer uses them.
+    """Statistics of a finished group's rewards.
 
     Args:
-        rewards: one per sample, None if it has none.
-        mean, std: over the samples that have a reward (population standard deviation).
-        informative: the rewards differ, so the group carries a gradient (DAPO's filter).
+        rewards: one per sample, None if the sample has no reward.
+        mean, std: mean and population standard deviation of the rewards.
+        informative: the rewards differ, so the group has a gradient (DAPO's filter).
         failures: number of samples by failure kind.
     """
 

@@ -19,7 +19,7 @@ class JobView(_View):
 
     Args:
         attempts: number of attempts so far, 0 before the first.
-        reward, failure, cursor: of the result, once there is one.
+        reward, failure, cursor: fields of the result, once it exists.
     """
 
     id: str
@@ -44,7 +44,7 @@ class GroupView(_View):
     Args:
         jobs: one per sample.
         complete: every job has a result.
-        statistics: of the rewards; None until the group is complete.
+        statistics: statistics of the rewards; None until the group is complete.
         batch_id: the batch that the group counts for, if any.
     """
 
@@ -78,9 +78,9 @@ class AcknowledgeRequest(_View):
     """Request to mark results as read.
 
     Args:
-        after: cursor; results after it.
-        up_to: cursor; results up to and including it; by default all.
-        groups, environments, states: only these results; empty for all.
+        after: mark only results after this cursor.
+        up_to: mark only results up to and including this cursor; by default there is no upper bound.
+        groups, environments, states: mark only results with these values; an empty list accepts all.
     """
 
     after: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -108,15 +108,16 @@ class ModelServerView(_View):
     """Model server.
 
     Args:
-        in_flight: calls that it is answering now.
-        sessions: rollouts pinned to it.
+        in_flight: number of calls that the server is answering.
+        sessions: number of rollouts pinned to the server.
         state: `unknown` until its first answer; `healthy` after an answer; `failing` after a failure;
             `draining` once it receives no further turns.
-        problem: reason why it is failing, or "".
-        protocol: vllm, sglang, llamacpp or openai; "" until it is detected.
-        weight_version: last known version of its weights; "" if unknown.
-        turns: calls that it received.
-        limit: most calls in flight, learnt from its overload errors; None is no bound.
+        problem: reason why the server is failing, or "".
+        protocol: vllm, sglang, llamacpp or openai; "" until the protocol is detected.
+        weight_version: last known version of the server's weights; "" if unknown.
+        turns: number of calls that the server has received.
+        limit: maximum number of calls in flight, learnt from the server's overload errors; None means no
+            limit.
     """
 
     url: str
@@ -134,7 +135,7 @@ class ModelServerList(_View):
     """List of the model servers.
 
     Args:
-        paused: weights are changing, and no turn starts.
+        paused: no turn starts, because weights are changing.
     """
 
     servers: list[ModelServerView]
@@ -146,9 +147,9 @@ class NodeView(_View):
 
     Args:
         name: name of the node; a node that joins again gets a number as suffix.
-        state: ready; draining: it finishes its jobs; lost.
-        reason: reason why it was lost, or "".
-        pools: by stage; None if the node is lost.
+        state: ready, draining (the node only finishes its jobs) or lost.
+        reason: reason why the node was lost, or "".
+        pools: pools by stage; None if the node is lost.
         jobs_with_sandbox, max_jobs_with_sandbox: jobs that hold a sandbox on the node, and their limit.
         attempts: attempts that finished or failed on the node.
         sandboxes: open sandboxes, as of the last heartbeat.
@@ -165,7 +166,7 @@ class NodeView(_View):
 
 
 class NodeList(_View):
-    """Nodes in the order in which they joined, then the last that were lost."""
+    """Connected nodes in the order in which they joined, then the nodes that were lost last."""
 
     nodes: list[NodeView]
 
@@ -174,17 +175,18 @@ class RouterView(_View):
     """Statistics of the router of model calls since the start.
 
     Args:
-        turns: calls that were routed.
-        prompt_tokens: tokens of their prompts.
-        expected_hit_rate: share of these tokens that should have been in the caches of the chosen servers, by
-            the router's own records; None before the first call.
+        turns: number of calls that were routed.
+        prompt_tokens: number of tokens in their prompts.
+        expected_hit_rate: share of the prompt tokens that should have been in the caches of the chosen
+            servers, according to the router's records; None before the first call.
         reported_hit_rate: the same share as reported by the servers; None if no server reports it.
-        rebalanced: sessions that changed servers for load balance; `failed_over`: because a server failed or
-            was drained.
-        load_imbalance: most calls in flight over the mean, of the servers that receive work.
+        rebalanced: number of sessions that changed servers for load balance; `failed_over`: number of
+            sessions that changed servers because a server failed or was drained.
+        load_imbalance: calls in flight of the busiest server, divided by the mean of all servers that receive
+            work.
         paused: no turn starts, because weights are changing or there is no server yet; `paused_s`: total
-            seconds paused.
-        waiting: there has been no model server yet; turns are held until one is added.
+            seconds for which turns were held.
+        waiting: no model server was ever added; turns are held until one is added.
     """
 
     turns: int
@@ -205,7 +207,7 @@ class ModelServerRequest(_View):
     Args:
         url: base URL, http or https.
         protocol: `auto` detects the protocol of vLLM, SGLang or llama.cpp; None takes the service's setting.
-            `openai` is a chat server without token ids, whose trajectories are not for training.
+            `openai` is a chat server that returns no token ids, so its trajectories cannot be trained on.
     """
 
     url: str = Field(min_length=8, max_length=2000, pattern=r"^https?://[^\s/?#@]+[^\s?#@]*$")
@@ -218,7 +220,7 @@ class PauseRequest(_View):
     Args:
         mode: handling of calls in flight: `finish` lets them finish, `abort` aborts them and keeps the
             sampled tokens, `keep` freezes them in the server until it resumes.
-        resample: with `abort`, sample these turns anew instead of continuing them.
+        resample: with `abort`, sample the aborted turns anew instead of continuing them.
         wait_s: seconds to wait for calls in flight to finish.
     """
 
@@ -238,10 +240,10 @@ class ResumeRequest(_View):
 
 
 class ServerAckView(_View):
-    """Acknowledgement of one server.
+    """Acknowledgement of a pause or resume by one model server.
 
     Args:
-        supported: the server supports the notification.
+        supported: the server supports such requests.
         problem: reason for a failure, or "".
     """
 
@@ -255,10 +257,10 @@ class PauseView(_View):
 
     Args:
         paused: no turn starts.
-        in_flight: calls that servers still process or hold; after `finish` and `abort` the weights may
-            change once it is 0.
-        weight_version: version named by the last resume.
-        acknowledgements: acknowledgement of each server.
+        in_flight: number of calls that servers still process or hold. After a pause with `finish` or `abort`,
+            the weights may change once this number is 0.
+        weight_version: weight version in the last resume request.
+        acknowledgements: one for each server.
     """
 
     paused: bool
@@ -268,25 +270,25 @@ class PauseView(_View):
 
 
 class StatusView(_View):
-    """The service at one moment.
+    """Current state of the service.
 
     Args:
-        state: starting, serving, draining or stopped. A service is drained when it is draining and
-            `unfinished` is 0.
+        state: starting, serving, draining or stopped. Draining is complete when `unfinished` is 0.
         paused: `hold`: no stage starts; `finish`: no job starts; None: not paused.
         uptime_s: seconds since start.
-        pools: by stage.
-        jobs_with_sandbox: jobs and interactive episodes that hold a sandbox; `max_jobs_with_sandbox`: their
-            limit.
-        episodes: interactive episodes.
-        unfinished, queue_limit: jobs accepted and not yet closed.
-        finished: results since start, by state.
-        failures: failed jobs since start, by kind.
-        retries: attempts beyond the first.
-        close_failures: sandboxes that failed to close properly.
-        internal_errors: bugs encountered; the log has the details.
+        pools: pools by stage.
+        jobs_with_sandbox: number of jobs and interactive episodes that hold a sandbox;
+            `max_jobs_with_sandbox`: their limit.
+        episodes: number of interactive episodes.
+        unfinished: number of accepted jobs that have no result or whose sandbox is not closed;
+            `queue_limit`: their limit.
+        finished: number of results since start, by state.
+        failures: number of failed jobs since start, by kind.
+        retries: number of attempts beyond each job's first.
+        close_failures: number of sandboxes that failed to close.
+        internal_errors: number of errors caused by bugs; the log has the details.
         newest_cursor: cursor of the newest result; 0 if there is none.
-        router: of the model calls; None if the model is not a pool of servers.
+        router: statistics of the router; None if the model is not a pool of servers.
     """
 
     version: str
@@ -313,9 +315,9 @@ class EnvironmentView(_View):
     """Environment: a family of tasks.
 
     Args:
-        task_schema: JSON schema of its rows.
-        description: text in one line.
-        limits, sampling: defaults for requests that set none, if they differ from the service's defaults.
+        task_schema: JSON schema of the environment's data rows.
+        description: one line of text.
+        limits, sampling: the environment's own defaults, for fields that a request does not set.
     """
 
     name: str
@@ -337,7 +339,7 @@ class ErrorDetail(_View):
     """Error.
 
     Args:
-        type: name from a closed list.
+        type: a name in `rollout.api.errors.WIRE_ERRORS`.
         message: description of the problem; `hint`: remedy.
     """
 
@@ -355,5 +357,5 @@ class ErrorBody(_View):
 class Pause(StrEnum):
     """Mode of a scheduler pause."""
 
-    HOLD = "hold"  # every stage: running stages finish, and their jobs wait
-    FINISH = "finish"  # INIT alone: started jobs run to completion
+    HOLD = "hold"  # no stage starts: running stages finish, and their jobs wait
+    FINISH = "finish"  # no INIT starts: started jobs run to completion

@@ -31,7 +31,7 @@ PAUSE_S = 1.0
 class Capacity(Protocol):
     """Remaining room for jobs, and quotas."""
 
-    def left_for(self, name: str) -> int:
+    def remaining_for(self, name: str) -> int:
         """Return the number of jobs that the tenant of this id may still submit."""
         ...
 
@@ -136,7 +136,9 @@ class BatchWorker:
         except Unavailable:  # until the service accepts work again
             self._blocked[batch.id] = batch
             return
-        fitting = indices[: min(CHUNK, self._groups.admission.left_for(batch.id) // batch.request.samples)]
+        fitting = indices[
+            : min(CHUNK, self._groups.admission.remaining_for(batch.id) // batch.request.samples)
+        ]
         if len(fitting) < len(indices):
             self._blocked[batch.id] = batch
         if not fitting:
@@ -145,7 +147,7 @@ class BatchWorker:
             await self._start(batch, fitting)
         except QueueFull:  # another caller took the room meanwhile
             self._blocked[batch.id] = batch
-            if self._groups.admission.left_for(batch.id) >= batch.request.samples:  # and has released it
+            if self._groups.admission.remaining_for(batch.id) >= batch.request.samples:  # and has released it
                 self.freed()
         else:
             self.look_at(batch)
@@ -165,7 +167,7 @@ class BatchWorker:
                 self._on_start(group.id, batch)
 
         # Cancelling this task must not leave a group that is stored and never started.
-        accepting = self._groups.accept(groups, tasks, share=batch.share, kept=kept)
+        accepting = self._groups.accept(groups, tasks, share=batch.share, on_stored=kept)
         await asyncio.shield(asyncio.create_task(accepting))
 
 

@@ -1,4 +1,4 @@
-"""Steps of an episode that its caller drives. They run on the episode's node, next to its sandbox."""
+"""Steps of an episode that its caller drives. They run on the node where the episode's sandbox is."""
 
 from prorl_envs.env.base import Message
 from prorl_envs.env.harness.family import HarnessedEnvironment
@@ -20,7 +20,7 @@ from prorl_envs.tools.types import ToolCall
 
 
 async def render(job: Job, agent: Agent) -> None:
-    """Render the prompt of an episode into the attempt's `progress`; this comes before the first step."""
+    """Render the prompt of an episode, and set the attempt's `progress`. Must precede the first step."""
     attempt = job.attempt
     if attempt.environment is None or attempt.prompt is None:
         raise EnvironmentFault("RUN needs an initialised environment")
@@ -37,7 +37,7 @@ async def render(job: Job, agent: Agent) -> None:
 
 
 async def take(job: Job, agent: Agent, request: StepRequest) -> None:
-    """Take a step. Its outcome is in the attempt's `progress`. The time limit does not run between steps."""
+    """Run a step, and set the attempt's `progress`. The time limit does not run between steps."""
     attempt, loop = job.attempt, job.attempt.loop
     if loop is None:
         raise EnvironmentFault("a step needs a rendered prompt")

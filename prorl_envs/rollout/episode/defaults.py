@@ -1,4 +1,4 @@
-"""Limits and sampling that a request gets if it does not set them: the environment's own defaults. Pure."""
+"""An environment's own defaults for the limits and sampling that a request does not set. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """The fields of `AgentLimits` and `Sampling` for which an environment has its own default."""
+    """An environment's own defaults for fields of `AgentLimits` and `Sampling`."""
 
     limits: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)

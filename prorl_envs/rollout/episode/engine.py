@@ -1,7 +1,7 @@
 """Job engine: carries out the scheduler's decisions and reports the outcomes to the scheduler.
 
-Everything happens in one event loop, so an event and the decisions that follow it are never interleaved with
-another event. The engine owns every task it starts; `settled` returns when none is left.
+The engine runs in one event loop, so it carries out all decisions of an event before it handles the next
+event. It owns every asyncio task that it starts; `settled` returns when all of them have finished.
 """
 
 import asyncio
@@ -28,48 +28,48 @@ from prorl_envs.rollout.store.base import Store, StoredGroup
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two tries to write to a store that is unavailable.
+#: Seconds before a failed write to an unavailable store is tried again.
 STORE_PAUSE_S = 1.0
 
 
 class StageExecutor(Protocol):
-    """Interface that carries out the stages that the engine starts, on the node named by `episode.node`:
-    `Worker` for this machine, `Fleet` for other nodes."""
+    """Interface that runs stages on the node named by `job.node`: `Worker` on this machine, `Fleet` on other
+    nodes."""
 
-    async def perform(self, episode: Job, stage: Stage) -> Failure | None:
-        """Carry out one stage and return its failure, or None. Returns only when no part of the stage runs
-        any more, also after a cancellation."""
+    async def perform(self, job: Job, stage: Stage) -> Failure | None:
+        """Run one stage. Return its failure, or None. Even if it is cancelled, this returns only when no part
+        of the stage runs any more."""
         ...
 
-    async def step(self, episode: Job, request: StepRequest | None) -> Failure | None:
-        """Take a step of an episode that its caller drives, and return its failure, or None. The outcome is
-        the attempt's report. Without a request, render the prompt; that comes before the first step."""
+    async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
+        """Run a step of an episode that its caller drives. Return its failure, or None. The attempt's report
+        contains the outcome. Without a request, render the prompt, which must precede the first step."""
         ...
 
-    async def collect(self, episode: Job) -> None:
+    async def collect(self, job: Job) -> None:
         """Fetch the attempt's partial result. Never raises; missing parts are omitted."""
         ...
 
-    async def close(self, episode: Job) -> bool:
-        """Close the attempt's environment. Return whether it closed without an error."""
+    async def close(self, job: Job) -> bool:
+        """Close the attempt's environment. Return True if it closed without an error."""
         ...
 
 
 class Engine:
-    """The unfinished jobs, and the asyncio tasks that work on them.
+    """Engine of unfinished jobs, with the asyncio tasks that work on them.
 
     Args:
         scheduler: makes all decisions.
-        crew: carries stages out.
-        store: keeps results.
-        clock: measures waiting.
+        executor: runs the stages.
+        store: stores the results.
+        clock: measures waiting times.
         announce: called with each result when it is stored, in the order of the cursors.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        crew: StageExecutor,
+        executor: StageExecutor,
         store: Store,
         clock: Clock,
         announce: Callable[[Result], None],
@@ -77,24 +77,24 @@ class Engine:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
         self.failures: Counter[FailureKind] = Counter()
-        self.unfinished_of: Counter[str] = Counter()  # by the first part of the id
+        self.unfinished_of: Counter[str] = Counter()  # by the first part of the id, see `_owner`
         self.retries = 0
         self.close_failures = 0
         self.internal_errors = 0
-        self._crew = crew
+        self._executor = executor
         self._store = store
         self._clock = clock
         self._announce = announce
         self._freed: list[Callable[[], None]] = []
-        self._episodes: dict[str, Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
         self._grants: dict[str, asyncio.Future[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._leaving = False  # on shutdown: unfinished jobs stay unfinished, for the next start
+        self._leaving = False  # True during a shutdown that keeps unfinished jobs for the next start
 
     def on_free(self, notify: Callable[[], None]) -> None:
-        """Call `notify` whenever a job has left the engine."""
+        """Call `notify` whenever a job leaves the engine."""
         self._freed.append(notify)
 
     def admit(
@@ -103,7 +103,10 @@ class Engine:
         """Admit a new group.
 
         Args:
-            batch_id: the batch that starts the group, if any; `share`: the share that its jobs belong to.
+            request: the group.
+            task: the group's task.
+            batch_id: the batch that starts the group, if any.
+            share: scheduling share of the group's jobs.
         """
         now = self._clock.monotonic()
         samples = range(request.samples)
@@ -112,34 +115,34 @@ class Engine:
     def readmit(
         self, group: StoredGroup, task: Task, samples: Iterable[int], *, share: Share = COMMON
     ) -> None:
-        """Admit jobs that an earlier service accepted and did not finish, each with its used attempts."""
+        """Admit jobs that an earlier service accepted and did not finish. Their earlier attempts count."""
         now, attempts, failures = self._clock.monotonic(), group.attempts, group.failures
         started_by_batch = group.started_by_batch
-        episodes = [
+        jobs = [
             Job(group.request, i, task, now, attempts[i], failures[i], started_by_batch, readmitted=True)
             for i in samples
         ]
-        self._admit(episodes, share)
+        self._admit(jobs, share)
 
-    def _admit(self, episodes: Sequence[Job], share: Share) -> None:
-        for episode in episodes:
-            episode.span = tracing.begin_job(episode.id, episode.request.environment, episode.task.id)
-        self._episodes.update((episode.id, episode) for episode in episodes)
-        self.unfinished_of.update(_owner(episode.id) for episode in episodes)
-        jobs = [(episode.id, episode.request.id) for episode in episodes]
-        failures = {episode.id: episode.failures for episode in episodes if episode.failures}
-        self._apply(self.scheduler.submit(jobs, failures, share))
+    def _admit(self, jobs: Sequence[Job], share: Share) -> None:
+        for job in jobs:
+            job.span = tracing.begin_job(job.id, job.request.environment, job.task.id)
+        self._jobs.update((job.id, job) for job in jobs)
+        self.unfinished_of.update(_owner(job.id) for job in jobs)
+        pairs = [(job.id, job.request.id) for job in jobs]
+        failures = {job.id: job.failures for job in jobs if job.failures}
+        self._apply(self.scheduler.submit(pairs, failures, share))
 
     def give_up(self, result: Result) -> None:
-        """Record the result of a job that will not be started again."""
+        """Record the result of a stored job that cannot be started again."""
         self._records[result.job_id] = self._spawn(self._record(result.job_id, result))
 
     def pause(self, mode: Pause) -> None:
-        """Hold jobs back until `resume`."""
+        """Start no stages, or no jobs, until `resume`."""
         self._apply(self.scheduler.pause(mode))
 
     def resume(self) -> None:
-        """Let held jobs continue."""
+        """Cancel a pause."""
         self._apply(self.scheduler.resume())
 
     def resize(self, limits: StageLimits) -> None:
@@ -147,7 +150,7 @@ class Engine:
         self._apply(self.scheduler.resize(limits))
 
     def join(self, node: str, limits: StageLimits) -> None:
-        """Add a node that takes jobs.
+        """Add a node that runs jobs.
 
         Raises:
             ValueError: a node with this name exists.
@@ -155,57 +158,58 @@ class Engine:
         self._apply(self.scheduler.join(node, limits))
 
     def lost(self, node: str, failure: Failure) -> None:
-        """Remove a lost node. The executor fails the stages that ran there with the same failure."""
-        for job in self.scheduler.waiting_on(node):
-            self._episodes[job].attempt.failure = failure
+        """Remove a lost node. Jobs that wait there fail with this failure. For stages that run there, the
+        executor returns the same failure."""
+        for job_id in self.scheduler.waiting_on(node):
+            self._jobs[job_id].attempt.failure = failure
         self._apply(self.scheduler.lost(node))
 
     def admit_jobs(self, node: str, *, jobs: bool) -> None:
-        """Stop or resume sending further jobs to a node.
+        """Open or close a node for further jobs. Its current jobs continue.
 
         Raises:
             KeyError: there is no such node.
         """
         self._apply(self.scheduler.admit(node, jobs=jobs))
 
-    def attempts(self, job: str) -> int:
-        """Return the number of times that an unfinished job was started."""
-        episode = self._episodes.get(job)
-        return episode.attempts if episode else 0
+    def attempts(self, job_id: str) -> int:
+        """Return the number of attempts of an unfinished job; 0 for an unknown job."""
+        job = self._jobs.get(job_id)
+        return job.attempts if job else 0
 
     @property
-    def episodes(self) -> Mapping[str, Job]:
+    def jobs(self) -> Mapping[str, Job]:
         """Jobs that have not left the engine, by id, in order of arrival. Read-only."""
-        return self._episodes
+        return self._jobs
 
     @property
     def running(self) -> Collection[str]:
-        """Ids of the jobs that have a stage running."""
+        """Ids of the jobs with a running stage."""
         return self._stages.keys()
 
     async def cancel(self, jobs: Iterable[str]) -> None:
         """Cancel jobs, and return once their results are stored. Their sandboxes are closed after that."""
         jobs = list(jobs)
-        for job in jobs:
-            self._apply(self.scheduler.cancel(job))
-        if records := [self._records[job] for job in jobs if job in self._records]:
+        for job_id in jobs:
+            self._apply(self.scheduler.cancel(job_id))
+        if records := [self._records[job_id] for job_id in jobs if job_id in self._records]:
             await asyncio.wait(records)
 
     def cancel_all(self) -> None:
-        """Stop every job. With a durable store the jobs are not cancelled, but left for the next start."""
+        """Stop every job. With a durable store they get no result, so that the next start resumes them."""
         self._leaving = self._store.durable
-        for job in list(self._episodes):
-            self._apply(self.scheduler.cancel(job))
+        for job_id in list(self._jobs):
+            self._apply(self.scheduler.cancel(job_id))
 
     async def reserve(self, guest: str, *, here: bool) -> str:
-        """Return once an external holder may start its environment. A cancelled call releases its place.
+        """Wait until a guest may start its environment. If this call is cancelled, it releases the guest.
 
         Args:
-            guest: name of the holder.
-            here: only on this machine.
+            guest: name of the guest, see `Scheduler`.
+            here: place the guest on this machine only.
 
         Returns:
-            name of the node.
+            Name of the node on which the guest may start its environment.
         """
         grant = self._grants[guest] = asyncio.get_running_loop().create_future()
         self._apply(self.scheduler.reserve(guest, here=here))
@@ -217,16 +221,16 @@ class Engine:
             raise
 
     def prepared(self, guest: str) -> None:
-        """Record that an external holder's environment has started, or has failed to start."""
+        """Record that a guest's environment has started, or has failed to start."""
         self._apply(self.scheduler.prepared(guest))
 
     def release(self, guest: str) -> None:
-        """Release the place of an external holder whose environment is closed. Idempotent."""
+        """Release the place of a guest whose environment is closed. Idempotent."""
         self._grants.pop(guest, None)
         self._apply(self.scheduler.release(guest))
 
     async def settled(self) -> None:
-        """Return once no job is left and no task runs."""
+        """Wait until all jobs have left the engine and no task runs."""
         while self._tasks:
             await asyncio.wait(self._tasks)
             await asyncio.sleep(0)  # let the callbacks of finished tasks start the next tasks
@@ -235,88 +239,86 @@ class Engine:
         for decision in decisions:
             match decision:
                 case Start():
-                    episode = self._episodes[decision.job]
-                    episode.node = decision.node
-                    self._start_stage(episode, decision.stage)
+                    job = self._jobs[decision.job]
+                    job.node = decision.node
+                    self._start_stage(job, decision.stage)
                 case Interrupt():
                     self._stages[decision.job].cancel()
                 case Finish():
-                    self._finish(self._episodes[decision.job], decision.state)
+                    self._finish(self._jobs[decision.job], decision.state)
                 case Close():
-                    self._spawn(self._close(self._episodes[decision.job]))
+                    self._spawn(self._close(self._jobs[decision.job]))
                 case AdmitExternal():
                     grant = self._grants.pop(decision.guest)
-                    if not grant.done():  # otherwise it was just cancelled and releases its place
+                    if not grant.done():  # otherwise `reserve` was cancelled, and will release the guest
                         grant.set_result(decision.node)
 
-    def _start_stage(self, episode: Job, stage: Stage) -> None:
-        episode.started_at = self._clock.monotonic()
-        episode.queued_s += episode.started_at - episode.waiting_since
-        episode.attempts += stage is Stage.INIT
-        task = self._spawn(self._perform(episode, stage))
-        self._stages[episode.id] = task
-        task.add_done_callback(partial(self._stage_ended, episode))
+    def _start_stage(self, job: Job, stage: Stage) -> None:
+        job.started_at = self._clock.monotonic()
+        job.queued_s += job.started_at - job.waiting_since
+        job.attempts += stage is Stage.INIT
+        task = self._spawn(self._perform(job, stage))
+        self._stages[job.id] = task
+        task.add_done_callback(partial(self._stage_ended, job))
 
-    async def _perform(self, episode: Job, stage: Stage) -> Failure | None:
-        with tracing.in_stage(episode.id, episode.span, stage, episode.attempts) as span:
+    async def _perform(self, job: Job, stage: Stage) -> Failure | None:
+        with tracing.in_stage(job.id, job.span, stage, job.attempts) as span:
             if stage is Stage.INIT:
                 # A job that crashes every service that starts it must be detected, so its starts are stored
                 # at once.
-                at_once = episode.readmitted or episode.failures > 0
-                await self._persist(
-                    partial(self._store.started, episode.id, episode.failures, at_once=at_once)
-                )
-            failure = await self._crew.perform(episode, stage)
+                at_once = job.readmitted or job.failures > 0
+                await self._persist(partial(self._store.started, job.id, job.failures, at_once=at_once))
+            failure = await self._executor.perform(job, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)
             return failure
 
-    def _stage_ended(self, episode: Job, task: asyncio.Task[Failure | None]) -> None:
+    def _stage_ended(self, job: Job, task: asyncio.Task[Failure | None]) -> None:
         """Report the outcome of a stage to the scheduler."""
-        del self._stages[episode.id]
-        episode.waiting_since = self._clock.monotonic()
-        if task.cancelled():  # by the engine, or because the event loop stops: counts as a cancellation
-            self._apply(self.scheduler.cancel(episode.id))
-            self._apply(self.scheduler.ended(episode.id))
+        del self._stages[job.id]
+        job.waiting_since = self._clock.monotonic()
+        if task.cancelled():  # by the engine, or because the event loop stops; both count as a cancellation
+            self._apply(self.scheduler.cancel(job.id))
+            self._apply(self.scheduler.ended(job.id))
         elif failure := task.result():
-            episode.attempt.failure = failure
+            job.attempt.failure = failure
             self.internal_errors += failure.kind is FailureKind.INTERNAL
-            self._apply(self.scheduler.failed(episode.id, retryable=failure.retryable))
+            self._apply(self.scheduler.failed(job.id, retryable=failure.retryable))
         else:
-            self._apply(self.scheduler.ended(episode.id))
+            self._apply(self.scheduler.ended(job.id))
 
-    def _finish(self, episode: Job, state: JobState) -> None:
+    def _finish(self, job: Job, state: JobState) -> None:
         if state is JobState.CANCELLED and self._leaving:
-            tracing.end_job(episode.span, state, None, episode.attempts)
-            self._forget_if_gone(episode.id)
+            tracing.end_job(job.span, state, None, job.attempts)
+            self._forget_if_gone(job.id)
             return
-        self._records[episode.id] = self._spawn(self._conclude(episode, state))
+        self._records[job.id] = self._spawn(self._conclude(job, state))
 
-    async def _conclude(self, episode: Job, state: JobState) -> None:
+    async def _conclude(self, job: Job, state: JobState) -> None:
         """Build the job's result and record it."""
-        await self._crew.collect(episode)
+        await self._executor.collect(job)
         if state is JobState.CANCELLED:
-            episode.cancelled()
-        result = episode.result(state)
-        tracing.end_job(episode.span, state, result.reward, result.attempts)
-        await self._record(episode.id, result)
+            job.cancelled()
+        result = job.result(state)
+        tracing.end_job(job.span, state, result.reward, result.attempts)
+        await self._record(job.id, result)
 
-    async def _record(self, job: str, result: Result) -> None:
+    async def _record(self, job_id: str, result: Result) -> None:
         try:
-            kept = await self._persist(partial(self._store.record, result))
+            stored = await self._persist(partial(self._store.record, result))
         except Unavailable as error:
-            log.error("the result of %s is lost, and the next start does it again: %s", job, error)
-            self._forget_if_gone(job)
+            log.error("the result of job %s is lost; the next start runs it again: %s", job_id, error)
+            self._forget_if_gone(job_id)
             return
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
-        self._announce(kept)
-        self._forget_if_gone(job)
+        self._announce(stored)
+        self._forget_if_gone(job_id)
 
     async def _persist[T](self, write: Callable[[], Awaitable[T]]) -> T:
-        """Write to the store, and retry while it is unavailable. Meanwhile the job holds its place, so a full
-        disk stops the service from progressing but loses nothing.
+        """Write to the store, and retry while it is unavailable. Meanwhile the job keeps its slot. So a full
+        disk stops the service's progress, but no result is lost.
 
         Raises:
             Unavailable: the store is still unavailable when the service shuts down.
@@ -330,26 +332,26 @@ class Engine:
                 log.error("trying again in %g s: %s", STORE_PAUSE_S, error)
             await self._clock.sleep(STORE_PAUSE_S)
 
-    async def _close(self, episode: Job) -> None:
-        """Close the attempt's environment, after the job's result is stored."""
-        if record := self._records.get(episode.id):
+    async def _close(self, job: Job) -> None:
+        """Close the attempt's environment, after the job's result, if there is one, is stored."""
+        if record := self._records.get(job.id):
             await asyncio.wait([record])
-        if not await self._crew.close(episode):
+        if not await self._executor.close(job):
             self.close_failures += 1
-        decisions = self.scheduler.closed(episode.id)
-        if episode.id in self.scheduler:  # the job gets another attempt
-            episode.new_attempt()
-            episode.waiting_since = self._clock.monotonic()
+        decisions = self.scheduler.closed(job.id)
+        if job.id in self.scheduler:  # the job gets another attempt
+            job.new_attempt()
+            job.waiting_since = self._clock.monotonic()
             self.retries += 1
         self._apply(decisions)
-        self._forget_if_gone(episode.id)
+        self._forget_if_gone(job.id)
 
-    def _forget_if_gone(self, job: str) -> None:
-        if job in self.scheduler:
+    def _forget_if_gone(self, job_id: str) -> None:
+        if job_id in self.scheduler:
             return
-        self._records.pop(job, None)
-        if self._episodes.pop(job, None) is not None:
-            owner = _owner(job)
+        self._records.pop(job_id, None)
+        if self._jobs.pop(job_id, None) is not None:
+            owner = _owner(job_id)
             self.unfinished_of[owner] -= 1
             if not self.unfinished_of[owner]:
                 del self.unfinished_of[owner]
@@ -366,9 +368,9 @@ class Engine:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.internal_errors += 1
-            log.critical("the service met a bug", exc_info=error)
+            log.critical("the service has a bug", exc_info=error)
 
 
-def _owner(job: str) -> str:
-    """Return the first part of an id, including its first slash."""
-    return job.partition("/")[0] + "/"
+def _owner(job_id: str) -> str:
+    """Return the first part of an id, including its first slash: for jobs of tenants, the tenant's prefix."""
+    return job_id.partition("/")[0] + "/"

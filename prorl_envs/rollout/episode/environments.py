@@ -18,7 +18,7 @@ class EnvironmentRegistry:
 
     Args:
         families: environment classes by name.
-        defaults: by environment, the limits and the sampling of a request that sets none.
+        defaults: limits and sampling for requests that set none, by environment.
     """
 
     def __init__(
@@ -34,17 +34,19 @@ class EnvironmentRegistry:
         """Return the validated task of a request.
 
         Raises:
-            InputError: its environment is not known, or the row is wrong.
+            InputError: the environment is not known, or the task row is invalid.
         """
         task: Task = known(self._families, request.environment).load(request.task)
         return task
 
     def settled(self, request: GroupRequest) -> GroupRequest:
-        """Return the request with the environment's defaults, so that the stored request is complete."""
+        """Return the request with the environment's defaults filled in. The stored request is complete, so
+        later changes of the defaults do not affect it."""
         return self._defaults_of(request.environment).applied(request)
 
     def row_of(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a data row with the family's field names: SWE-bench calls the id `instance_id`.
+        """Return a data row with the environment's field names: a row whose id is in `instance_id`, as in
+        SWE-bench, is accepted if the environment wants `id`.
 
         Raises:
             InputError: the environment is not known, or the row is invalid with either name.

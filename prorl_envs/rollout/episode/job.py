@@ -28,7 +28,7 @@ _NO_TIME = dict.fromkeys(Stage, 0.0)
 
 
 class Spent(NamedTuple):
-    """Seconds of the agent loop, as in `Timings`."""
+    """Seconds of model calls, tool calls and holds in the agent loop, see `Timings`."""
 
     model_s: float = 0.0
     tools_s: float = 0.0
@@ -41,7 +41,8 @@ class StepProgress:
 
     Args:
         room: number of tokens by which the context may still grow.
-        prompt: the prompt, if it was just rendered; else `last`, the outcome of the last step.
+        prompt: the initial prompt; None after a step.
+        last: outcome of the last step; None before the first step.
     """
 
     room: int
@@ -58,10 +59,10 @@ class AttemptReport:
         messages: the conversation; `tools`: the tools offered to the model, in OpenAI's format.
         trajectory: the tokens; None before the prompt is rendered. `forks`: the rows before it.
         unfinished_answers: answers that a harness did not wait for.
-        stop_reason: why the agent loop stopped, if it did.
+        stop_reason: why the agent loop stopped; None if it did not stop by itself.
         grade: the grade, if there is one.
         spent: time spent in the agent loop.
-        progress: of an episode that its caller drives.
+        progress: progress of an episode that its caller drives, else None.
     """
 
     prompted: bool = False
@@ -92,8 +93,8 @@ class Attempt:
     """State of one attempt; a new attempt starts empty.
 
     Attributes:
-        loop, steps, progress: agent loop, number of started steps and progress of an attempt that its caller
-            drives, on the machine that runs it.
+        loop, steps, progress: agent loop, number of started steps and progress, if a caller drives the
+            attempt. They are only set on the machine that runs the attempt.
         remote_report: last report of the node that runs the attempt; None if it runs on this machine.
     """
 
@@ -108,7 +109,7 @@ class Attempt:
     progress: StepProgress | None = None
     remote_report: AttemptReport | None = None
 
-    def account(self) -> AttemptReport:
+    def report(self) -> AttemptReport:
         """Return the attempt's current report."""
         if self.remote_report is not None:
             return self.remote_report
@@ -131,7 +132,7 @@ class Attempt:
 
     @property
     def current_progress(self) -> StepProgress | None:
-        """Progress of an attempt that its caller drives, wherever it runs; None before the prompt."""
+        """Progress of an attempt that its caller drives, on any node; None before the prompt is rendered."""
         return self.remote_report.progress if self.remote_report is not None else self.progress
 
     def spent(self) -> Spent:
@@ -147,17 +148,17 @@ class Job:
     """One sample of a group, with its attempts and times.
 
     Args:
-        request: the group it belongs to.
-        sample: its index in the group.
-        task: the request's task, validated.
-        waiting_since: clock time at which it last started to wait, seconds.
-        attempts: how often it was started.
-        span: its trace.
+        request: request of the job's group.
+        sample: index of the job in the group.
+        task: the validated task of the request.
+        waiting_since: clock time at which the job last started to wait, in seconds.
+        attempts: number of started attempts.
         failures: number of failed attempts; an attempt interrupted by a service shutdown does not count.
-        batch_id: the batch that started its group, if any.
-        readmitted: whether an earlier service accepted it.
+        batch_id: the batch that started the group, if any.
+        readmitted: True if an earlier service accepted the job.
+        span: trace span of the job.
         node: node of the current or last attempt.
-        started_at: clock time at which its last stage started, seconds.
+        started_at: clock time at which the last stage started, in seconds.
     """
 
     request: GroupRequest
@@ -184,13 +185,14 @@ class Job:
 
     @property
     def session(self) -> str:
-        """Session id for the model servers. All attempts share it: they start with the same prompt, which the
-        server that answered before still has in its cache."""
+        """Session id for the router. All attempts share it, so that a further attempt is sent to the server
+        that has the prompt in its cache."""
         return self.id
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of this job. With a seed, a group's samples differ and each is reproducible."""
+        """Sampling settings of this job. A seed of the group becomes another seed for each sample, so that
+        samples differ but are reproducible."""
         sampling = self.request.sampling
         if sampling.seed is None:
             return sampling
@@ -202,25 +204,25 @@ class Job:
         return {"limits": self.request.limits, "sampling": self.sampling, "session": self.session}
 
     def new_attempt(self) -> None:
-        """Discard the last attempt, which failed, and keep the time it took."""
-        self._account()
+        """Replace the failed attempt with an empty one. Add its times to those of the job."""
+        self._add_times()
         self.failures += 1
         self.attempt = Attempt()
 
     def cancelled(self) -> None:
-        """Record that this job was cancelled on request."""
-        account = self.attempt.account()
-        stage = Stage.RUN if account.prompted else Stage.INIT
+        """Set the failure of a job that was cancelled on request."""
+        report = self.attempt.report()
+        stage = Stage.RUN if report.prompted else Stage.INIT
         self.attempt.failure = Failure(
             kind=FailureKind.CANCELLED,
-            stage=Stage.EVAL if account.stop_reason is not None else stage,
-            message="a client requested the end of this job",
+            stage=Stage.EVAL if report.stop_reason is not None else stage,
+            message="a client cancelled this job",
         )
 
     def result(self, state: JobState) -> Result:
-        """Build the job's result; `state` is final."""
-        account = self.attempt.account()
-        grade = account.grade if state is JobState.DONE else None
+        """Return the job's result. If `state` is not final, the result is partial."""
+        report = self.attempt.report()
+        grade = report.grade if state is JobState.DONE else None
         return Result(
             job_id=self.id,
             group_id=self.request.id,
@@ -230,16 +232,16 @@ class Job:
             task_id=self.task.id,
             state=state,
             reward=grade.reward if grade else None,
-            mask_sample=grade is None or not account.trainable,
-            stop_reason=account.stop_reason,
+            mask_sample=grade is None or not report.trainable,
+            stop_reason=report.stop_reason,
             failure=None if grade else self.attempt.failure,
             components=dict(grade.components) if grade else {},
             evidence=grade.evidence if grade else {},
-            messages=list(account.messages),
-            tools=list(account.tools),
-            trajectory=account.trajectory,
-            forks=list(account.forks),
-            unfinished_answers=list(account.unfinished_answers),
+            messages=list(report.messages),
+            tools=list(report.tools),
+            trajectory=report.trajectory,
+            forks=list(report.forks),
+            unfinished_answers=list(report.unfinished_answers),
             timings=self.timings(),
             attempts=self.attempts,
             metadata=self.request.metadata,
@@ -257,6 +259,6 @@ class Job:
             held_s=self.held_s + spent.held_s,
         )
 
-    def _account(self) -> None:
+    def _add_times(self) -> None:
         spent = self.timings()
         self.model_s, self.tools_s, self.held_s = spent.model_s, spent.tools_s, spent.held_s

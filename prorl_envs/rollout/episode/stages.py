@@ -1,4 +1,4 @@
-"""The work of each stage. Nothing is caught here: failures are raised."""
+"""Stages of a job: INIT, RUN, EVAL and close. Exceptions are not caught here; see `worker.py`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,37 +14,35 @@ from prorl_envs.rollout.episode.job import Job
 type Family = type[Environment[Any]]
 
 
-async def init(episode: Job, node: Node, families: Mapping[str, Family]) -> None:
+async def init(job: Job, node: Node, families: Mapping[str, Family]) -> None:
     """Start the sandbox and prepare the task."""
-    environment = families[episode.request.environment](node)
-    episode.attempt.environment = environment  # before init, so that a failed init is closed too
-    episode.attempt.prompt = await environment.init(episode.task)
+    environment = families[job.request.environment](node)
+    job.attempt.environment = environment  # set before `init`, so that it is closed if `init` fails
+    job.attempt.prompt = await environment.init(job.task)
 
 
-async def run(episode: Job, agent: Agent) -> None:
+async def run(job: Job, agent: Agent) -> None:
     """Run the agent until the model stops or a limit is reached."""
-    environment, prompt = episode.attempt.environment, episode.attempt.prompt
+    environment, prompt = job.attempt.environment, job.attempt.prompt
     if environment is None or prompt is None:
         raise EnvironmentFault("RUN needs an initialised environment")
-    transcript, settings = episode.attempt.transcript, episode.settings
+    transcript, settings = job.attempt.transcript, job.settings
     if isinstance(environment, HarnessedEnvironment):
-        episode.attempt.stop_reason = await harness_run.play(
-            agent, environment, prompt, transcript, **settings
-        )
+        job.attempt.stop_reason = await harness_run.play(agent, environment, prompt, transcript, **settings)
     else:
-        episode.attempt.stop_reason = await agent.play(environment, prompt, transcript, **settings)
+        job.attempt.stop_reason = await agent.play(environment, prompt, transcript, **settings)
 
 
-async def evaluate(episode: Job) -> None:
-    """Grade the agent's work."""
-    environment = episode.attempt.environment
+async def evaluate(job: Job) -> None:
+    """Grade the outcome of the agent's work."""
+    environment = job.attempt.environment
     if environment is None:
         raise GraderError("EVAL needs an initialised environment")
-    environment.on_transcript(tuple(episode.attempt.transcript.messages))
-    episode.attempt.grade = await environment.eval()
+    environment.on_transcript(tuple(job.attempt.transcript.messages))
+    job.attempt.grade = await environment.eval()
 
 
-async def close(episode: Job) -> None:
+async def close(job: Job) -> None:
     """Close the environment of the attempt."""
-    if episode.attempt.environment is not None:
-        await episode.attempt.environment.close()
+    if job.attempt.environment is not None:
+        await job.attempt.environment.close()

@@ -1,7 +1,8 @@
 """Stage worker: runs stages under their deadlines and converts exceptions to typed `Failure`s.
 
-This is the one place where an exception becomes data. An exception that names a boundary is an ordinary
-outcome; anything else is a bug, reported with its traceback and as kind `internal`. Cancellation passes.
+This is the only place where an exception becomes data. An exception that names a boundary is an ordinary
+outcome. Any other exception is a bug: it is logged with its traceback, and the failure's kind is `internal`.
+A cancellation is not converted.
 """
 
 import logging
@@ -19,7 +20,7 @@ from prorl_envs.rollout.episode.job import Job
 
 log = logging.getLogger(__name__)
 
-#: Longest message of a failure, in characters: drivers and graders quote other programs' output.
+#: Maximum length of a failure's message in characters, since messages may quote output of other programs.
 MAX_MESSAGE = 4000
 
 
@@ -27,13 +28,13 @@ class Worker:
     """Runs stages of jobs on one node.
 
     Args:
-        node: this machine's sandboxes.
+        node: starts this machine's sandboxes.
         families: environment classes by name.
-        agent: plays the RUN stage.
+        agent: runs the RUN stage.
         clock: measures the deadlines.
-        grace_s: seconds past its time limit after which a RUN stage is cancelled. The agent loop stops by
-            itself at the limit; the grace is for a tool call that does not return.
-        close_s: timeout of a close, seconds.
+        grace_s: seconds after the time limit of a RUN stage at which the stage is cancelled. The agent loop
+            itself stops at the limit, unless a tool call does not return.
+        close_s: timeout of a close in seconds.
     """
 
     def __init__(
@@ -53,55 +54,55 @@ class Worker:
         self._grace_s = grace_s
         self._close_s = close_s
 
-    async def perform(self, episode: Job, stage: Stage) -> Failure | None:
-        """Carry out one stage and return its failure, or None. Its time is added to the job's."""
-        limits = episode.request.limits
+    async def perform(self, job: Job, stage: Stage) -> Failure | None:
+        """Run one stage and return its failure, or None. Add its active time to the job's."""
+        limits = job.request.limits
         match stage:
             case Stage.INIT:
-                work = stages.init(episode, self._node, self._families)
-                return await self._timed(episode, stage, work, limits.init_s)
+                work = stages.init(job, self._node, self._families)
+                return await self._timed(job, stage, work, limits.init_s)
             case Stage.RUN:
-                work = stages.run(episode, self._agent)
-                return await self._timed(episode, stage, work, limits.run_s + self._grace_s)
+                work = stages.run(job, self._agent)
+                return await self._timed(job, stage, work, limits.run_s + self._grace_s)
             case Stage.EVAL:
-                return await self._timed(episode, stage, stages.evaluate(episode), limits.eval_s)
+                return await self._timed(job, stage, stages.evaluate(job), limits.eval_s)
 
-    async def step(self, episode: Job, request: StepRequest | None) -> Failure | None:
+    async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
         """See `StageExecutor.step`."""
         if request is None:
-            work = caller_steps.render(episode, self._agent)
+            work = caller_steps.render(job, self._agent)
         else:
-            work = caller_steps.take(episode, self._agent, request)
-        return await self._timed(episode, Stage.RUN, work, episode.request.limits.run_s + self._grace_s)
+            work = caller_steps.take(job, self._agent, request)
+        return await self._timed(job, Stage.RUN, work, job.request.limits.run_s + self._grace_s)
 
     async def _timed(
-        self, episode: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float
+        self, job: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float
     ) -> Failure | None:
-        held = episode.attempt.transcript.held  # pauses of turns during weight updates: not active time
+        held = job.attempt.transcript.held  # time in which turns were held is not active time
         started = self._clock.monotonic()
         try:
-            return await self._guard(episode, stage, work, seconds)
+            return await self._guard(job, stage, work, seconds)
         finally:
             elapsed = self._clock.monotonic() - started
-            episode.active_s[stage] += elapsed - (held.seconds() if stage is Stage.RUN else 0.0)
+            job.active_s[stage] += elapsed - (held.seconds() if stage is Stage.RUN else 0.0)
 
-    async def collect(self, episode: Job) -> None:
-        """Do nothing: the attempt's state is in this process."""
+    async def collect(self, job: Job) -> None:
+        """Do nothing, since the attempt's state is in this process."""
 
-    async def close(self, episode: Job) -> bool:
-        """Close the job's environment. Return False if it did not close in order; closing the node removes
-        the rest."""
-        failure = await self._guard(episode, Stage.EVAL, stages.close(episode), self._close_s)
+    async def close(self, job: Job) -> bool:
+        """Close the job's environment. Return False if that failed; closing the node then removes the
+        remains."""
+        failure = await self._guard(job, Stage.EVAL, stages.close(job), self._close_s)
         if failure is not None:
-            log.error("job %s: its environment did not close: %s", episode.id, printable(failure.message))
+            log.error("job %s: its environment failed to close: %s", job.id, printable(failure.message))
         return failure is None
 
     async def _guard(
-        self, episode: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float
+        self, job: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float
     ) -> Failure | None:
         deadline = None
         try:
-            held = episode.attempt.transcript.held
+            held = job.attempt.transcript.held
             async with ActiveTimeout(self._clock, seconds, held.seconds) as deadline:
                 await work
         except Exception as error:  # noqa: BLE001 - the one place where failures become data
@@ -110,19 +111,19 @@ class Worker:
                     kind=FailureKind.TIMEOUT,
                     stage=stage,
                     message=f"{stage} used up its {seconds:g} s of active time",
-                    hint=f"raise limits.{stage}_s, or look at what it waited for",
+                    hint=f"raise limits.{stage}_s, or find out why the stage took so long",
                 )
-            return _failure(episode, stage, error)
+            return _failure(job, stage, error)
         return None
 
 
-def _failure(episode: Job, stage: Stage, error: Exception) -> Failure:
+def _failure(job: Job, stage: Stage, error: Exception) -> Failure:
     if isinstance(error, RolloutFailure):
         kind, retryable = error.kind, error.retryable
     elif isinstance(error, ProrlError):
         kind, retryable = FailureKind.ENVIRONMENT, False
     else:
-        log.error("job %s: unexpected failure in %s", episode.id, stage, exc_info=error)
+        log.error("job %s: unexpected failure in %s", job.id, stage, exc_info=error)
         message = f"unexpected {type(error).__name__}"
         hint = "this is a bug; the service's log has the traceback"
         return Failure(kind=FailureKind.INTERNAL, stage=stage, message=message, hint=hint)

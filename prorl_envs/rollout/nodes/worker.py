@@ -132,7 +132,7 @@ class NodeWorker:
         known.stage = None
         failure = None if stage.cancelled() else stage.result()
         graded = order.stage is Stage.EVAL and failure is None
-        report = job.attempt.account() if graded else _short_report(job.attempt)
+        report = job.attempt.report() if graded else _short_report(job.attempt)
         return StageOutcome(job.active_s[order.stage] - seconds_before, failure, report)
 
     async def interrupt(self, order: int) -> bool:
@@ -148,7 +148,7 @@ class NodeWorker:
     async def collect(self, order: int) -> AttemptReport | None:
         """See `NodeHandle.collect`."""
         known = self._orders.get(order)
-        return known.job.attempt.account() if known is not None else None
+        return known.job.attempt.report() if known is not None else None
 
     async def close(self, order: int) -> bool:
         """See `NodeHandle.close`."""

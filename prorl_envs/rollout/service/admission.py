@@ -9,16 +9,16 @@ from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.store.base import Store
 
 type Quota = tuple[str, int]
-"""The prefix of a tenant's ids, and the unfinished jobs and open episodes it may have."""
+"""Prefix of a tenant's ids, and the tenant's maximum number of unfinished jobs and open episodes."""
 
 
 class AdmissionControl:
     """Admission control of a service.
 
     Args:
-        queue: number of unfinished jobs that the queue may hold.
+        queue: maximum number of unfinished jobs.
         engine: counts the unfinished jobs.
-        episodes: the interactive episodes.
+        episodes: counts the interactive episodes.
         store: knows which groups exist.
     """
 
@@ -27,7 +27,7 @@ class AdmissionControl:
         self._engine = engine
         self._episodes = episodes
         self._store = store
-        #: By prefix of a tenant's ids, the unfinished jobs it may have.
+        #: Maximum number of unfinished jobs and open episodes, by the prefix of a tenant's ids.
         self.quotas: Mapping[str, int] = {}
 
     def quota_of(self, name: str) -> Quota | None:
@@ -35,26 +35,26 @@ class AdmissionControl:
         prefix = name.partition("/")[0] + "/"
         return (prefix, self.quotas[prefix]) if prefix in self.quotas else None
 
-    def left_for(self, name: str) -> int:
+    def remaining_for(self, name: str) -> int:
         """Return the remaining job quota of the tenant that owns this id."""
-        return self.left(self.quota_of(name))
+        return self.remaining(self.quota_of(name))
 
-    def left(self, quota: Quota | None) -> int:
+    def remaining(self, quota: Quota | None) -> int:
         """Return the number of jobs that may still be accepted under a quota."""
-        room = self.queue - len(self._engine.scheduler)
+        remaining = self.queue - len(self._engine.scheduler)
         if quota is not None:
-            room = min(room, self._left_of(quota))
-        return max(0, room)
+            remaining = min(remaining, self._remaining_quota(quota))
+        return max(0, remaining)
 
     async def check(self, requests: Sequence[GroupRequest], quota: Quota | None) -> None:
-        """Check that the queue has room for all of the groups.
+        """Check that queue and quota have room for all of the groups.
 
         Raises:
-            QueueFull: it has not.
+            QueueFull: there is no room for them.
         """
-        room = self.left(quota)
+        room = self.remaining(quota)
         if sum(request.samples for request in requests) <= room:
-            return  # even if all are new, they fit: no need to query the store for each
+            return  # they fit even if all are new, so the store need not be queried for each
         new = 0
         for request in requests:
             try:
@@ -68,11 +68,11 @@ class AdmissionControl:
         """Check that the quota has room for an episode of this id.
 
         Raises:
-            QueueFull: it has not.
+            QueueFull: the quota is used up.
         """
-        if quota is not None and name not in self._episodes and self._left_of(quota) < 1:
-            raise QueueFull(f"{quota[1]} unfinished jobs and episodes are the bound", hint="try again later")
+        if quota is not None and name not in self._episodes and self._remaining_quota(quota) < 1:
+            raise QueueFull(f"the quota is {quota[1]} unfinished jobs and episodes", hint="try again later")
 
-    def _left_of(self, quota: Quota) -> int:
-        prefix, most = quota
-        return most - self._engine.unfinished_of[prefix] - self._episodes.count(prefix)
+    def _remaining_quota(self, quota: Quota) -> int:
+        prefix, limit = quota
+        return limit - self._engine.unfinished_of[prefix] - self._episodes.count(prefix)

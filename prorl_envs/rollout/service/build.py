@@ -1,4 +1,4 @@
-"""Composition of the rollout service: creates its parts, lowest first, and connects them."""
+"""Composition of the rollout service: create its parts, in order of their dependencies, and connect them."""
 
 from collections.abc import Mapping
 
@@ -54,14 +54,15 @@ def build_service(
     """Build the rollout service of one machine. The caller starts and stops it.
 
     Args:
-        node: this machine's sandboxes. The service closes each sandbox it starts, not the node.
+        node: starts this machine's sandboxes. The service closes each sandbox that it starts, but not the
+            node.
         environments: environment classes by name.
         renderer: the model's tokenizer and chat template.
-        model: the model servers. The service does not close it.
-        settings: pool sizes and bounds.
-        store: keeps groups and results; None keeps them in memory.
+        model: client of the model servers. The service does not close it.
+        settings: pool sizes and limits.
+        store: stores groups and results; None keeps them in memory.
         clock: measures deadlines and timings.
-        defaults: by environment, the limits and the sampling of a request that sets none.
+        defaults: limits and sampling for requests that set none, by environment.
         fleet: further nodes that run jobs, or None. The service does not close it.
     """
     settings, clock = settings or ServiceSettings(), clock or SystemClock()
@@ -80,7 +81,7 @@ def build_service(
         fleet.attach(worker, engine)
 
     episodes = InteractiveEpisodes(
-        fleet or worker, agent, engine, clock, most=settings.episodes, idle_s=settings.episode_idle_s
+        fleet or worker, agent, engine, clock, max_open=settings.episodes, idle_s=settings.episode_idle_s
     )
     admission = AdmissionControl(settings.queue, engine, episodes, store)
     groups = Groups(gate, registry, admission, store, engine, leases, notifier)

@@ -1,4 +1,4 @@
-"""State of the service: what it accepts now."""
+"""State of the service, and the checks whether it accepts a request."""
 
 import asyncio
 from enum import StrEnum
@@ -18,9 +18,9 @@ class ServiceGate:
 
     Attributes:
         state: the current state.
-        stopping: whether a stop was requested, which cannot be taken back.
-        lock: held while submissions are accepted and while the state changes, so that a group is accepted
-            either before or after a change.
+        stopping: True once a stop was requested. A stop cannot be revoked.
+        lock: held while a submission is accepted and while the state changes, so that a change of state never
+            happens in the middle of a submission.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class ServiceGate:
         self.lock = asyncio.Lock()
 
     def check_started(self) -> None:
-        """Check that the service has read the store; before that, accepted groups are not known.
+        """Check that the service has read the store. Before that it does not know the stored groups.
 
         Raises:
-            Unavailable: it has not.
+            Unavailable: the service is still starting.
         """
         if self.state is ServiceState.STARTING:
             raise Unavailable(f"the service is {self.state}", hint="ask again soon", retry_after_s=1.0)
@@ -41,17 +41,17 @@ class ServiceGate:
         """Check that the service accepts new work.
 
         Raises:
-            Unavailable: it does not.
+            Unavailable: the service is starting, draining or stopped.
         """
         self.check_started()
         if self.state is not ServiceState.SERVING:
-            raise Unavailable(f"the service is {self.state}", hint="submit to another, or later")
+            raise Unavailable(f"the service is {self.state}", hint="submit to another service, or later")
 
     def check_operable(self) -> None:
         """Check that the service has started and is not stopping.
 
         Raises:
-            Unavailable: it has not, or it is.
+            Unavailable: the service is starting or stopping.
         """
         self.check_started()
         if self.stopping:

@@ -11,8 +11,8 @@ def group_view(group: StoredGroup, engine: Engine) -> GroupView:
     """Return the view of a group.
 
     Args:
-        group: as it is stored.
-        engine: has its unfinished jobs.
+        group: the stored group.
+        engine: knows the state of the group's unfinished jobs.
     """
     request = group.request
     return GroupView(

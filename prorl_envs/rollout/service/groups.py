@@ -1,4 +1,4 @@
-"""Groups and their jobs: submission, state, cancellation, repetition."""
+"""Groups and their jobs: submission, state, cancellation, retry."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -21,15 +21,15 @@ from prorl_envs.rollout.store.base import NewGroup, Store, StoredGroup
 
 
 class Groups:
-    """The groups of a service.
+    """Groups of a service.
 
     Args:
-        gate: whether the service accepts groups now.
-        environments: load their tasks.
-        admission: limits their jobs.
-        store: keeps them.
-        engine: runs their jobs.
-        leases: cancel those whose client has gone.
+        gate: knows whether the service accepts groups now.
+        environments: load the tasks of groups.
+        admission: limits the number of jobs.
+        store: stores the groups.
+        engine: runs the jobs.
+        leases: cancel groups whose client sends no requests any more.
         notifier: wakes requests that wait for a result.
     """
 
@@ -53,7 +53,7 @@ class Groups:
         self._reserved: Callable[[str], bool] = lambda _: False
 
     def reserve(self, reserved: Callable[[str], bool]) -> None:
-        """Refuse submissions of callers under the ids for which `reserved` is true."""
+        """Refuse submissions of callers whose id is reserved: `reserved` returns True for it."""
         self._reserved = reserved
 
     def check_open(self) -> None:
@@ -63,7 +63,7 @@ class Groups:
     async def submit(
         self, requests: Sequence[GroupRequest], *, quota: Quota | None = None
     ) -> list[GroupView]:
-        """Accept groups, all or none. The same request under the same id is the same submission.
+        """Accept all groups, or none of them. A request that was accepted before has no further effect.
 
         Args:
             requests: the groups.
@@ -72,13 +72,13 @@ class Groups:
         Raises:
             InputError: an environment is not known, or a task row is wrong.
             Conflict: an id is taken by another request.
-            QueueFull: the queue, or the quota, has no room for all of them.
+            QueueFull: the queue or the quota has no room for all jobs of the groups.
             Unavailable: the service is not serving.
         """
         tasks = [self.environments.load(request) for request in requests]
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
-        # A caller that disconnects must not leave a group that is stored and never started. The task starts
-        # eagerly, because each iteration of a busy event loop takes long.
+        # If the caller disconnects here, a group that is stored must still be started, so a task of its own
+        # does both. The task starts eagerly, because each iteration of a busy event loop takes long.
         accepting = asyncio.Task(
             self.accept(groups, tasks, quota=quota), loop=asyncio.get_running_loop(), eager_start=True
         )
@@ -95,21 +95,22 @@ class Groups:
         *,
         quota: Quota | None = None,
         share: Share = COMMON,
-        kept: Callable[[], None] = lambda: None,
+        on_stored: Callable[[], None] = lambda: None,
     ) -> list[bool]:
-        """Store groups, all or none, and start those that are new.
+        """Store all groups, or none of them, and start the new ones.
 
         Args:
-            tasks: of the groups.
-            quota: as of `submit`.
-            share: scheduling share of their jobs.
-            kept: called when they are stored, before any of their results.
+            groups: the groups.
+            tasks: the task of each group.
+            quota: see `submit`.
+            share: scheduling share of the groups' jobs.
+            on_stored: called when the groups are stored, before any of their results is recorded.
 
         Returns:
-            for each group, whether it is new.
+            For each group, whether it is new.
 
         Raises:
-            Conflict, QueueFull, Unavailable: as for `submit`.
+            Conflict, QueueFull, Unavailable: see `submit`.
         """
         groups = [replace(group, request=self.environments.settled(group.request)) for group in groups]
         async with self._gate.lock:
@@ -121,7 +122,7 @@ class Groups:
             quota = quota or (self.admission.quota_of(started_by) if started_by else None)
             await self.admission.check([group.request for group in groups], quota)
             fresh = await self._store.submit(groups)
-            kept()
+            on_stored()
             for group, task, new in zip(groups, tasks, fresh, strict=True):
                 if new:
                     self._engine.admit(group.request, task, batch_id=group.batch_id, share=share)
@@ -132,8 +133,8 @@ class Groups:
         """Return the state of a group.
 
         Args:
-            group_id: the caller's.
-            wait_s: seconds to wait until it is complete.
+            group_id: id of the group.
+            wait_s: maximum seconds to wait until the group is complete.
 
         Raises:
             NotFound: no such group.
@@ -149,8 +150,8 @@ class Groups:
         """Return the state of a job.
 
         Args:
-            job: its id.
-            wait_s: seconds to wait until it is finished.
+            job: id of the job.
+            wait_s: maximum seconds to wait until the job is finished.
 
         Raises:
             NotFound: no such job.
@@ -177,7 +178,7 @@ class Groups:
         return await self.job(job)
 
     async def cancel_jobs(self, jobs: Iterable[str]) -> None:
-        """Cancel the unfinished jobs among these; return once their results are recorded."""
+        """Cancel the unfinished jobs among `jobs`. Returns once their results are recorded."""
         await self._engine.cancel(jobs)
 
     async def cancel(self, group_id: str) -> GroupView:
@@ -191,35 +192,39 @@ class Groups:
         return await self.group(group_id)
 
     async def retry(self, job: str, *, quota: Quota | None = None) -> GroupView:
-        """Repeat a finished job as a group of its own; the existing result stays. Idempotent.
+        """Run a finished job again, as a new group with one sample. Idempotent.
+
+        The existing result stays. The new job has the same task, limits and sampling.
 
         Args:
-            job: its task, limits and sampling are used again.
-            quota: as of `submit`.
+            job: id of the finished job.
+            quota: see `submit`.
 
         Raises:
             NotFound: there is no such job.
-            Conflict: it is not finished.
-            QueueFull, Unavailable: as for a submission.
+            Conflict: the job is not finished.
+            InputError: the id of the new group would be too long.
+            QueueFull, Unavailable: see `submit`.
         """
         view = await self.job(job)
         if not view.state.final:
             raise Conflict(f"job {job!r} is not finished", hint="cancel it first")
         group_id, sample = split_job_id(job)
         request = (await self._store.group(group_id)).request
-        again = request.model_dump(exclude_unset=True)
-        again |= {"id": f"{group_id}:retry-{sample}", "samples": 1}
-        again["metadata"] = {**request.metadata, "retry_of": job}
+        fields = request.model_dump(exclude_unset=True)
+        fields |= {"id": f"{group_id}:retry-{sample}", "samples": 1}
+        fields["metadata"] = {**request.metadata, "retry_of": job}
         if request.sampling.seed is not None:
-            again["sampling"] = {**again["sampling"], "seed": request.sampling.seed + sample}
+            fields["sampling"] = {**fields["sampling"], "seed": request.sampling.seed + sample}
         try:
-            retried = GroupRequest.model_validate(again)
-        except ValueError as error:  # after several retries of retries the id is too long
-            raise InputError(f"job {job!r} cannot be retried under an id of its own") from error
-        return (await self.submit([retried], quota=quota))[0]
+            retry = GroupRequest.model_validate(fields)
+        except ValueError as error:  # each retry of a retry makes the id longer
+            raise InputError(f"job {job!r} cannot be retried: the new id would be too long") from error
+        return (await self.submit([retry], quota=quota))[0]
 
 
 def _accepted(group: NewGroup) -> StoredGroup:
-    """Return a newly accepted group as the store has it."""
-    nothing = (0,) * group.request.samples
-    return StoredGroup(group.request, group.task_id, (None,) * len(nothing), nothing, nothing)
+    """Return a newly accepted group as the store would return it, without a query."""
+    samples = group.request.samples
+    zeros = (0,) * samples
+    return StoredGroup(group.request, group.task_id, (None,) * samples, attempts=zeros, failures=zeros)

@@ -1,15 +1,15 @@
 """Interactive episodes, which a caller drives step by step: INIT, any number of steps, EVAL.
 
 Episodes are not stored: an episode is closed with the service, or after a time without requests for it. Each
-operation is a task of its own, so a caller that disconnects and asks again finds it still running. Episodes
-and jobs share the limit of environments. Failures are not retried, because the service cannot repeat the
-caller's steps.
+operation runs in its own asyncio task. So a caller that disconnects and sends the request again finds the
+operation still running. Episodes count towards the same limit of sandboxes as jobs. Failures are not retried,
+because the service cannot repeat the caller's steps.
 """
 
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,45 +38,52 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Driven:
+class _OpenEpisode:
     """One open episode. `work` is the current or last operation of the service on it."""
 
     request: EpisodeRequest
     job: Job
     idle_s: float
-    touched: float
+    last_used: float
     state: EpisodeState = EpisodeState.WAITING
     room: int = 0  # tokens by which the context may still grow
     prompt: PromptView | None = None
     steps: int = 0
-    by_tokens: bool | None = None  # whether steps give tokens; None before the first step
+    by_tokens: bool | None = None  # True if steps contain tokens; None before the first step
     last: StepView | None = None
-    model: ModelSession | None = None  # its model endpoint, if the caller's agent opened one
+    model: ModelSession | None = None  # the episode's model endpoint, if the caller's agent opened one
     result: Result | None = None
     work: asyncio.Task[None] | None = None
     closing: asyncio.Task[None] | None = None
-    watching: asyncio.Task[None] | None = field(default=None)
+    idle_watch: asyncio.Task[None] | None = None
 
     @property
     def guest(self) -> str:
-        """Name of the episode as an external holder of an environment."""
+        """Name of the episode as a guest of the scheduler."""
         return f"episode {self.request.id}"
 
 
 class InteractiveEpisodes:
-    """The episodes that callers drive.
+    """Open episodes that callers drive.
 
     Args:
         executor: carries out stages and steps.
-        agent: answers the model endpoints of episodes.
+        agent: serves the model endpoints of episodes.
         engine: limits the number of environments.
-        clock: measures idleness.
-        most: maximum number of open episodes.
+        clock: measures idle time.
+        max_open: maximum number of open episodes.
         idle_s: seconds without a request after which an episode is closed.
     """
 
     def __init__(
-        self, executor: StageExecutor, agent: Agent, engine: Engine, clock: Clock, *, most: int, idle_s: float
+        self,
+        executor: StageExecutor,
+        agent: Agent,
+        engine: Engine,
+        clock: Clock,
+        *,
+        max_open: int,
+        idle_s: float,
     ) -> None:
         self.failures = 0
         self.internal_errors = 0
@@ -84,11 +91,11 @@ class InteractiveEpisodes:
         self._agent = agent
         self._engine = engine
         self._clock = clock
-        self._most = most
+        self._max_open = max_open
         self._idle_s = idle_s
-        self._open: dict[str, _Driven] = {}
+        self._open: dict[str, _OpenEpisode] = {}
         self._models: dict[str, ModelSession] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -111,13 +118,13 @@ class InteractiveEpisodes:
         """
         known = self._open.get(request.id)
         if known is None:
-            if len(self._open) >= self._most:
-                hint = "end one, or submit groups, which wait"
-                raise QueueFull(f"{self._most} episodes are open, and no more may be", hint=hint)
+            if len(self._open) >= self._max_open:
+                hint = "close an episode, or submit groups, which wait in the queue"
+                raise QueueFull(f"{self._max_open} episodes are open, which is the maximum", hint=hint)
             known = self._new(request, task)
         elif known.request != request:
             raise Conflict(f"episode {request.id!r} is known with another request", hint="use a new id")
-        return await self._answer(known, wait_s, prompt=True)
+        return await self._wait_and_view(known, wait_s, prompt=True)
 
     async def view(self, name: str, *, wait_s: float) -> EpisodeView:
         """Return the state of an episode.
@@ -125,47 +132,48 @@ class InteractiveEpisodes:
         Raises:
             NotFound: no such episode.
         """
-        return await self._answer(self._get(name), wait_s, prompt=True)
+        return await self._wait_and_view(self._get(name), wait_s, prompt=True)
 
     async def step(self, name: str, step: StepRequest, *, wait_s: float) -> EpisodeView:
         """Take a step.
 
         Raises:
             NotFound: no such episode.
-            OutOfOrder: it is not ready, or this is not the next step, or tokens and tool calls are mixed.
-            InputError: more tokens than there is room for.
+            OutOfOrder: the episode is not ready, this is not its next step, or tokens and tool calls are
+                mixed.
+            InputError: the step has more tokens than fit into the context.
         """
-        driven = self._get(name)
-        if step.step is not None and step.step == driven.steps - 1:  # a repeated request
-            return await self._answer(driven, wait_s)
-        self._check_step(driven, step)
-        driven.by_tokens = not isinstance(step, CallStep)
-        driven.steps += 1
-        driven.state = EpisodeState.RUN
-        self._begin(driven, self._run(driven, step))
-        return await self._answer(driven, wait_s)
+        episode = self._get(name)
+        if step.step is not None and step.step == episode.steps - 1:  # a repeated request
+            return await self._wait_and_view(episode, wait_s)
+        self._check_step(episode, step)
+        episode.by_tokens = not isinstance(step, CallStep)
+        episode.steps += 1
+        episode.state = EpisodeState.RUN
+        self._start_work(episode, self._run(episode, step))
+        return await self._wait_and_view(episode, wait_s)
 
     async def endpoint(self, name: str) -> ModelSession:
-        """Open the model endpoint of an episode whose agent runs outside the service. Idempotent. Its answers
-        are recorded as the episode's tokens.
+        """Open the model endpoint of an episode whose agent runs outside the service. Idempotent. Answers of
+        the endpoint are recorded as the episode's tokens.
 
         Raises:
             NotFound: no such episode.
             OutOfOrder: the episode is not ready, is driven by tokens, or runs on another machine.
         """
-        driven = self._get(name)
-        if driven.model is None:
-            _check_state(driven, EpisodeState.READY)
-            if driven.job.node != HERE:
+        episode = self._get(name)
+        if episode.model is None:
+            _check_state(episode, EpisodeState.READY)
+            if episode.job.node != HERE:
                 raise OutOfOrder("the episode runs on another machine", hint="start it with endpoint: true")
-            if driven.by_tokens:
+            if episode.by_tokens:
                 raise OutOfOrder("the episode is driven by tokens", hint="open the endpoint before any step")
-            driven.by_tokens = False
-            job = driven.job
-            driven.model = ModelSession(self._agent, job.attempt.transcript, **job.settings)
-            self._models[driven.model.key] = driven.model
-        driven.touched = self._clock.monotonic()
-        return driven.model
+            episode.by_tokens = False
+            job = episode.job
+            episode.model = ModelSession(self._agent, job.attempt.transcript, **job.settings)
+            self._models[episode.model.key] = episode.model
+        episode.last_used = self._clock.monotonic()
+        return episode.model
 
     def model(self, key: str) -> ModelSession | None:
         """Return the endpoint that has this key; None for an unknown key."""
@@ -176,15 +184,15 @@ class InteractiveEpisodes:
 
         Raises:
             NotFound: no such episode.
-            OutOfOrder: it has not started, is busy, or has failed.
+            OutOfOrder: the episode has not started, is busy, or has failed.
         """
-        driven = self._get(name)
-        if driven.state not in (EpisodeState.EVAL, EpisodeState.GRADED):
-            _check_state(driven, EpisodeState.READY, EpisodeState.STOPPED)
-            driven.state = EpisodeState.EVAL
-            await self._close_model(driven)
-            self._begin(driven, self._evaluate(driven))
-        return await self._answer(driven, wait_s)
+        episode = self._get(name)
+        if episode.state not in (EpisodeState.EVAL, EpisodeState.GRADED):
+            _check_state(episode, EpisodeState.READY, EpisodeState.STOPPED)
+            episode.state = EpisodeState.EVAL
+            await self._close_model(episode)
+            self._start_work(episode, self._evaluate(episode))
+        return await self._wait_and_view(episode, wait_s)
 
     async def close(self, name: str) -> None:
         """Stop an episode in any state; returns once its sandbox is closed.
@@ -196,185 +204,189 @@ class InteractiveEpisodes:
 
     async def aclose(self) -> None:
         """Close all episodes. Idempotent."""
-        for driven in list(self._open.values()):
-            self._end(driven)
-        if self._ending:
-            await asyncio.wait(set(self._ending))
+        for episode in list(self._open.values()):
+            self._end(episode)
+        if self._ends:
+            await asyncio.wait(set(self._ends))
 
     # Operations.
 
-    def _new(self, request: EpisodeRequest, task: Task) -> _Driven:
+    def _new(self, request: EpisodeRequest, task: Task) -> _OpenEpisode:
         now = self._clock.monotonic()
         idle_s = min(request.idle_s or self._idle_s, self._idle_s)
-        driven = _Driven(request, Job(request.as_group(), 0, task, now), idle_s, now)
-        self._open[request.id] = driven
-        self._begin(driven, self._init(driven))
-        driven.watching = asyncio.create_task(self._watch(driven))
-        return driven
+        episode = _OpenEpisode(request, Job(request.as_group(), 0, task, now), idle_s, now)
+        self._open[request.id] = episode
+        self._start_work(episode, self._init(episode))
+        episode.idle_watch = asyncio.create_task(self._close_when_idle(episode))
+        return episode
 
-    async def _init(self, driven: _Driven) -> None:
-        job = driven.job
-        job.node = await self._engine.reserve(driven.guest, here=driven.request.endpoint)
-        driven.state = EpisodeState.INIT
+    async def _init(self, episode: _OpenEpisode) -> None:
+        job = episode.job
+        job.node = await self._engine.reserve(episode.guest, here=episode.request.endpoint)
+        episode.state = EpisodeState.INIT
         job.queued_s = self._clock.monotonic() - job.waiting_since
         job.attempts = 1
         try:
             failure = await self._executor.perform(job, Stage.INIT)
         finally:
-            self._engine.prepared(driven.guest)
+            self._engine.prepared(episode.guest)
         failure = failure or await self._executor.step(job, None)
         if failure is not None:
-            await self._fail(driven, failure)
+            await self._fail(episode, failure)
             return
         progress = job.attempt.current_progress
         assert progress is not None
-        driven.prompt, driven.room = progress.prompt, progress.room
-        driven.state = EpisodeState.READY
+        episode.prompt, episode.room = progress.prompt, progress.room
+        episode.state = EpisodeState.READY
 
-    async def _run(self, driven: _Driven, step: StepRequest) -> None:
-        failure = await self._executor.step(driven.job, step)
+    async def _run(self, episode: _OpenEpisode, step: StepRequest) -> None:
+        failure = await self._executor.step(episode.job, step)
         if failure is not None:
-            await self._fail(driven, failure)
+            await self._fail(episode, failure)
             return
-        progress = driven.job.attempt.current_progress
+        progress = episode.job.attempt.current_progress
         assert progress is not None and progress.last is not None
-        driven.last, driven.room = progress.last, progress.room
-        driven.state = EpisodeState.READY if progress.last.stop_reason is None else EpisodeState.STOPPED
+        episode.last, episode.room = progress.last, progress.room
+        episode.state = EpisodeState.READY if progress.last.stop_reason is None else EpisodeState.STOPPED
 
-    async def _evaluate(self, driven: _Driven) -> None:
-        failure = await self._executor.perform(driven.job, Stage.EVAL)
+    async def _evaluate(self, episode: _OpenEpisode) -> None:
+        failure = await self._executor.perform(episode.job, Stage.EVAL)
         if failure is not None:
-            await self._fail(driven, failure)
+            await self._fail(episode, failure)
             return
-        driven.result = driven.job.result(JobState.DONE)
-        driven.state = EpisodeState.GRADED
-        self._release(driven)
+        episode.result = episode.job.result(JobState.DONE)
+        episode.state = EpisodeState.GRADED
+        self._release(episode)
 
-    async def _fail(self, driven: _Driven, failure: Failure) -> None:
-        await self._executor.collect(driven.job)
-        self._failed(driven, failure)
+    async def _fail(self, episode: _OpenEpisode, failure: Failure) -> None:
+        await self._executor.collect(episode.job)
+        self._set_failed(episode, failure)
 
-    def _failed(self, driven: _Driven, failure: Failure) -> None:
+    def _set_failed(self, episode: _OpenEpisode, failure: Failure) -> None:
         self.failures += 1
         self.internal_errors += failure.kind is FailureKind.INTERNAL
-        driven.job.attempt.failure = failure
-        driven.result = driven.job.result(JobState.FAILED)
-        driven.state = EpisodeState.FAILED
-        self._release(driven)
+        episode.job.attempt.failure = failure
+        episode.result = episode.job.result(JobState.FAILED)
+        episode.state = EpisodeState.FAILED
+        self._release(episode)
 
     # Closing.
 
-    def _release(self, driven: _Driven) -> asyncio.Task[None]:
-        """Close the environment, then release its place."""
-        if driven.closing is None:
-            driven.closing = asyncio.create_task(self._close(driven))
-        return driven.closing
+    def _release(self, episode: _OpenEpisode) -> asyncio.Task[None]:
+        """Close the environment, then release its place in the scheduler."""
+        if episode.closing is None:
+            episode.closing = asyncio.create_task(self._close(episode))
+        return episode.closing
 
-    async def _close_model(self, driven: _Driven) -> None:
+    async def _close_model(self, episode: _OpenEpisode) -> None:
         """Close the model endpoint of the episode."""
-        if driven.model is not None:
-            self._models.pop(driven.model.key, None)
-            await driven.model.aclose()
+        if episode.model is not None:
+            self._models.pop(episode.model.key, None)
+            await episode.model.aclose()
 
-    async def _close(self, driven: _Driven) -> None:
-        await self._close_model(driven)
-        self._agent.forget(driven.job.session)
-        if not await self._executor.close(driven.job):
+    async def _close(self, episode: _OpenEpisode) -> None:
+        await self._close_model(episode)
+        self._agent.forget(episode.job.session)
+        if not await self._executor.close(episode.job):
             self._engine.close_failures += 1
-        self._engine.release(driven.guest)
+        self._engine.release(episode.guest)
 
-    def _end(self, driven: _Driven) -> asyncio.Task[None]:
-        del self._open[driven.request.id]
-        task = asyncio.create_task(self._finish(driven))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+    def _end(self, episode: _OpenEpisode) -> asyncio.Task[None]:
+        del self._open[episode.request.id]
+        task = asyncio.create_task(self._stop_and_release(episode))
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
         return task
 
-    async def _finish(self, driven: _Driven) -> None:
-        running = [task for task in (driven.work, driven.watching) if task is not None]
+    async def _stop_and_release(self, episode: _OpenEpisode) -> None:
+        running = [task for task in (episode.work, episode.idle_watch) if task is not None]
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-        await self._release(driven)
+        await self._release(episode)
 
-    async def _watch(self, driven: _Driven) -> None:
+    async def _close_when_idle(self, episode: _OpenEpisode) -> None:
         """Close the episode when it has been idle for too long."""
         while True:
-            if driven.state.busy and driven.work is not None:
-                await asyncio.wait([driven.work])
-                driven.touched = self._clock.monotonic()
-            if driven.model is not None:
+            if episode.state.busy and episode.work is not None:
+                await asyncio.wait([episode.work])
+                episode.last_used = self._clock.monotonic()
+            if episode.model is not None:
                 now = self._clock.monotonic()
-                driven.touched = max(driven.touched, now if driven.model.calls else driven.model.touched)
-            left = driven.touched + driven.idle_s - self._clock.monotonic()
-            if left <= 0:
+                episode.last_used = max(
+                    episode.last_used, now if episode.model.calls else episode.model.touched
+                )
+            seconds_left = episode.last_used + episode.idle_s - self._clock.monotonic()
+            if seconds_left <= 0:
                 break
-            await self._clock.sleep(left)
-        log.warning("episode %s: no request for %g s; it is closed", driven.request.id, driven.idle_s)
-        driven.watching = None  # this task itself, which must not be cancelled
-        self._end(driven)
+            await self._clock.sleep(seconds_left)
+        log.warning("episode %s: no request for %g s; it is closed", episode.request.id, episode.idle_s)
+        episode.idle_watch = None  # this task itself, which must not be cancelled
+        self._end(episode)
 
     # Helpers.
 
-    def _begin(self, driven: _Driven, work: Coroutine[Any, Any, None]) -> None:
-        driven.work = asyncio.create_task(work)
-        driven.work.add_done_callback(partial(self._ended, driven))
+    def _start_work(self, episode: _OpenEpisode, work: Coroutine[Any, Any, None]) -> None:
+        episode.work = asyncio.create_task(work)
+        episode.work.add_done_callback(partial(self._work_ended, episode))
 
-    def _ended(self, driven: _Driven, task: asyncio.Task[None]) -> None:
+    def _work_ended(self, episode: _OpenEpisode, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.internal_errors += 1
-            log.critical("episode %s met a bug", driven.request.id, exc_info=error)
-            self._failed(driven, _BUG)
+            log.critical("episode %s failed because of a bug", episode.request.id, exc_info=error)
+            self._set_failed(episode, _BUG)
 
-    async def _answer(self, driven: _Driven, wait_s: float, *, prompt: bool = False) -> EpisodeView:
-        driven.touched = self._clock.monotonic()
-        if driven.state.busy and driven.work is not None and wait_s > 0:
+    async def _wait_and_view(
+        self, episode: _OpenEpisode, wait_s: float, *, prompt: bool = False
+    ) -> EpisodeView:
+        episode.last_used = self._clock.monotonic()
+        if episode.state.busy and episode.work is not None and wait_s > 0:
             try:
                 async with self._clock.timeout(wait_s):
-                    await asyncio.wait([driven.work])
+                    await asyncio.wait([episode.work])
             except TimeoutError:
-                pass  # the returned state shows it
-            self._get(driven.request.id)  # it may have been closed meanwhile
-            driven.touched = self._clock.monotonic()
+                pass  # the returned state shows that the operation is still running
+            self._get(episode.request.id)  # raises NotFound if the episode was closed meanwhile
+            episode.last_used = self._clock.monotonic()
         return EpisodeView(
-            id=driven.request.id,
-            environment=driven.request.environment,
-            task_id=driven.job.task.id,
-            state=driven.state,
-            steps=driven.steps,
-            prompt=driven.prompt if prompt else None,
-            last=driven.last,
-            failure=driven.job.attempt.failure,
-            result=driven.result,
+            id=episode.request.id,
+            environment=episode.request.environment,
+            task_id=episode.job.task.id,
+            state=episode.state,
+            steps=episode.steps,
+            prompt=episode.prompt if prompt else None,
+            last=episode.last,
+            failure=episode.job.attempt.failure,
+            result=episode.result,
         )
 
-    def _get(self, name: str) -> _Driven:
+    def _get(self, name: str) -> _OpenEpisode:
         if name not in self._open:
-            raise NotFound(f"no episode {name!r}", hint="it was ended, or received no request for too long")
+            raise NotFound(f"no episode {name!r}", hint="it was closed, or was idle for too long")
         return self._open[name]
 
-    def _check_step(self, driven: _Driven, step: StepRequest) -> None:
-        _check_state(driven, EpisodeState.READY)
-        if step.step is not None and step.step != driven.steps:
-            raise OutOfOrder(f"the next step is {driven.steps}, and not {step.step}")
-        if driven.by_tokens is not None and driven.by_tokens == isinstance(step, CallStep):
+    def _check_step(self, episode: _OpenEpisode, step: StepRequest) -> None:
+        _check_state(episode, EpisodeState.READY)
+        if step.step is not None and step.step != episode.steps:
+            raise OutOfOrder(f"the next step is {episode.steps}, not {step.step}")
+        if episode.by_tokens is not None and episode.by_tokens == isinstance(step, CallStep):
             raise OutOfOrder(
                 "an episode is driven by tokens or by tool calls",
                 hint="after tool calls the service does not know the context",
             )
-        if isinstance(step, TokenStep) and len(step.ids) > driven.room:
-            raise InputError(f"{len(step.ids)} tokens are more than the {driven.room} there is room for")
+        if isinstance(step, TokenStep) and len(step.ids) > episode.room:
+            raise InputError(f"{len(step.ids)} tokens do not fit: the context has room for {episode.room}")
 
 
 _BUG = Failure(
     kind=FailureKind.INTERNAL,
     stage=Stage.RUN,
-    message="the service met a bug",
-    hint="its log has the traceback",
+    message="the service has a bug",
+    hint="the service's log has the traceback",
 )
 
 
-def _check_state(driven: _Driven, *wanted: EpisodeState) -> None:
-    if driven.state not in wanted:
+def _check_state(episode: _OpenEpisode, *wanted: EpisodeState) -> None:
+    if episode.state not in wanted:
         allowed = " or ".join(wanted)
-        raise OutOfOrder(f"the episode is {driven.state}, and has to be {allowed} for this")
+        raise OutOfOrder(f"the episode is {episode.state}; it must be {allowed}")

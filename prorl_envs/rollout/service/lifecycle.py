@@ -1,4 +1,4 @@
-"""Start and stop of a service, and what its operator changes while it runs."""
+"""Lifecycle of a service: start, stop, and the operator's changes while the service runs."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from prorl_envs.rollout.service.gate import ServiceGate, ServiceState
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.model_servers import ModelServers
-from prorl_envs.rollout.service.recovery import sort_out
+from prorl_envs.rollout.service.recovery import plan_recovery
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.store.base import Store
 
@@ -36,7 +36,7 @@ class Lifecycle:
         settings: initial concurrency limits, and timeouts.
         store: has the unfinished jobs of an earlier service.
         engine, groups, batches, episodes, feed, model_servers: parts of the service.
-        monitors: closed when everything else has stopped.
+        monitors: parts that are closed after all others have stopped.
         clock: measures the waits.
     """
 
@@ -67,31 +67,32 @@ class Lifecycle:
         self._clock = clock
 
     async def start(self) -> None:
-        """Resume the unfinished jobs of the store, each as a further attempt, and start to serve. Jobs that
-        cannot continue fail and do not block others."""
+        """Resume the unfinished jobs of the store, each with a new attempt, and start to serve. Jobs that
+        cannot continue fail, without an effect on other jobs."""
         self._feed.newest = await self._store.newest()
         await self._model_servers.restore()
         unfinished = await self._store.unfinished()
-        await self._batches.restore()  # before any result of their groups arrives
+        await self._batches.restore()  # before the groups of batches produce results
         leases = self._groups.leases
         for group in unfinished:
-            left = sort_out(group, self._groups.environments.load)
-            for result in left.given_up:
+            recovery = plan_recovery(group, self._groups.environments.load)
+            for result in recovery.given_up:
                 self._engine.give_up(result)
-            if left.task is not None:
+            if recovery.task is not None:
                 share = self._batches.share(group.batch_id)
-                self._engine.readmit(group, left.task, left.samples, share=share)
+                self._engine.readmit(group, recovery.task, recovery.samples, share=share)
                 leases.grant("groups", group.request.id, group.request.lease_s)
-        self._gate.state = ServiceState.SERVING  # only now: submitted groups are unfinished too
+        # Only now: a group that was submitted during recovery would be among the unfinished groups as well.
+        self._gate.state = ServiceState.SERVING
         self._batches.start()
         leases.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
-        """Stop. Accepts nothing from now on; results can still be read. Idempotent.
+        """Stop the service. It accepts no more work; results can still be read. Idempotent.
 
         Args:
-            drain_s: seconds to let accepted jobs finish. Remaining jobs are then cancelled, or left for the
-                next start if the store is durable; every sandbox is closed before this returns.
+            drain_s: seconds for accepted jobs to finish. Remaining jobs are then cancelled; with a durable
+                store they are kept for the next start instead. Every sandbox is closed before this returns.
         """
         if self._gate.state is ServiceState.STOPPED:
             return
@@ -103,25 +104,25 @@ class Lifecycle:
             async with self._clock.timeout(drain_s):
                 await self._engine.settled()
         except TimeoutError:
-            log.info("stopping: %d unfinished jobs are ended", len(self._engine.scheduler))
-        finally:  # also if the drain itself is interrupted
+            log.info("stopping %d unfinished jobs", len(self._engine.scheduler))
+        finally:  # also if the drain is cancelled
             self._engine.cancel_all()
             await asyncio.shield(self._close())
 
     def pause(self, mode: Pause) -> None:
-        """Keep accepting groups, but hold jobs back until `resume`. A restarted service is not paused.
+        """Accept groups, but start no stages until `resume`. A restarted service is not paused.
 
         Args:
-            mode: which stages are held back.
+            mode: which stages do not start.
         """
         log.warning("paused: %s", mode)
         self._engine.pause(mode)
 
     async def drain(self, wait_s: float = 0.0) -> None:
-        """Accept nothing more, and finish the accepted jobs, until `resume`. Idempotent.
+        """Accept no more work until `resume`, and finish the accepted jobs. Idempotent.
 
         Args:
-            wait_s: seconds to wait until everything is finished and closed.
+            wait_s: maximum seconds to wait until all jobs are finished and their sandboxes are closed.
 
         Raises:
             Unavailable: the service has not started, or is stopping.
@@ -131,7 +132,7 @@ class Lifecycle:
             if self._gate.state is ServiceState.SERVING:
                 log.warning("draining")
                 self._gate.state = ServiceState.DRAINING
-        with contextlib.suppress(TimeoutError):  # the caller reads the status
+        with contextlib.suppress(TimeoutError):  # the caller sees from the status whether jobs remain
             async with self._clock.timeout(wait_s):
                 await self._engine.settled()
 
@@ -149,10 +150,9 @@ class Lifecycle:
 
     def resize(self, request: LimitsRequest) -> None:
         """Change the concurrency limits until the service stops. Work above a lowered limit continues."""
-        named = request.model_dump(exclude_none=True)
-        changed = self._settings.model_copy(update=named)
-        log.warning("limits: %s", ", ".join(f"{name} {value}" for name, value in named.items()))
-        self._settings = ServiceSettings.model_validate(changed.model_dump())
+        changes = request.model_dump(exclude_none=True)
+        log.warning("limits: %s", ", ".join(f"{name} {value}" for name, value in changes.items()))
+        self._settings = ServiceSettings.model_validate({**self._settings.model_dump(), **changes})
         self._groups.admission.queue = self._settings.queue
         self._engine.resize(StageLimits.of_settings(self._settings))
 
@@ -161,13 +161,15 @@ class Lifecycle:
         await self._groups.leases.aclose()
 
     async def _close(self) -> None:
-        await self._stop_batches()  # if it was interrupted above
+        await self._stop_batches()  # again, since a cancellation may have interrupted the first call
         try:
-            async with self._clock.timeout(2 * self._settings.close_s):  # an interrupt, then a close
+            async with self._clock.timeout(2 * self._settings.close_s):  # to interrupt a stage, then to close
                 await self._episodes.aclose()
                 await self._engine.settled()
         except TimeoutError:
-            log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
+            log.error(
+                "%d jobs do not stop; closing the node will stop their sandboxes", len(self._engine.scheduler)
+            )
         self._gate.state = ServiceState.STOPPED
         for monitor in self._monitors:
             await monitor.aclose()

@@ -14,12 +14,12 @@ from prorl_envs.rollout.episode.job import Job
 
 
 class LiveJobs:
-    """The unfinished jobs of a service.
+    """Unfinished jobs of a service.
 
     Args:
-        engine: runs them.
-        memory: returns the recent memory use of their sandboxes.
-        clock: measures how long they run.
+        engine: runs the jobs.
+        memory: returns the recent memory use of sandboxes.
+        clock: measures how long stages run.
     """
 
     def __init__(self, engine: Engine, memory: Callable[[], MemoryUse], clock: Clock) -> None:
@@ -28,31 +28,31 @@ class LiveJobs:
         self._clock = clock
 
     def running(self, limit: int) -> list[JobLine]:
-        """Return the jobs whose stage has been running for the longest, oldest first; at most `limit`."""
-        jobs = (self._engine.episodes[job] for job in self._engine.running)
+        """Return at most `limit` jobs: those whose stage has been running longest, longest first."""
+        jobs = (self._engine.jobs[job] for job in self._engine.running)
         return [self._line(job) for job in heapq.nsmallest(limit, jobs, key=lambda job: job.started_at)]
 
     def page(self, *, prefix: str = "", states: Collection[JobState] = (), limit: int = 100) -> JobPage:
         """Return unfinished jobs.
 
         Args:
-            prefix: prefix of their ids.
-            states: only jobs in these states; empty for all.
+            prefix: return only jobs whose id starts with this prefix.
+            states: return only jobs in these states; empty for all.
             limit: maximum number of jobs.
         """
-        jobs, scheduler = self._engine.episodes, self._engine.scheduler
+        jobs, scheduler = self._engine.jobs, self._engine.scheduler
 
-        def wanted() -> Iterator[Job]:
+        def select() -> Iterator[Job]:
             running = self._engine.running
             for job in chain(running, (job for job in jobs if job not in running)):
                 state = scheduler.state(job)
                 if state is not None and job.startswith(prefix) and (not states or state in states):
                     yield jobs[job]
 
-        found = wanted()
-        lines = [self._line(job) for job in islice(found, limit)]
-        whole = not prefix and not states
-        return JobPage(jobs=lines, total=len(jobs) if whole else len(lines) + sum(1 for _ in found))
+        selected = select()
+        lines = [self._line(job) for job in islice(selected, limit)]
+        unfiltered = not prefix and not states  # counting all jobs needs no iteration then
+        return JobPage(jobs=lines, total=len(jobs) if unfiltered else len(lines) + sum(1 for _ in selected))
 
     def partial(self, job: str) -> Result:
         """Return the partial result of an unfinished job. It is never stored and has no reward.
@@ -60,9 +60,9 @@ class LiveJobs:
         Raises:
             NotFound: the job is not known, or has a result.
         """
-        known, state = self._engine.episodes.get(job), self._engine.scheduler.state(job)
+        known, state = self._engine.jobs.get(job), self._engine.scheduler.state(job)
         if known is None or state is None:
-            raise NotFound(f"no job {job!r} is under way", hint="a finished one has a result")
+            raise NotFound(f"no unfinished job {job!r}", hint="a finished job has a result")
         return known.result(state)
 
     def _line(self, job: Job) -> JobLine:

@@ -1,4 +1,4 @@
-"""The model servers of a service: views, and operations of callers."""
+"""Model servers of a service: views, and changes by callers."""
 
 import contextlib
 import logging
@@ -27,26 +27,27 @@ from prorl_envs.rollout.store.base import Store
 log = logging.getLogger(__name__)
 
 #: Store key of the servers that callers added.
-_KEPT = "model_servers"
-#: Longest problem of a failing server that is shown, in characters.
+_STORE_KEY = "model_servers"
+#: Maximum length of a shown problem of a failing server, in characters.
 MAX_PROBLEM = 500
 #: Seconds that adding a server waits for its first health check.
 PROBE_S = 5.0
 
 
-class _Kept(BaseModel):
+class _StoredServers(BaseModel):
     servers: list[str]
     weight_version: str
 
 
 class ModelServers:
-    """The model servers of a service, as callers change them. The next service on the same store has the
-    servers that callers added, with their weight version; the servers that a service starts with are not
-    stored.
+    """Model servers of a service, which callers can add, remove, pause and resume.
+
+    The servers that callers added are stored with their weight version, so that a restarted service uses
+    them. Servers from the configuration are not stored.
 
     Args:
-        model: of the service.
-        store: of the service.
+        model: the service's model client.
+        store: the service's store.
         clock: measures timeouts.
     """
 
@@ -58,17 +59,17 @@ class ModelServers:
 
     async def restore(self) -> None:
         """Add the servers that callers of the previous service had added."""
-        text = await self._store.kept(_KEPT)
+        text = await self._store.get_value(_STORE_KEY)
         if text is None or not isinstance(self._model, ModelPool):
             return
-        kept = _Kept.model_validate_json(text)
+        kept = _StoredServers.model_validate_json(text)
         if kept.servers:
-            log.info("model servers of the service before: %s", ", ".join(kept.servers))
+            log.info("model servers added to the previous service: %s", ", ".join(kept.servers))
             self._model.restore(kept.servers, kept.weight_version)
             self._added = {split_protocol(url)[1]: url for url in kept.servers}
 
     def can_sample(self) -> bool:
-        """Return whether turns can be sampled: the model is fixed, or a server of the pool takes turns."""
+        """Return True unless the model is a pool in which no server accepts turns."""
         return not isinstance(self._model, ModelPool) or any(
             server.state is not ServerHealth.DRAINING for server in server_views(self._model)
         )
@@ -78,71 +79,72 @@ class ModelServers:
         return router_view(self._model) if isinstance(self._model, ModelPool) else None
 
     def all(self) -> ModelServerList:
-        """Return the servers in use; none if the model is not a pool."""
+        """Return the servers in use; an empty list if the model is not a pool."""
         if not isinstance(self._model, ModelPool):
             return ModelServerList(servers=[])
         return ModelServerList(servers=server_views(self._model), paused=self._model.paused)
 
-    async def add(self, asked: ModelServerRequest) -> ModelServerList:
-        """Add a server and send it a health check. A server that does not answer is added too, and gets turns
-        once it answers. Adding a server again only checks it.
+    async def add(self, request: ModelServerRequest) -> ModelServerList:
+        """Add a server and send it a health check. A server that does not answer is added too, and receives
+        turns once it answers. Adding a server again only checks it.
 
         Raises:
-            InputError: not a URL.
+            InputError: the URL is invalid.
             Conflict: this service's model is not a pool.
-            Unavailable: it is in use but not stored, so a restart would lose it: repeat the request.
+            Unavailable: the server was added but could not be stored, so a restart would lose it. The caller
+                should repeat the request.
         """
-        url = f"{asked.protocol}+{asked.url}" if asked.protocol else asked.url
+        url = f"{request.protocol}+{request.url}" if request.protocol else request.url
         pool = self._pool()
         base = pool.add(url)
         self._added.setdefault(base, url)
-        await self._keep()
-        with contextlib.suppress(TimeoutError):  # the pool keeps checking
+        await self._save()
+        with contextlib.suppress(TimeoutError):  # the pool continues to check the server
             async with self._clock.timeout(PROBE_S):
                 await pool.check(base)
         return self.all()
 
     async def remove(self, url: str, wait_s: float) -> ModelServerList:
-        """Send a server no more turns, and wait up to `wait_s` seconds for those in flight.
+        """Stop sending turns to a server, and wait up to `wait_s` seconds for its turns in flight.
 
         Raises:
             NotFound: no such server.
-            InputError, Conflict: as for adding.
+            InputError, Conflict: see `add`.
         """
         pool = self._pool()
         _, base = split_protocol(url)
         if base not in {server.url for server in pool.servers}:
             raise NotFound(f"no model server {url!r}")
         if self._added.pop(base, None) is not None:
-            await self._keep()
+            await self._save()
         await pool.remove(url, wait_s=wait_s)
         return self.all()
 
-    async def pause(self, asked: PauseRequest) -> PauseView:
+    async def pause(self, request: PauseRequest) -> PauseView:
         """Hold turns during a weight update.
 
         Raises:
             Conflict: this service's model is not a pool.
         """
         pool = self._pool()
-        told = await pool.pause(asked.mode, resample=asked.resample, wait_s=asked.wait_s)
-        return _pause_view(pool, told)
+        acknowledgements = await pool.pause(request.mode, resample=request.resample, wait_s=request.wait_s)
+        return _pause_view(pool, acknowledgements)
 
-    async def resume(self, asked: ResumeRequest) -> PauseView:
+    async def resume(self, request: ResumeRequest) -> PauseView:
         """Let held turns continue.
 
         Raises:
             Conflict: this service's model is not a pool.
         """
         pool = self._pool()
-        view = _pause_view(pool, await pool.resume(asked.weight_version))
+        view = _pause_view(pool, await pool.resume(request.weight_version))
         if self._added:
-            await self._keep()
+            await self._save()
         return view
 
-    async def _keep(self) -> None:
-        kept = _Kept(servers=list(self._added.values()), weight_version=self._pool().weight_version)
-        await self._store.keep(_KEPT, kept.model_dump_json())
+    async def _save(self) -> None:
+        kept = _StoredServers(servers=list(self._added.values()), weight_version=self._pool().weight_version)
+        await self._store.put_value(_STORE_KEY, kept.model_dump_json())
 
     def _pool(self) -> ModelPool:
         if not isinstance(self._model, ModelPool):
@@ -170,31 +172,32 @@ def server_views(pool: ModelPool) -> list[ModelServerView]:
 
 def router_view(pool: ModelPool) -> RouterView:
     """Return the counts and state of a pool's router."""
-    seen = pool.snapshot()
+    snapshot = pool.snapshot()
     return RouterView(
-        turns=seen.turns,
-        prompt_tokens=seen.prompt_tokens,
-        expected_hit_rate=_share(seen.expected_hits, seen.prompt_tokens),
-        reported_hit_rate=_share(seen.reported_hits, seen.reported_prompt_tokens),
-        rebalanced=seen.rebalanced,
-        failed_over=seen.failed_over,
-        load_imbalance=seen.load_imbalance,
+        turns=snapshot.turns,
+        prompt_tokens=snapshot.prompt_tokens,
+        expected_hit_rate=_share(snapshot.expected_hits, snapshot.prompt_tokens),
+        reported_hit_rate=_share(snapshot.reported_hits, snapshot.reported_prompt_tokens),
+        rebalanced=snapshot.rebalanced,
+        failed_over=snapshot.failed_over,
+        load_imbalance=snapshot.load_imbalance,
         paused=pool.paused,
         paused_s=pool.paused_s(),
         waiting=pool.waiting,
     )
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(part: int, total: int) -> float | None:
+    return part / total if total else None
 
 
-def _pause_view(pool: ModelPool, told: Iterable[ServerAck]) -> PauseView:
+def _pause_view(pool: ModelPool, acknowledgements: Iterable[ServerAck]) -> PauseView:
     return PauseView(
         paused=pool.paused,
         in_flight=pool.in_flight,
         weight_version=pool.weight_version,
         acknowledgements=[
-            ServerAckView(url=one.url, supported=one.supported, problem=one.problem) for one in told
+            ServerAckView(url=ack.url, supported=ack.supported, problem=ack.problem)
+            for ack in acknowledgements
         ],
     )

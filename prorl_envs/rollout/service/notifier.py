@@ -1,4 +1,4 @@
-"""Notifier of waiting requests: about all results, or about those of one group."""
+"""Notifier that wakes waiting requests: at every result, or at the results of one group."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ EVERYTHING = ""
 
 
 class Notifier:
-    """Events by topic. An event exists as long as a caller waits for it.
+    """Events by topic: a group id, or `EVERYTHING`. An event exists as long as a caller waits for it.
 
     Args:
         clock: measures the waits.
@@ -30,20 +30,20 @@ class Notifier:
                 event.set()
 
     async def aclose(self) -> None:
-        """Wake all waiting requests; no further request waits."""
+        """Wake all waiting requests. Later requests do not wait."""
         self._closed = True
         self.notify(*self._events)
 
     async def follow[V](self, look: Callable[[], Awaitable[tuple[V, bool]]], topic: str, wait_s: float) -> V:
-        """Call `look` now and at each change of a topic, until it is done or the time is up.
+        """Call `look` now and at each notification of a topic, until `look` is done or the time is up.
 
         Args:
-            look: returns a view, and whether the wait is over.
+            look: returns a view, and True if the caller need not wait for another view.
             topic: the topic.
-            wait_s: maximum wait, seconds.
+            wait_s: maximum wait in seconds.
 
         Returns:
-            the last view.
+            The last view.
         """
         event = self._subscribe(topic)
         view, done = await look()
@@ -58,8 +58,8 @@ class Notifier:
         return view
 
     def _subscribe(self, topic: str) -> asyncio.Event:
-        """Return the event of the next change of a topic. Subscribe before reading the state, so that no
-        change is missed."""
+        """Return the event of a topic's next notification. Callers subscribe before they read the state, so
+        that they miss no change."""
         event = self._events.get(topic)
         if event is None:
             event = self._events[topic] = asyncio.Event()

@@ -1,11 +1,11 @@
-"""Tracker of read results: readers confirm the results that they received, and only read ones may be dropped.
+"""Tracker of read results. Only results that a reader has confirmed may be dropped.
 
-A response may be lost, so a result that was sent is not read yet. It is read once the same reader asks for
-the results after it. Readers have no names: one is recognised by its filter, and by the cursor from which it
-was sent results. A request with a later cursor confirms nothing that was not sent: a reader that starts at
-the newest result does not mark the results of others as read.
+A response may be lost, so a result that was sent is not read yet. It becomes read when the same reader
+requests the results after it. Readers have no names: a reader is identified by its filter and by the cursor
+of its first request. A request with a later cursor confirms only results that were sent. So a reader that
+starts at the newest result does not mark older results as read.
 
-The sent results are only known until the service stops. Those that were not confirmed then stay unread, and
+The tracker is in memory. Results that were sent but not confirmed when the service stops stay unread;
 `POST /v1/results/acknowledge` confirms them.
 """
 
@@ -22,15 +22,16 @@ from prorl_envs.rollout.store.base import Store
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two warnings.
+#: Minimum seconds between two warnings.
 WARN_S = 600.0
-#: Most results of one reader, and most readers, that wait for a confirmation. The oldest of them stay unread.
-MOST_SENT, MOST_READERS = 100_000, 1_000
+#: Maximum number of sent results per reader, and of readers, that wait for a confirmation. Beyond these, the
+#: oldest are forgotten, and their results stay unread.
+MAX_SENT, MAX_READERS = 100_000, 1_000
 
 
 @dataclass(slots=True)
 class _Sent:
-    """Results that were sent to a reader and not confirmed: their cursors, and the end of the last page."""
+    """Cursors of the results that a reader was sent and has not confirmed, and the end of the last page."""
 
     cursors: "array[int]" = field(default_factory=lambda: array("q"))
     end: int = 0
@@ -40,8 +41,8 @@ class ReadTracker:
     """Marks results as read when readers confirm them, and warns if too many are unread.
 
     Args:
-        store: keeps the results.
-        retention: bounds of the results.
+        store: stores the results.
+        retention: numbers of results and tokens above which unread results cause a warning.
         clock: measures the time between two warnings.
     """
 
@@ -55,25 +56,25 @@ class ReadTracker:
         self._warned_at: float | None = None
 
     def sent(self, only: Selection, start: int, page: ResultPage) -> None:
-        """Record that a page was sent to the reader that began after the cursor `start`."""
+        """Record that a page was sent to the reader whose request named the cursor `start`."""
         sent = self._sent.get((only, start))
         if sent is None:
             if not page.results:
                 return
             sent = self._sent[only, start] = _Sent()
             self._starts.setdefault(only, set()).add(start)
-            if len(self._sent) > MOST_READERS:
+            if len(self._sent) > MAX_READERS:
                 self._forget(*next(iter(self._sent)))
         sent.cursors.extend(result.cursor for result in page.results if result.cursor > sent.end)
         sent.end = max(sent.end, page.next)
-        if len(sent.cursors) > MOST_SENT:
-            del sent.cursors[: len(sent.cursors) - MOST_SENT]
+        if len(sent.cursors) > MAX_SENT:
+            del sent.cursors[: len(sent.cursors) - MAX_SENT]
 
     def confirmed(self, only: Selection, after: int) -> None:
-        """Mark the sent results up to the cursor `after` as read: their reader asks for the next ones."""
+        """Mark the sent results up to the cursor `after` as read: a reader requests the results after it."""
         for start in [start for start in self._starts.get(only, ()) if start < after]:
             sent = self._sent[only, start]
-            if after > sent.end:  # of another reader
+            if after > sent.end:  # the request is from another reader
                 continue
             count = bisect_right(sent.cursors, after)
             self._store.acknowledge(sent.cursors[:count])
@@ -82,7 +83,7 @@ class ReadTracker:
                 self._forget(only, start)
 
     def check(self) -> None:
-        """Warn if unread results exceed the bounds, or were dropped; at most every `WARN_S` seconds."""
+        """Warn if unread results exceed the retention limits or were dropped; once per `WARN_S` seconds."""
         unread, now = self._store.unread, self._clock.monotonic()
         if self._warned_at is not None and now - self._warned_at < WARN_S:
             return

@@ -1,4 +1,4 @@
-"""Recovery after a restart: plans how the unfinished jobs of an earlier service continue."""
+"""Recovery after a restart: plan how the unfinished jobs of an earlier service continue."""
 
 import logging
 from collections.abc import Callable
@@ -11,18 +11,19 @@ from prorl_envs.rollout.store.base import StoredGroup
 
 log = logging.getLogger(__name__)
 
-#: Attempts of one job that a service stop may interrupt. Beyond that, the job itself may cause the stops.
+#: Maximum number of a job's attempts that a stop of the service interrupted. A job with more of them may
+#: itself be the cause of the stops.
 MAX_INTERRUPTIONS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class RecoveryPlan:
     """Recovery plan of a group.
 
     Args:
-        task: its task; None if this service does not offer its environment.
-        samples: samples that continue.
-        given_up: results of the samples that do not.
+        task: the group's task; None if this service does not offer its environment.
+        samples: indices of the samples that continue.
+        given_up: failed results of the samples that do not continue.
     """
 
     task: Task | None
@@ -30,12 +31,12 @@ class Leftover:
     given_up: list[Result]
 
 
-def sort_out(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> Leftover:
+def plan_recovery(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> RecoveryPlan:
     """Plan the recovery of a group's unfinished jobs.
 
     Args:
-        group: as it was stored.
-        load: returns its task, or raises InputError.
+        group: the stored group.
+        load: returns the task of a request, or raises InputError.
     """
     missing = [sample for sample, outcome in enumerate(group.outcomes) if outcome is None]
     try:
@@ -43,13 +44,13 @@ def sort_out(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> Leftov
     except InputError as error:
         log.error("group %s of an earlier service cannot be resumed: %s", group.request.id, error)
         failure = _not_offered(error)
-        return Leftover(None, [], [_unstarted(group, sample, failure) for sample in missing])
+        return RecoveryPlan(None, [], [_unstarted(group, sample, failure) for sample in missing])
     # Attempts with neither failure nor result were interrupted when their service stopped.
-    worn = [i for i in missing if group.attempts[i] - group.failures[i] >= MAX_INTERRUPTIONS]
-    for sample in worn:
-        log.error("job %s/%d was interrupted too often and ends", group.request.id, sample)
-    given_up = [_unstarted(group, sample, _interrupted()) for sample in worn]
-    return Leftover(task, [sample for sample in missing if sample not in worn], given_up)
+    interrupted = [i for i in missing if group.attempts[i] - group.failures[i] >= MAX_INTERRUPTIONS]
+    for sample in interrupted:
+        log.error("job %s/%d was interrupted too often, and fails", group.request.id, sample)
+    given_up = [_unstarted(group, sample, _interrupted()) for sample in interrupted]
+    return RecoveryPlan(task, [sample for sample in missing if sample not in interrupted], given_up)
 
 
 def _unstarted(group: StoredGroup, sample: int, failure: Failure) -> Result:
@@ -76,7 +77,7 @@ def _not_offered(error: InputError) -> Failure:
     return Failure(
         kind=FailureKind.ENVIRONMENT,
         stage=Stage.INIT,
-        message=f"this service cannot resume the jobs of an earlier one: {error.message}",
+        message=f"this service cannot resume the jobs of an earlier service: {error.message}",
         hint=error.hint,
     )
 
@@ -85,6 +86,6 @@ def _interrupted() -> Failure:
     return Failure(
         kind=FailureKind.INTERNAL,
         stage=Stage.INIT,
-        message=f"the service ended during {MAX_INTERRUPTIONS} attempts at this job",
-        hint="look into the service's log; if the job was not the reason, submit it again under a new id",
+        message=f"the service stopped during {MAX_INTERRUPTIONS} attempts of this job",
+        hint="see the service's log; if the job was not the reason, submit it again under a new id",
     )

@@ -1,4 +1,4 @@
-"""Stored results in the order of their cursors: notification of each, and pages for readers."""
+"""Stream of stored results in the order of their cursors: pages for readers, and calls of observers."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from prorl_envs.rollout.store.base import Store
 
 
 class ResultFeed:
-    """The results of the service.
+    """Stream of a service's stored results.
 
     Args:
-        store: keeps them.
-        readers: tracks which of them are read.
+        store: stores the results.
+        readers: tracks which results are read.
         notifier: wakes requests that wait for a result.
 
     Attributes:
@@ -33,7 +33,7 @@ class ResultFeed:
         self._observers.extend(observers)
 
     def recorded(self, result: Result) -> None:
-        """Announce a stored result. Must be called in the order of the cursors."""
+        """Notify observers and waiting requests of a stored result. Must be called in cursor order."""
         self.newest = max(self.newest, result.cursor)
         for observe in self._observers:
             observe(result)
@@ -54,9 +54,9 @@ class ResultFeed:
         Args:
             after: a cursor; 0 starts with the oldest stored result.
             limit: maximum number of results.
-            wait_s: seconds to wait for the first result if there is none.
-            only: which results; `next` skips the others.
-            acknowledge: the reader has processed what it was sent up to `after`; it is read.
+            wait_s: maximum seconds to wait for the first result if there is none.
+            only: selects results; the cursor `next` skips all other results.
+            acknowledge: mark the results up to `after` that this reader was sent as read.
 
         Raises:
             CursorExpired: results after `after` that the filter accepts are no longer stored.
@@ -67,7 +67,7 @@ class ResultFeed:
 
         async def look() -> tuple[ResultPage, bool]:
             nonlocal after
-            # Read before the results, so that all results up to `newest` have been seen.
+            # `newest` is read before the results, so that the query covers all results up to it.
             newest = await self._store.newest() if only != ALL else 0
             found = await self._store.results(after, limit, only=only)
             after = found[-1].cursor if found else max(after, newest)

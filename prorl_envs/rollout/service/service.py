@@ -1,4 +1,4 @@
-"""Rollout service: interface for callers. See `build` for its composition."""
+"""Rollout service: interface for callers. `build.py` composes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,18 +27,20 @@ from prorl_envs.rollout.store.base import Store
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RolloutService:
-    """Accepts groups, runs their jobs through the stages, and stores the results. Start it, use it from the
-    same event loop, stop it. Its parts do the work and document the methods:
+    """Rollout service: accepts groups, runs their jobs through the stages, and stores the results.
+
+    The service must be started, used and stopped in one event loop. Its methods call the attributes below,
+    which document them.
 
     Attributes:
-        settings: the settings that it was built with.
+        settings: the settings that the service was built with.
         renderer: the model's tokenizer and chat template.
-        model: the model servers, which the service does not close.
-        store: keeps groups and results.
+        model: client of the model servers; the service does not close it.
+        store: stores groups and results.
         gate: state of the service.
-        groups: groups and their jobs. Knows the environments, the quotas and the leases.
-        feed: the results.
-        batches: dynamic sampling.
+        groups: groups and their jobs, with environments, quotas and leases.
+        feed: stream of results.
+        batches: batches of informative groups.
         episodes: episodes that a caller drives step by step.
         lifecycle: start, stop, pause, drain, resume, resize.
         model_servers: operations of callers on the model servers.
@@ -122,13 +124,13 @@ class RolloutService:
 
         Args:
             request: the episode request.
-            wait_s: seconds to wait until it is ready.
-            quota: as of `Groups.submit`.
+            wait_s: maximum seconds to wait until the episode is ready.
+            quota: see `Groups.submit`.
 
         Raises:
             InputError: the environment is not known, or the task row is wrong.
             Conflict: the id is taken by another request.
-            QueueFull: the maximum number of episodes is open.
+            QueueFull: the maximum number of episodes is open, or the quota is used up.
             Unavailable: the service is not serving.
         """
         task = self.groups.environments.load(request)

@@ -250,11 +250,11 @@ class Store(Protocol):
         even if their results are not."""
         ...
 
-    async def keep(self, name: str, value: str) -> None:
+    async def put_value(self, name: str, value: str) -> None:
         """Store a value under a name, replacing the previous one: state that a restarted service needs."""
         ...
 
-    async def kept(self, name: str) -> str | None:
+    async def get_value(self, name: str) -> str | None:
         """Return the value under a name, or None."""
         ...
 

@@ -218,10 +218,10 @@ class SqlStore:
     async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
         return await self._read(self._batches)
 
-    async def keep(self, name: str, value: str) -> None:
+    async def put_value(self, name: str, value: str) -> None:
         await self._write(partial(self._keep, name, value))
 
-    async def kept(self, name: str) -> str | None:
+    async def get_value(self, name: str) -> str | None:
         return await self._read(partial(self._kept, name))
 
     async def aclose(self) -> None:

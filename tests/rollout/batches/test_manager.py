@@ -305,7 +305,7 @@ async def test_finished_batches_with_unread_results_are_kept(make: Any) -> None:
     await bench.gone()
     page = await batches.results("b", 0, limit=100)
     await batches.results("b", page.next, limit=100)
-    await bench.service.store.keep("flush", "")  # the acknowledgements before it are stored
+    await bench.service.store.put_value("flush", "")  # the acknowledgements before it are stored
     await batches.submit(batch("d"))
     assert [view.id for view in batches.views()] == ["a", "c", "d"]
     assert (await batches.results("a", 0, limit=100)).results

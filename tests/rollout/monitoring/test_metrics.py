@@ -83,7 +83,7 @@ async def test_unread_results_are_counted(make_bench: Any) -> None:
         assert value(seen, "prorl_unread_tokens") == tokens > 0
         assert value(seen, "prorl_unread_results_dropped_total") == 1
         await client.post("/v1/results/acknowledge", json={})
-        await bench.service.store.keep("flush", "")  # acknowledgements are written with the next write
+        await bench.service.store.put_value("flush", "")  # acknowledgements are written with the next write
         seen = await scrape(client)
     assert value(seen, "prorl_unread_results") == value(seen, "prorl_unread_tokens") == 0
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 async def unread(bench: Any) -> list[str]:
     """Return the jobs whose results are unread."""
     store = bench.service.store
-    await store.keep("flush", "")  # acknowledgements are written with the next write
+    await store.put_value("flush", "")  # acknowledgements are written with the next write
     read = {cursor for [cursor] in store._view.execute("SELECT cursor FROM read_results")}
     return sorted(result.job_id for result in await store.results(0, 100) if result.cursor not in read)
 

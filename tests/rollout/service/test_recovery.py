@@ -5,7 +5,7 @@ import pytest
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Stage
-from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS, sort_out
+from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS, plan_recovery
 from prorl_envs.rollout.store.base import StoredGroup, StoredOutcome
 from prorl_envs.rollout.store.statistics import SPREAD, group_statistics
 from tests.support.toy import ToyTask
@@ -31,17 +31,17 @@ def group(
 
 
 def test_only_unfinished_samples_are_resumed() -> None:
-    left = sort_out(group(None, outcome(1.0), None), load)
-    assert (left.task, left.samples, left.given_up) == (TASK, [0, 2], [])
+    plan = plan_recovery(group(None, outcome(1.0), None), load)
+    assert (plan.task, plan.samples, plan.given_up) == (TASK, [0, 2], [])
 
 
 def test_a_job_that_was_interrupted_too_often_fails() -> None:
     """Only attempts that were interrupted with their service count, not those that failed by themselves."""
     most = MAX_INTERRUPTIONS
     stored = group(None, None, None, attempts=(most, most - 1, most + 2), failures=(0, 0, 3))
-    left = sort_out(stored, load)
-    assert left.samples == [1, 2]
-    (failed,) = left.given_up
+    plan = plan_recovery(stored, load)
+    assert plan.samples == [1, 2]
+    (failed,) = plan.given_up
     assert (failed.job_id, failed.sample, failed.attempts) == ("g/0", 0, most)
     assert (failed.state, failed.reward, failed.mask_sample) == (JobState.FAILED, None, True)
     assert failed.failure is not None and failed.failure.kind is FailureKind.INTERNAL
@@ -54,10 +54,10 @@ def test_jobs_of_an_environment_that_is_gone_fail_with_its_message() -> None:
     def refuse(request: GroupRequest) -> Task:
         raise InputError("no environment toy", hint="add it")
 
-    left = sort_out(group(None, outcome(0.0), None), refuse)
-    assert (left.task, left.samples) == (None, [])
-    assert [result.sample for result in left.given_up] == [0, 2]
-    for result in left.given_up:
+    plan = plan_recovery(group(None, outcome(0.0), None), refuse)
+    assert (plan.task, plan.samples) == (None, [])
+    assert [result.sample for result in plan.given_up] == [0, 2]
+    for result in plan.given_up:
         assert result.failure is not None and result.failure.kind is FailureKind.ENVIRONMENT
         assert "no environment toy" in result.failure.message and result.failure.hint == "add it"
 

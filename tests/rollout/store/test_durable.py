@@ -97,12 +97,12 @@ async def test_concurrent_starts_are_all_counted(opened: OpenStore) -> None:
 
 async def test_a_named_value_is_the_last_one_written(opened: OpenStore) -> None:
     async with opened() as store:
-        assert await store.kept("a") is None
+        assert await store.get_value("a") is None
         for value in ("1", "é\n2"):
-            await store.keep("a", value)
-        await store.keep("b", "")
+            await store.put_value("a", value)
+        await store.put_value("b", "")
     async with opened() as store:
-        assert [await store.kept(name) for name in "abc"] == ["é\n2", "", None]
+        assert [await store.get_value(name) for name in "abc"] == ["é\n2", "", None]
 
 
 async def test_bounds_hold_over_a_restart(opened: OpenStore) -> None:
@@ -195,7 +195,7 @@ async def test_the_age_of_results_survives_a_restart(opened: OpenStore) -> None:
         await store.submit([group(samples=4)])
         for sample in range(2):
             await read(store, result(sample=sample))
-            await store.keep("written", "")  # with the acknowledgement
+            await store.put_value("written", "")  # with the acknowledgement
             time += 50
     time += 5
     async with opened(ttl_s=60, now=lambda: time) as store:
@@ -291,7 +291,7 @@ async def test_many_results_are_dropped_in_several_transactions(
         store.acknowledge(range(1, 101))
         left = []
         for _ in range(6):
-            await store.keep("written", "")
+            await store.put_value("written", "")
             left.append(len(await store.results(0, 100)))
     assert 1 < left[0] < 100
     assert left == sorted(left, reverse=True)
@@ -333,7 +333,7 @@ async def test_no_sequence_of_reads_and_restarts_drops_an_unread_result(opened: 
                     some = chance.sample(sorted(unread), chance.randint(0, len(unread)))
                     store.acknowledge([*some, 1, 10_000] if 1 not in unread else some)
                     unread -= set(some)
-                    await store.keep("written", "")
+                    await store.put_value("written", "")
                 case _:
                     await stack.aclose()
                     store = await stack.enter_async_context(opened(now=lambda: time, **bounds))

@@ -187,7 +187,7 @@ async def test_a_result_whose_acknowledgement_a_crash_lost_is_unread(tmp_path: P
             await store.record(result(sample=sample))
         store.acknowledge([1])
         before = crash("before")  # the write waits for others
-        await store.keep("written", "")
+        await store.put_value("written", "")
         after = crash("after")
     for path, unread, kept in ((before, 2, [1, 2, 3]), (after, 1, [2, 3])):
         async with opened(path, max_results=1) as store:

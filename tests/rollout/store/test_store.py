@@ -331,7 +331,7 @@ async def dropped_in_turn(store: Store, *jobs: tuple[str, int, str]) -> None:
         await store.submit([group(name, samples=9, environment=environment)])
     for name, sample, environment in jobs:
         await read(store, result(name, sample).model_copy(update={"environment": environment}))
-    await store.keep("written", "")  # with the last acknowledgement
+    await store.put_value("written", "")  # with the last acknowledgement
 
 
 async def test_a_cursor_expires_only_for_readers_whose_results_were_dropped(make_store: MakeStore) -> None:
@@ -395,7 +395,7 @@ async def test_unread_results_are_counted(store: Store) -> None:
     assert store.unread == UnreadResults(3, 42)
     store.acknowledge([1, 3, 99])
     store.acknowledge([1])
-    await store.keep("written", "")
+    await store.put_value("written", "")
     assert store.unread == UnreadResults(1, 2)
     await store.record(result(sample=0))
     assert store.unread == UnreadResults(1, 2), "a repeated result is not another one"
