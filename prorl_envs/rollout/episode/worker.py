@@ -79,12 +79,12 @@ class Worker:
         self, job: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float
     ) -> Failure | None:
         held = job.attempt.transcript.held  # time in which turns were held is not active time
-        started = self._clock.monotonic()
+        started, held_before = self._clock.monotonic(), held.seconds()
         try:
             return await self._guard(job, stage, work, seconds)
         finally:
             elapsed = self._clock.monotonic() - started
-            job.active_s[stage] += elapsed - (held.seconds() if stage is Stage.RUN else 0.0)
+            job.active_s[stage] += elapsed - (held.seconds() - held_before)
 
     async def collect(self, job: Job) -> None:
         """Do nothing, since the attempt's state is in this process."""

@@ -11,6 +11,7 @@ import pytest
 from prorl_envs.config import ServerSettings
 from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.agent.agent_loop import Agent
 from prorl_envs.rollout.api.errors import Conflict, NotFound, OutOfOrder, QueueFull, Unavailable
 from prorl_envs.rollout.api.interactive import (
     AgentStep,
@@ -21,12 +22,15 @@ from prorl_envs.rollout.api.interactive import (
     EpisodeView,
     TokenStep,
 )
-from prorl_envs.rollout.api.types import StopReason
+from prorl_envs.rollout.api.types import Stage, StopReason
 from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.episode.job import Job
+from prorl_envs.rollout.episode.worker import Worker
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.testing.scripted import as_message
 from tests.support.clock import FakeClock
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
@@ -370,3 +374,21 @@ async def test_a_wrong_step_is_refused(bench: Any, client: RolloutClient) -> Non
             response = await http.post(path, content=content, headers={"content-type": "application/json"})
             assert response.json()["error"]["type"] == "invalid_request", content
     assert bench.world.log == [("e", "init")]
+
+
+async def test_time_for_which_an_endpoint_held_turns_is_not_subtracted_from_later_steps(
+    renderer: TemplateRenderer,
+) -> None:
+    clock, families = FakeClock(), {"toy": ToyWorld().family()}
+    agent = Agent(renderer, ToyModel(renderer, lambda *_: "unused"), clock)
+    worker = Worker(empty_node(), families, agent, clock, grace_s=1, close_s=1)
+    asked = request()
+    job = Job(asked.as_group(), 0, families["toy"].load(asked.task), clock.monotonic())
+    assert await worker.perform(job, Stage.INIT) is None
+    assert await worker.step(job, None) is None
+    with job.attempt.transcript.held.counting(clock.monotonic):
+        clock.advance(10)
+    for _ in range(2):
+        assert await worker.step(job, SAY) is None
+    assert job.active_s[Stage.RUN] == 0
+    assert await worker.close(job)
