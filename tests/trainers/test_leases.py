@@ -13,7 +13,7 @@ import pytest
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask
 from prorl_envs.rollout.api.types import GroupRequest, JobState
-from prorl_envs.rollout.batches.leases import TICK_S, Leases, named
+from prorl_envs.rollout.batches.leases import TICK_S, Leases, named_items
 from prorl_envs.trainers.asking import LEASE, GroupTemplate, connect_sync
 from tests.support.clock import FakeClock
 from tests.trainers.conftest import ToyService, task
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.anyio
     ],
 )
 def test_the_objects_named_by_a_request(path: str, query: bytes, about: set[tuple[str, str]]) -> None:
-    assert named(path, query) == about
+    assert named_items(path, query) == about
 
 
 async def test_a_lease_expires_unless_a_client_asks_or_waits() -> None:
@@ -66,9 +66,9 @@ async def test_a_lease_expires_unless_a_client_asks_or_waits() -> None:
                 await asyncio.sleep(0)
 
     try:
-        with leases.followed({("groups", "waited"), ("groups", "unknown")}):
+        with leases.keep_alive({("groups", "waited"), ("groups", "unknown")}):
             await passes(6)
-            with leases.followed({("groups", "asked")}):
+            with leases.keep_alive({("groups", "asked")}):
                 pass
             await passes(6)
             assert ended == ["left", "odd"]

@@ -40,7 +40,7 @@ class Caller:
         """Return True if a group, job, batch or episode belongs to the caller."""
         return name == self.job if self.job else name.startswith(self.prefix)
 
-    def leads(self, name: str) -> bool:
+    def owns_all(self, name: str) -> bool:
         """Return True if a group or batch with all its jobs belongs to the caller. A caller that is
         restricted to one job owns no group."""
         return not self.job and self.owns(name)

@@ -1,8 +1,8 @@
-"""Batch manager: requests of callers and events of the service, applied to the batches.
+"""Batch manager: applies requests of callers and events of the service to the batches.
 
-Results reach the plans in the order of their cursors, as they are stored. Of a batch's progress only the
-groups it started and their results are written down: a restarted service reads those, and its plans make the
-same decisions again.
+Plans receive results in the order of their cursors, when they are stored. The progress of a batch is not
+stored, only its groups and their results. A restarted service reads these, and its plans make the same
+decisions again.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull
 from prorl_envs.rollout.api.types import Result, job_id, split_job_id
 from prorl_envs.rollout.api.views import ResultPage
 from prorl_envs.rollout.batches import record
-from prorl_envs.rollout.batches.plan import BatchPlan, GroupDecision, GroupEnded
+from prorl_envs.rollout.batches.plan import BatchPlan, GroupDecision, SampleOutcome
 from prorl_envs.rollout.batches.record import Batch
 from prorl_envs.rollout.batches.worker import BatchGroups, BatchWorker, unneeded
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
@@ -31,11 +31,11 @@ class Batches:
     """All stored batches.
 
     Args:
-        groups: of the service.
-        store: keeps batches, groups and results.
-        settings: bounds.
-        clock: measures waits.
-        lock: held while batches change, so that submissions of callers come before or after a change.
+        groups: groups of the service.
+        store: stores batches, groups and results.
+        settings: limits of batches.
+        clock: measures waiting times.
+        lock: held while batches change, so that submissions of callers happen before or after a change.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Batches:
         clock: Clock,
         lock: asyncio.Lock,
     ) -> None:
-        self._decided: list[Callable[[GroupDecision], None]] = []
+        self._observers: list[Callable[[GroupDecision], None]] = []
         self._groups = groups
         self._store = store
         self._settings = settings
@@ -55,12 +55,12 @@ class Batches:
         self._batches: dict[str, Batch] = {}
         self._owners: dict[str, Batch] = {}  # by group id
         self._worker = BatchWorker(groups, clock, self._owners.__setitem__)
-        self._news = asyncio.Event()
+        self._change = asyncio.Event()
         self._stopped = False
 
     def on_decision(self, observe: Callable[[GroupDecision], None]) -> None:
         """Call `observe` with each decision on a group."""
-        self._decided.append(observe)
+        self._observers.append(observe)
 
     # Lifecycle.
 
@@ -75,60 +75,61 @@ class Batches:
             if source is not None:
                 source.plan.pass_on(batch.stored.carried)
             for name in batch.stored.carried:
-                origin, index = split_job_id(name)
-                if origin in self._batches:
-                    plan = self._batches[origin].plan
+                started_by_batch, index = split_job_id(name)
+                if started_by_batch in self._batches:
+                    plan = self._batches[started_by_batch].plan
                     plan.started = max(plan.started, index + 1)
             if not batch.plan.state.over:
                 self._groups.leases.grant("batches", batch.id, batch.request.lease_s)
                 await self._check_rest(batch)
 
     def start(self) -> None:
-        """Start to work on the batches."""
+        """Start the worker, and let it look at every batch."""
         self._worker.start()
         for batch in self._batches.values():
-            self._worker.look_at(batch)
+            self._worker.mark_changed(batch)
 
     async def aclose(self) -> None:
-        """Start no more groups. The service stops the groups in flight. Idempotent."""
+        """Stop starting groups. The groups in flight are not stopped here. Idempotent."""
         self._stopped = True
         self._announce()
         await self._worker.aclose()
 
     # Requests of callers.
 
-    async def submit(self, request: BatchRequest, *, most: tuple[str, int] | None = None) -> BatchView:
-        """Accept a batch. The same request under the same id is the same submission.
+    async def submit(self, request: BatchRequest, *, quota: tuple[str, int] | None = None) -> BatchView:
+        """Accept a batch. A request that was accepted before has no further effect.
 
         Args:
             request: the batch request.
-            most: prefix of batch ids, and how many batches with this prefix may run.
+            quota: prefix of batch ids, and the maximum number of running batches with this prefix.
 
         Raises:
-            InputError: the request exceeds a bound, or a task is wrong; nothing of it is stored.
-            NotFound, Conflict: there is no batch to carry from, or nothing to carry from it.
-            Conflict: the id is taken.
+            InputError: the request exceeds a limit, or a task is wrong; nothing of it is stored.
+            NotFound: the batch in `carry_from` does not exist.
+            Conflict: the id is taken by another request, or the batch in `carry_from` has no groups to carry.
             QueueFull: too many batches are running.
             Unavailable: the service is not serving.
         """
         self._check_bounds(request)
         await self._check_tasks(request, request.tasks, 0)
-        await asyncio.shield(asyncio.create_task(self._submit(request, most)))
+        await asyncio.shield(asyncio.create_task(self._submit(request, quota)))
         return record.view(self._batch(request.id))
 
     async def extend(self, batch_id: str, body: BatchTasks) -> BatchView:
         """Append tasks to a batch's stream.
 
         Raises:
-            InputError: a task is wrong, or there would be too many; NotFound: no such batch.
-            Conflict: the stream is closed, or has other tasks, or none yet, at that index.
+            InputError: a task is wrong, or there would be too many tasks.
+            NotFound: no such batch.
+            Conflict: the stream is closed, has other tasks at these indices, or would have a gap.
         """
         await self._check_tasks(self._batch(batch_id).request, body.tasks, body.first)
         await asyncio.shield(asyncio.create_task(self._extend(batch_id, body)))
         return record.view(self._batch(batch_id))
 
     async def cancel(self, batch_id: str) -> BatchView:
-        """Cancel the groups in flight of a batch; for a finished batch these are its leftover groups.
+        """Cancel the groups in flight of a batch, also those that a finished batch has left for a later one.
 
         Raises:
             NotFound: no such batch.
@@ -140,7 +141,8 @@ class Batches:
         """Return the progress of a batch.
 
         Args:
-            wait_s: seconds to wait until it is finished, or waits for tasks.
+            batch_id: id of the batch.
+            wait_s: maximum seconds to wait until the batch is finished or needs tasks.
 
         Raises:
             NotFound: no such batch.
@@ -154,7 +156,7 @@ class Batches:
         return [record.view(batch) for batch in self._batches.values()]
 
     def selected(self, batch_id: str) -> SelectedGroups:
-        """Return the informative groups.
+        """Return the informative groups of a batch.
 
         Raises:
             NotFound: no such batch.
@@ -165,12 +167,13 @@ class Batches:
         )
 
     async def results(self, batch_id: str, after: int, *, limit: int, wait_s: float = 0.0) -> ResultPage:
-        """Return results of the informative groups, group by group in the order in which these were decided.
+        """Return results of the informative groups, in the order in which the groups were decided.
 
         Args:
-            after: number of results to skip; they are read.
+            batch_id: id of the batch.
+            after: number of results to skip. The caller confirms that it has read them.
             limit: maximum number of results.
-            wait_s: seconds to wait for the first, while the batch is running.
+            wait_s: maximum seconds to wait for the first result while the batch is running.
 
         Raises:
             NotFound: no such batch, or a result is no longer stored.
@@ -187,14 +190,15 @@ class Batches:
             if page and tokens > PAGE_TOKENS:
                 break
             page.append(result)
-        if not page:  # perhaps over only now
+        if not page:  # the batch may have finished since the first call
             self._confirmed(batch, after)
         return ResultPage(results=page, next=after + len(page))
 
     def _confirmed(self, batch: Batch, count: int) -> None:
-        """Mark the first `count` chosen results as read; if these are all, also those of other groups."""
+        """Mark the first `count` chosen results as read. If these are all of a finished batch, mark the
+        results of its other groups too."""
         plan = batch.plan
-        if count > len(plan.chosen):  # of results that were not sent
+        if count > len(plan.chosen):  # the reader cannot have received so many
             return
         chosen = plan.chosen[batch.read : count]
         self._store.acknowledge([plan.groups[group].ended[sample].cursor for group, sample in chosen])
@@ -204,21 +208,21 @@ class Batches:
             self._acknowledge_rest(batch)
 
     def _acknowledge_rest(self, batch: Batch) -> None:
-        """Mark all results as read of a batch that was read to the end, except those of groups that a later
-        batch may take over."""
+        """If a batch was read to the end, mark all of its results as read, except results of groups that a
+        later batch may take over."""
         if batch.read_to_the_end:
-            later = {group.id for group in batch.plan.carriable}
-            groups = (group for name, group in batch.plan.groups.items() if name not in later)
+            carriable = {group.id for group in batch.plan.carriable}
+            groups = (group for name, group in batch.plan.groups.items() if name not in carriable)
             self._store.acknowledge([ended.cursor for group in groups for ended in group.ended.values()])
 
     # Events of the service.
 
     def owns(self, group_id: str) -> bool:
-        """Return whether a group id is one of a known batch."""
+        """Return True if the id belongs to a group of a known batch."""
         return split_job_id(group_id)[0] in self._batches
 
     def share(self, batch_id: str | None) -> Share:
-        """Return the share of a batch's jobs."""
+        """Return the scheduling share of a batch's jobs; `COMMON` for an unknown batch or None."""
         batch = self._batches.get(batch_id or "")
         return batch.share if batch else COMMON
 
@@ -227,21 +231,22 @@ class Batches:
         batch = self._owners.get(result.group_id)
         if batch is not None:
             kind = result.failure.kind.value if result.failure else ""
-            outcome = GroupEnded(result.cursor, result.reward, kind)
-            if judgement := batch.plan.ended(result.group_id, result.sample, outcome):
-                for observe in self._decided:
-                    observe(judgement)
-            if batch.read_to_the_end and result.group_id not in {one.id for one in batch.plan.carriable}:
-                self._store.acknowledge([result.cursor])  # a cancelled sample of a group that is not needed
+            outcome = SampleOutcome(result.cursor, result.reward, kind)
+            if decision := batch.plan.ended(result.group_id, result.sample, outcome):
+                for observe in self._observers:
+                    observe(decision)
+            if batch.read_to_the_end and result.group_id not in {group.id for group in batch.plan.carriable}:
+                # A sample that the batch cancelled, or did not choose: no reader will receive its result.
+                self._store.acknowledge([result.cursor])
             self._changed(batch)
 
     def freed(self) -> None:
-        """Record that the queue has room again."""
+        """Resume batches that wait for room in the queue."""
         self._worker.freed()
 
-    # Changes under the lock, each in a task of its own that is never cancelled.
+    # Changes that hold the lock. Each runs in its own task, so that a disconnected caller does not cancel it.
 
-    async def _submit(self, request: BatchRequest, most: tuple[str, int] | None) -> None:
+    async def _submit(self, request: BatchRequest, quota: tuple[str, int] | None) -> None:
         async with self._lock:
             known = self._batches.get(request.id)
             if known is not None:
@@ -249,9 +254,11 @@ class Batches:
                     raise Conflict(f"batch {request.id!r} is known with another request", hint="use a new id")
                 return
             self._groups.check_open()
-            for prefix, bound in (("", self._settings.batches), *([most] if most else [])):
-                if (running := self._running(prefix)) >= bound:
-                    raise QueueFull(f"{running} batches are running", hint="try again when one is over")
+            for prefix, limit in (("", self._settings.batches), *([quota] if quota else [])):
+                if (running := self._running(prefix)) >= limit:
+                    raise QueueFull(
+                        f"{running} batches are running, which is the maximum", hint="try again later"
+                    )
             source = self._source(request)
             stored = record.new(request, source)
             await self._store.open_batch(stored)
@@ -269,18 +276,17 @@ class Batches:
         async with self._lock:
             batch = self._batch(batch_id)
             stored = batch.stored
-            there = batch.rows[body.first : body.first + len(body.tasks)]
-            if body.first > len(batch.rows) or body.tasks[: len(there)] != there:
+            known = batch.rows[body.first : body.first + len(body.tasks)]
+            if body.first > len(batch.rows) or body.tasks[: len(known)] != known:
                 hint = f"the stream has {len(batch.rows)} tasks"
                 raise Conflict(f"these are not the tasks from index {body.first} on", hint=hint)
-            new = body.tasks[len(there) :]
+            new = body.tasks[len(known) :]
             if stored.closed:
                 if new:
                     raise Conflict(f"the task stream of batch {batch_id!r} has ended", hint="use a new batch")
                 return
-            if len(batch.rows) + len(new) > self._settings.batch_tasks:
-                most = self._settings.batch_tasks
-                raise InputError(f"a batch has at most {most} tasks", hint="service.batch_tasks")
+            if len(batch.rows) + len(new) > (limit := self._settings.batch_tasks):
+                raise InputError(f"a batch has at most {limit} tasks", hint="see service.batch_tasks")
             closed = not body.stream_open
             await self._store.extend_batch(batch_id, len(batch.rows), new, closed=closed)
             batch.stored = replace(stored, appended=(*stored.appended, *new), closed=closed)
@@ -293,12 +299,12 @@ class Batches:
             batch = self._batch(batch_id)
             plan = batch.plan
             if batch.stored.cancelled_at is None and (plan.carriable or not plan.state.over):
-                await self._end(batch)
+                await self._cancel_plan(batch)
                 self._acknowledge_rest(batch)
                 self._changed(batch)
         await self._groups.cancel_jobs(unneeded(plan))
 
-    async def _end(self, batch: Batch) -> None:
+    async def _cancel_plan(self, batch: Batch) -> None:
         at = await self._store.cancel_batch(batch.id)
         batch.stored = replace(batch.stored, cancelled_at=at)
         batch.plan.cancel(at)
@@ -308,13 +314,14 @@ class Batches:
             return None
         source = self._batch(request.carry_from)
         if not source.plan.state.over:
-            raise Conflict(f"batch {request.carry_from!r} is running", hint="carry from it when it is over")
+            raise Conflict(f"batch {request.carry_from!r} is still running", hint="wait until it is finished")
         if source.request.on_complete != "carry":
             raise Conflict(
                 f"batch {request.carry_from!r} leaves nothing", hint="submit it with on_complete: carry"
             )
         if source.plan.passed_on is not None:
-            raise Conflict(f"another batch carried from {request.carry_from!r} already", hint="name that one")
+            hint = "carry from the other batch"
+            raise Conflict(f"another batch carried from {request.carry_from!r} already", hint=hint)
         return source
 
     def _add(self, stored: StoredBatch) -> Batch:
@@ -325,8 +332,8 @@ class Batches:
         return batch
 
     async def _drop_oldest(self) -> None:
-        """Drop the oldest batches over the bound, among those that have nothing in flight or to do and whose
-        results are read."""
+        """Drop the oldest batches in excess of `retention.max_batches`. Only idle batches count and are
+        dropped, and only if their results are read."""
         idle = [batch for batch in self._batches.values() if batch.idle]
         excess = len(idle) - self._settings.retention.max_batches
         for batch in idle:
@@ -341,7 +348,7 @@ class Batches:
                 self._owners.pop(group, None)
 
     async def _is_unread(self, batch: Batch) -> bool:
-        """Return whether the store has a chosen result of the batch that no reader has acknowledged."""
+        """Return True if the store has a chosen result of the batch that no reader has acknowledged."""
         plan = batch.plan
         chosen = {plan.groups[group].ended[sample].cursor for group, sample in plan.chosen}
         if batch.read_to_the_end or not chosen:
@@ -367,9 +374,9 @@ class Batches:
         }
         if quota is not None and quota[1] < settings.queue:
             bounds["samples"] = (request.samples, quota[1], "your quota of jobs")
-        for name, (asked, most, setting) in bounds.items():
-            if asked > most:
-                raise InputError(f"{name} is at most {most}, not {asked}", hint=f"the bound is {setting}")
+        for name, (value, limit, setting) in bounds.items():
+            if value > limit:
+                raise InputError(f"{name} is at most {limit}, not {value}", hint=f"the limit is {setting}")
 
     async def _check_tasks(self, request: BatchRequest, tasks: Sequence[BatchTask], first: int) -> None:
         for index, row in enumerate(tasks, first):
@@ -382,12 +389,12 @@ class Batches:
 
     async def _check_rest(self, batch: Batch) -> None:
         """Cancel a batch of an earlier service if this service cannot start its remaining tasks."""
-        begun = batch.plan.started
+        started = batch.plan.started
         try:
-            await self._check_tasks(batch.request, batch.rows[begun:], begun)
+            await self._check_tasks(batch.request, batch.rows[started:], started)
         except InputError as error:
             log.error("batch %s of an earlier service cannot be resumed: %s", batch.id, error)
-            await self._end(batch)
+            await self._cancel_plan(batch)
 
     def _batch(self, batch_id: str) -> Batch:
         batch = self._batches.get(batch_id)
@@ -399,14 +406,14 @@ class Batches:
         try:
             async with self._clock.timeout(wait_s):
                 while not condition() and not self._stopped:
-                    await self._news.wait()
+                    await self._change.wait()
         except TimeoutError:
             pass  # the returned view shows the current state
 
     def _changed(self, batch: Batch) -> None:
-        self._worker.look_at(batch)
+        self._worker.mark_changed(batch)
         self._announce()
 
     def _announce(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._change.set()
+        self._change = asyncio.Event()

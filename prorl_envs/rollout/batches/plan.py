@@ -1,18 +1,18 @@
 """Batch plan: decides which groups a batch starts, keeps and cancels. Pure; it performs no action.
 
-A batch wants a number of informative groups from a stream of tasks. Three mechanisms shorten its wait for the
+A batch needs a number of informative groups from a stream of tasks. Three mechanisms shorten its wait for the
 slowest samples (the asynchronous DAPO of ProRL Agent, arXiv 2603.18815):
 
-- replenishment: a group that turns out not to be informative is replaced at once, and more groups may be in
-  flight than are missing;
-- early termination: samples that a decided group does not need, and groups that the batch does not need, are
-  cancelled;
-- carry-over: groups in flight when the batch is complete may continue, and count for a later batch.
+- Replenishment: a group that is decided to be uninformative is replaced at once, and more groups may be in
+  flight than are still missing.
+- Early termination: samples that a decided group does not need, and groups that the batch does not need, are
+  cancelled.
+- Carry-over: groups in flight when the batch is complete may continue, and count for a later batch.
 
-Everything follows from the stored data: the batch, its groups, and their outcomes in the order of their
+The state of a plan follows from stored data: the batch, its groups, and their outcomes in the order of their
 cursors. A plan that receives the same outcomes in the same order makes the same decisions, so a killed
 service resumes without counting anything twice. The pending actions (`to_start`, `unneeded`) are computed
-from the current state and are not events, so they are not lost if the worker stops before it has done them.
+from the current state. So they are not lost if the worker stops before it has carried them out.
 """
 
 import math
@@ -27,7 +27,7 @@ from prorl_envs.rollout.store.statistics import SPREAD, deviation
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Selection rules of a batch; the fields of `BatchRequest`."""
+    """Selection rules of a batch. For the fields see `BatchRequest`; `carry`: `on_complete` is "carry"."""
 
     groups: int
     in_flight: int
@@ -38,12 +38,13 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupEnded:
+class SampleOutcome:
     """Outcome of a sample.
 
     Args:
-        cursor: of its result; decisions follow this order.
-        reward: None if there is no reward; then `failure` is the failure kind.
+        cursor: cursor of the sample's result. Outcomes are handled in the order of their cursors.
+        reward: the reward, or None.
+        failure: the failure kind if there is no reward, else "".
     """
 
     cursor: int
@@ -62,8 +63,10 @@ class GroupDecision:
     """Decision on a group.
 
     Args:
-        reason: why it is not informative.
-        samples: samples with a reward when the group was decided, ascending; `rewards`: their rewards.
+        verdict: the decision.
+        reason: reason why the group is not informative, or "".
+        samples: samples with a reward when the group was decided, ascending.
+        rewards: rewards of these samples.
     """
 
     verdict: GroupOutcome
@@ -82,19 +85,19 @@ class GroupDecision:
 
 @dataclass(slots=True)
 class PlannedGroup:
-    """A group of a batch.
+    """Group of a batch.
 
     Args:
-        id: of the group.
+        id: id of the group.
         samples: number of samples.
-        weight_version: of the batch that started it.
-        ended: outcomes of its samples, in the order of their cursors.
+        weight_version: weight version of the batch that started the group.
+        ended: outcomes of finished samples by sample index, in the order of their cursors.
     """
 
     id: str
     samples: int
     weight_version: int | None = None
-    ended: dict[int, GroupEnded] = field(default_factory=dict)
+    ended: dict[int, SampleOutcome] = field(default_factory=dict)
 
     @property
     def pending(self) -> list[int]:
@@ -103,19 +106,20 @@ class PlannedGroup:
 
 
 def judge(rules: Rules, group: PlannedGroup) -> GroupDecision | None:
-    """Decide on a group; None while it is undecided. Must be called after each outcome: a group is decided by
-    its first `min_rewards` rewards, or when so many are no longer possible, or when all samples have an
-    outcome.
+    """Return the decision on a group, or None while it is undecided. Must be called after each outcome.
+
+    A group is decided when `min_rewards` samples have a reward, when this number can no longer be reached, or
+    when all samples have an outcome.
     """
-    given = {sample: ended.reward for sample, ended in group.ended.items() if ended.reward is not None}
+    rewarded = {sample: ended.reward for sample, ended in group.ended.items() if ended.reward is not None}
     pending = group.samples - len(group.ended)
     enough = min(rules.min_rewards or group.samples, group.samples)
-    possible = len(given) + pending >= (enough if rules.min_rewards else 1)
-    if len(given) < enough and pending and possible:
+    possible = len(rewarded) + pending >= (enough if rules.min_rewards else 1)
+    if len(rewarded) < enough and pending and possible:
         return None
-    samples = tuple(sorted(given))
-    rewards = tuple(given[sample] for sample in samples)
-    if len(given) < (enough if rules.min_rewards else 1):
+    samples = tuple(sorted(rewarded))
+    rewards = tuple(rewarded[sample] for sample in samples)
+    if len(rewarded) < (enough if rules.min_rewards else 1):
         return GroupDecision(GroupOutcome.FAILED, "too_few_rewards", samples, rewards)
     reason = uninformative(rules.filter, rewards)
     return GroupDecision(
@@ -141,8 +145,8 @@ def uninformative(bounds: GroupFilter | None, rewards: Sequence[float]) -> str:
 
 
 def fresh_enough(group: PlannedGroup, version: int | None, max_staleness: int | None) -> bool:
-    """Return whether a group may be carried into a batch of this weight version. If either version is
-    unknown, no staleness cap is met."""
+    """Return True if a group is fresh enough to be carried into a batch of this weight version. If either
+    version is unknown, it is not, unless `max_staleness` is None."""
     if max_staleness is None:
         return True
     if version is None or group.weight_version is None:
@@ -151,7 +155,7 @@ def fresh_enough(group: PlannedGroup, version: int | None, max_staleness: int | 
 
 
 class BatchPlan:
-    """The groups of one batch, and the actions that are due for them.
+    """Groups of one batch, the decisions on them, and the pending actions.
 
     Args:
         rules: selection rules of the batch.
@@ -163,16 +167,16 @@ class BatchPlan:
         self.started = 0
         self.closed = False
         self.groups: dict[str, PlannedGroup] = {}
-        self.judged: dict[str, GroupDecision] = {}
-        self.selected: list[str] = []  # informative groups, in the order in which they were decided
-        self.chosen: list[tuple[str, int]] = []  # their samples that had a reward when decided
+        self.decisions: dict[str, GroupDecision] = {}
+        self.selected: list[str] = []  # ids of the informative groups, in the order of their decisions
+        self.chosen: list[tuple[str, int]] = []  # samples to train on: those of `GroupDecision.samples`
         self.counts: Counter[GroupOutcome] = Counter()
-        self.reasons: Counter[str] = Counter()  # why decided groups are not informative
-        self.failures: Counter[str] = Counter()  # why samples of decided groups have no reward
-        self.passed_on: frozenset[str] | None = None
+        self.reasons: Counter[str] = Counter()  # reasons why decided groups are not informative
+        self.failures: Counter[str] = Counter()  # reasons why samples of decided groups have no reward
+        self.passed_on: frozenset[str] | None = None  # groups of a later batch; None if no batch carried over
         self._open: dict[str, None] = {}  # undecided groups, in order of arrival
-        self._surplus: dict[str, set[int]] = {}  # samples without an outcome that are not needed
-        self._cancelled_at: int | None = None
+        self._unneeded: dict[str, set[int]] = {}  # samples to cancel, by group
+        self._cancelled_at: int | None = None  # cursor of the last result that counts after a cancellation
 
     # State.
 
@@ -188,25 +192,25 @@ class BatchPlan:
 
     @property
     def undecided(self) -> list[str]:
-        """Groups without a decision. After the batch is finished it decides on no more groups."""
+        """Groups without a decision. Once the batch is finished, groups are no longer decided."""
         return list(self._open)
 
     @property
     def carriable(self) -> list[PlannedGroup]:
         """Groups that a later batch may take over."""
-        if self.state is not BatchState.COMPLETE or self._ends_leftover():
+        if self.state is not BatchState.COMPLETE or self._discards_leftover():
             return []
         return [self.groups[group] for group in self._open]
 
     # Events.
 
     def add_tasks(self, count: int, *, closed: bool) -> None:
-        """Append `count` tasks to the stream; `closed`: these were the last."""
+        """Append `count` tasks to the stream. `closed`: no further tasks will follow."""
         self.tasks += count
         self.closed = self.closed or closed
 
     def begin(self, index: int, group: PlannedGroup) -> None:
-        """Add the started group of a task; it has no outcomes yet."""
+        """Add a group without outcomes, which was started for the task with this index."""
         self.started = max(self.started, index + 1)
         self.take(group)
 
@@ -214,60 +218,60 @@ class BatchPlan:
         """Add a group without outcomes."""
         self.groups[group.id] = group
         self._open[group.id] = None
-        if self._ends_leftover():
-            self._spare(group)
+        if self._discards_leftover():
+            self._mark_unneeded(group)
 
     def adopt(self, groups: Iterable[PlannedGroup]) -> None:
-        """Add carried-over groups, with their outcomes so far."""
-        taken = list(groups)
-        for group in taken:
+        """Add groups of an earlier batch, with their outcomes so far."""
+        adopted = list(groups)
+        for group in adopted:
             self.take(PlannedGroup(group.id, group.samples, group.weight_version))
-        self.replay(taken)
+        self.replay(adopted)
 
     def replay(self, groups: Iterable[PlannedGroup]) -> None:
         """Replay the outcomes of groups that were added before, in the order of their cursors."""
-        ended = [(ended, group.id, sample) for group in groups for sample, ended in group.ended.items()]
+        ended = [(outcome, group.id, sample) for group in groups for sample, outcome in group.ended.items()]
         for outcome, group_id, sample in sorted(ended, key=lambda item: item[0].cursor):
             self.ended(group_id, sample, outcome)
 
-    def ended(self, group_id: str, sample: int, outcome: GroupEnded) -> GroupDecision | None:
-        """Record the outcome of a sample and return the decision on the group, if this outcome decided it. A
-        repeated outcome, or one of an unknown group, is ignored."""
+    def ended(self, group_id: str, sample: int, outcome: SampleOutcome) -> GroupDecision | None:
+        """Record the outcome of a sample. Return the decision on the group if this outcome decided it. A
+        repeated outcome and an outcome of an unknown group are ignored."""
         group = self.groups.get(group_id)
         if group is None or sample in group.ended:
             return None
         group.ended[sample] = outcome
-        if surplus := self._surplus.get(group_id):
-            surplus.discard(sample)
-            if not surplus:
-                del self._surplus[group_id]
+        if unneeded := self._unneeded.get(group_id):
+            unneeded.discard(sample)
+            if not unneeded:
+                del self._unneeded[group_id]
         if group_id not in self._open or self._over(outcome.cursor):
             return None
-        judgement = judge(self.rules, group)
-        if judgement is not None:
-            self._decide(group, judgement)
-        return judgement
+        decision = judge(self.rules, group)
+        if decision is not None:
+            self._decide(group, decision)
+        return decision
 
     def cancel(self, at: int) -> None:
-        """Cancel the batch; outcomes after the cursor `at` decide nothing any more."""
+        """Cancel the batch. Outcomes after the cursor `at` no longer decide groups."""
         if self._cancelled_at is None:
             self._cancelled_at = at
-        self._end_leftover()
+        self._discard_leftover()
 
-    def pass_on(self, taken: Iterable[str]) -> list[PlannedGroup]:
-        """Hand these leftover groups to a later batch; the other leftover groups are no longer needed. Return
-        the groups handed over, which leave this batch."""
-        self.passed_on = frozenset(taken)
-        gone = [self.groups.pop(name) for name in self.passed_on if name in self.groups]
-        for group in gone:
+    def pass_on(self, names: Iterable[str]) -> list[PlannedGroup]:
+        """Remove these carriable groups from this batch and return them, so that a later batch can adopt
+        them. The other carriable groups are no longer needed."""
+        self.passed_on = frozenset(names)
+        handed_over = [self.groups.pop(name) for name in self.passed_on if name in self.groups]
+        for group in handed_over:
             self._open.pop(group.id, None)
-        self._end_leftover()
-        return gone
+        self._discard_leftover()
+        return handed_over
 
     # Pending actions.
 
     def to_start(self) -> range:
-        """Return the indices of the tasks whose groups should be started now."""
+        """Return the indices of the tasks for which groups should be started now."""
         return range(self.started, min(self.tasks, self.started + self._room()))
 
     @property
@@ -276,48 +280,48 @@ class BatchPlan:
 
     def unneeded(self) -> list[tuple[str, int]]:
         """Return the samples to cancel, as group id and sample."""
-        return [(name, sample) for name, samples in self._surplus.items() for sample in sorted(samples)]
+        return [(name, sample) for name, samples in self._unneeded.items() for sample in sorted(samples)]
 
     # Helpers.
 
     def _room(self) -> int:
         if self.state is not BatchState.RUNNING:
             return 0
-        most = self.rules.in_flight
+        limit = self.rules.in_flight
         if self.rules.max_speculative_groups is not None:
-            most = min(most, self.rules.groups - len(self.selected) + self.rules.max_speculative_groups)
-        return max(0, most - len(self._open))
+            limit = min(limit, self.rules.groups - len(self.selected) + self.rules.max_speculative_groups)
+        return max(0, limit - len(self._open))
 
-    def _decide(self, group: PlannedGroup, judgement: GroupDecision) -> None:
+    def _decide(self, group: PlannedGroup, decision: GroupDecision) -> None:
         del self._open[group.id]
-        self.judged[group.id] = judgement
-        self.counts[judgement.verdict] += 1
+        self.decisions[group.id] = decision
+        self.counts[decision.verdict] += 1
         self.failures.update(ended.failure for ended in group.ended.values() if ended.failure)
-        self._spare(group)
-        if judgement.verdict is not GroupOutcome.INFORMATIVE:
-            self.reasons[judgement.reason] += 1
+        self._mark_unneeded(group)
+        if decision.verdict is not GroupOutcome.INFORMATIVE:
+            self.reasons[decision.reason] += 1
             return
         self.selected.append(group.id)
-        self.chosen += ((group.id, sample) for sample in judgement.samples)
-        self._end_leftover()
+        self.chosen += ((group.id, sample) for sample in decision.samples)
+        self._discard_leftover()
 
     def _over(self, cursor: int) -> bool:
-        """Return whether the batch was finished before the result of this cursor."""
+        """Return True if the batch was finished before the result with this cursor."""
         if len(self.selected) >= self.rules.groups:
             return True
         return self._cancelled_at is not None and cursor > self._cancelled_at
 
-    def _ends_leftover(self) -> bool:
+    def _discards_leftover(self) -> bool:
         if self._cancelled_at is not None:
             return True
         complete = len(self.selected) >= self.rules.groups
         return complete and (not self.rules.carry or self.passed_on is not None)
 
-    def _end_leftover(self) -> None:
-        if self._ends_leftover():
+    def _discard_leftover(self) -> None:
+        if self._discards_leftover():
             for name in self._open:
-                self._spare(self.groups[name])
+                self._mark_unneeded(self.groups[name])
 
-    def _spare(self, group: PlannedGroup) -> None:
+    def _mark_unneeded(self, group: PlannedGroup) -> None:
         if pending := group.pending:
-            self._surplus[group.id] = set(pending)
+            self._unneeded[group.id] = set(pending)

@@ -1,4 +1,4 @@
-"""Conversions between the forms of a batch: request and view, stored record, and plan. Pure."""
+"""Conversions between the forms of a batch: request, stored record, plan and API view. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from prorl_envs.rollout.api.batches import BatchRequest, BatchTask, BatchView, S
 from prorl_envs.rollout.api.types import GroupRequest, job_id, split_job_id
 from prorl_envs.rollout.batches.plan import (
     BatchPlan,
-    GroupEnded,
     GroupOutcome,
     PlannedGroup,
     Rules,
+    SampleOutcome,
     fresh_enough,
 )
 from prorl_envs.rollout.scheduling.fair_queue import Share
@@ -20,11 +20,14 @@ from prorl_envs.rollout.store.base import StoredBatch, StoredGroup
 
 @dataclass(slots=True)
 class Batch:
-    """A batch, its plan, and its tasks.
+    """Batch with its plan and its tasks.
 
     Args:
-        read: number of its chosen results that its reader has confirmed.
-        read_to_the_end: the reader has confirmed all of them, and none will follow.
+        stored: the stored form of the batch.
+        plan: the batch plan.
+        rows: the tasks of the stream so far.
+        read: number of chosen results, see `BatchPlan.chosen`, that the reader has confirmed.
+        read_to_the_end: True if the reader has confirmed all chosen results and no further will follow.
     """
 
     stored: StoredBatch
@@ -48,7 +51,7 @@ class Batch:
 
     @property
     def idle(self) -> bool:
-        """True if the batch is finished and has no samples in flight or to cancel."""
+        """True if the batch is finished, and no samples are in flight or must be cancelled."""
         pending = (self.plan.groups[name].pending for name in self.plan.undecided)
         return self.plan.state.over and not any(pending) and not self.plan.unneeded()
 
@@ -73,7 +76,7 @@ def group_request(batch: BatchRequest, row: BatchTask, index: int) -> GroupReque
     """
     environment = row.environment or batch.environment
     if environment is None:
-        raise InputError("no environment is named", hint="name one in the batch or in each task")
+        raise InputError("no environment is named", hint="name it in the batch or in each task")
     return GroupRequest(
         id=f"{batch.id}/{index}",
         environment=environment,
@@ -86,7 +89,12 @@ def group_request(batch: BatchRequest, row: BatchTask, index: int) -> GroupReque
 
 
 def new(request: BatchRequest, source: Batch | None) -> StoredBatch:
-    """Return the stored form of a new batch; `source` is the batch it carries groups from."""
+    """Return the stored form of a new batch.
+
+    Args:
+        request: the batch request.
+        source: the batch whose groups are carried over, or None.
+    """
     leftover = source.plan.carriable if source else []
     carried = [
         group.id for group in leftover if fresh_enough(group, request.weight_version, request.max_staleness)
@@ -101,11 +109,17 @@ def new(request: BatchRequest, source: Batch | None) -> StoredBatch:
 
 
 def restore(plan: BatchPlan, batch: StoredBatch, stored: Sequence[StoredGroup]) -> None:
-    """Repeat all decisions from the stored results, in the order of their cursors."""
+    """Repeat all decisions of a batch from the stored results, in the order of their cursors.
+
+    Args:
+        plan: the new plan of the batch, with its tasks.
+        batch: the stored batch.
+        stored: the stored groups of the batch.
+    """
     groups = []
     for group in stored:
         ended = {
-            sample: GroupEnded(
+            sample: SampleOutcome(
                 outcome.cursor, outcome.reward, outcome.failure.value if outcome.failure else ""
             )
             for sample, outcome in enumerate(group.outcomes)
@@ -113,27 +127,27 @@ def restore(plan: BatchPlan, batch: StoredBatch, stored: Sequence[StoredGroup]) 
         }
         request = group.request
         groups.append(PlannedGroup(request.id, request.samples, group.weight_version, ended))
-        origin, index = split_job_id(request.id)
-        empty = PlannedGroup(request.id, request.samples, group.weight_version)
-        if origin == batch.request.id:
-            plan.begin(index, empty)
+        started_by_batch, index = split_job_id(request.id)
+        without_outcomes = PlannedGroup(request.id, request.samples, group.weight_version)
+        if started_by_batch == batch.request.id:
+            plan.begin(index, without_outcomes)
         else:
-            plan.take(empty)
+            plan.take(without_outcomes)
     if batch.cancelled_at is not None:
         plan.cancel(batch.cancelled_at)
     plan.replay(groups)
 
 
 def selected(plan: BatchPlan, name: str) -> SelectedGroup:
-    """Return the view of a group that was judged informative."""
-    judgement, group = plan.judged[name], plan.groups[name]
+    """Return the API view of an informative group."""
+    decision, group = plan.decisions[name], plan.groups[name]
     started_by_batch, index = split_job_id(name)
     return SelectedGroup(
         group_id=name,
-        job_ids=[job_id(name, sample) for sample in judgement.samples],
-        rewards=list(judgement.rewards),
-        mean=judgement.mean,
-        std=judgement.std,
+        job_ids=[job_id(name, sample) for sample in decision.samples],
+        rewards=list(decision.rewards),
+        mean=decision.mean,
+        std=decision.std,
         task_index=index,
         started_by_batch=started_by_batch,
         weight_version=group.weight_version,
@@ -141,9 +155,9 @@ def selected(plan: BatchPlan, name: str) -> SelectedGroup:
 
 
 def view(batch: Batch) -> BatchView:
-    """Return the progress of a batch."""
+    """Return the API view of a batch."""
     plan, stored = batch.plan, batch.stored
-    undecided, leftover = len(plan.undecided), len(plan.carriable)
+    undecided, carriable = len(plan.undecided), len(plan.carriable)
     over = plan.state.over
     counts = plan.counts
     return BatchView(
@@ -154,10 +168,10 @@ def view(batch: Batch) -> BatchView:
         uninformative=counts[GroupOutcome.UNINFORMATIVE],
         failed=counts[GroupOutcome.FAILED],
         in_flight=0 if over else undecided,
-        cancelled=undecided - leftover if over else 0,
+        cancelled=undecided - carriable if over else 0,
         carried_in=len(stored.carried),
         dropped=stored.dropped,
-        carriable=leftover,
+        carriable=carriable,
         carried_over=len(plan.passed_on or ()),
         tasks=plan.tasks,
         started=plan.started,

@@ -1,7 +1,7 @@
-"""Batch worker: starts the groups that batch plans ask for, and cancels samples that are not needed.
+"""Batch worker: starts the groups that batch plans want, and cancels samples that are not needed.
 
-One task asks each changed plan for its pending actions. A plan always answers with the actions that are still
-due, so asking again, or after a restart, is safe.
+One asyncio task carries out the pending actions of each changed plan. A plan computes them from its current
+state, so they can be computed again at any time, also after a restart.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 #: Maximum number of groups started by one write.
 CHUNK = 64
-#: Seconds between two tries to start groups while the store is unavailable.
+#: Seconds before a failed start of groups is tried again if the store is unavailable.
 PAUSE_S = 1.0
 
 
 class Capacity(Protocol):
-    """Remaining room for jobs, and quotas."""
+    """Admission control, as batches use it."""
 
     def remaining_for(self, name: str) -> int:
         """Return the number of jobs that the tenant of this id may still submit."""
@@ -41,7 +41,7 @@ class Capacity(Protocol):
 
 
 class BatchGroups(Protocol):
-    """The groups of the service, as batches use them."""
+    """Interface to the service's groups, as batches use it."""
 
     leases: Leases
     environments: EnvironmentRegistry
@@ -53,14 +53,19 @@ class BatchGroups(Protocol):
         """Check that the service accepts work.
 
         Raises:
-            Unavailable: it does not.
+            Unavailable: the service accepts no work.
         """
         ...
 
     async def accept(
-        self, groups: Sequence[NewGroup], tasks: Sequence[Task], *, share: Share, kept: Callable[[], None]
+        self,
+        groups: Sequence[NewGroup],
+        tasks: Sequence[Task],
+        *,
+        share: Share,
+        on_stored: Callable[[], None],
     ) -> object:
-        """Store groups, call `kept`, and start their jobs.
+        """Store groups, call `on_stored`, and start their jobs.
 
         Raises:
             QueueFull, Unavailable: nothing was stored.
@@ -68,48 +73,48 @@ class BatchGroups(Protocol):
         ...
 
     async def cancel_jobs(self, jobs: Iterable[str]) -> None:
-        """Cancel jobs, and return once their results are stored."""
+        """Cancel jobs. Returns once their results are stored."""
         ...
 
 
 class BatchWorker:
-    """Works on batches that have changed.
+    """Worker that carries out the pending actions of changed batches.
 
     Args:
-        groups: of the service.
-        clock: waits between tries.
-        on_start: called with each group that was started, and its batch.
+        groups: groups of the service.
+        clock: measures the wait before another try.
+        on_start: called with the id of each started group, and its batch.
     """
 
     def __init__(self, groups: BatchGroups, clock: Clock, on_start: Callable[[str, Batch], None]) -> None:
         self._groups = groups
         self._clock = clock
         self._on_start = on_start
-        self._news: dict[str, Batch] = {}  # batches that may have pending actions
+        self._changed: dict[str, Batch] = {}  # batches that may have pending actions
         self._blocked: dict[str, Batch] = {}  # batches that wait for room in the queue
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to work."""
+        """Start the worker's task."""
         self._task = asyncio.create_task(self._work())
         self._task.add_done_callback(_ended)
 
     async def aclose(self) -> None:
-        """Start no more groups. Idempotent."""
+        """Stop the worker's task. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def look_at(self, batch: Batch) -> None:
+    def mark_changed(self, batch: Batch) -> None:
         """Mark a batch as changed: it may have pending actions."""
-        self._news[batch.id] = batch
+        self._changed[batch.id] = batch
         self._wake.set()
 
     def freed(self) -> None:
-        """Resume blocked batches: the queue has room again, or the service accepts work again."""
+        """Resume blocked batches, after the queue has room again or the service accepts work again."""
         if self._blocked:
-            self._news |= self._blocked
+            self._changed |= self._blocked
             self._blocked.clear()
             self._wake.set()
 
@@ -117,14 +122,14 @@ class BatchWorker:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            news, self._news = self._news, {}
-            for batch in sorted(news.values(), key=lambda batch: -batch.request.priority):
+            changed, self._changed = self._changed, {}
+            for batch in sorted(changed.values(), key=lambda batch: -batch.request.priority):
                 try:
                     await self._advance(batch)
                 except Unavailable as error:
                     log.error("batch %s: trying again in %g s: %s", batch.id, PAUSE_S, error)
                     await self._clock.sleep(PAUSE_S)
-                    self.look_at(batch)
+                    self.mark_changed(batch)
 
     async def _advance(self, batch: Batch) -> None:
         """Carry out the pending actions of a batch."""
@@ -133,24 +138,23 @@ class BatchWorker:
         indices = batch.plan.to_start()
         try:
             self._groups.check_open()
-        except Unavailable:  # until the service accepts work again
+        except Unavailable:  # the batch is blocked until the service accepts work again
             self._blocked[batch.id] = batch
             return
-        fitting = indices[
-            : min(CHUNK, self._groups.admission.remaining_for(batch.id) // batch.request.samples)
-        ]
+        remaining = self._groups.admission.remaining_for(batch.id) // batch.request.samples
+        fitting = indices[: min(CHUNK, remaining)]
         if len(fitting) < len(indices):
             self._blocked[batch.id] = batch
         if not fitting:
             return
         try:
             await self._start(batch, fitting)
-        except QueueFull:  # another caller took the room meanwhile
+        except QueueFull:  # another caller has filled the queue meanwhile
             self._blocked[batch.id] = batch
-            if self._groups.admission.remaining_for(batch.id) >= batch.request.samples:  # and has released it
-                self.freed()
+            if self._groups.admission.remaining_for(batch.id) >= batch.request.samples:
+                self.freed()  # the queue has room again already
         else:
-            self.look_at(batch)
+            self.mark_changed(batch)
 
     async def _start(self, batch: Batch, indices: range) -> None:
         request = batch.request
@@ -161,13 +165,13 @@ class BatchWorker:
             for group, task in zip(requests, tasks, strict=True)
         ]
 
-        def kept() -> None:
+        def on_stored() -> None:
             for index, group in zip(indices, requests, strict=True):
                 batch.plan.begin(index, PlannedGroup(group.id, request.samples, request.weight_version))
                 self._on_start(group.id, batch)
 
-        # Cancelling this task must not leave a group that is stored and never started.
-        accepting = self._groups.accept(groups, tasks, share=batch.share, on_stored=kept)
+        # If this task is cancelled here, a group that is stored must still be started.
+        accepting = self._groups.accept(groups, tasks, share=batch.share, on_stored=on_stored)
         await asyncio.shield(asyncio.create_task(accepting))
 
 
@@ -178,4 +182,4 @@ def unneeded(plan: BatchPlan) -> list[str]:
 
 def _ended(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("the service met a bug: batches start no more groups", exc_info=error)
+        log.critical("the service has a bug: batches start no more groups", exc_info=error)

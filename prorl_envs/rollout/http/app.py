@@ -33,7 +33,7 @@ from prorl_envs.rollout.api.views import (
     JobView,
     StatusView,
 )
-from prorl_envs.rollout.batches.leases import Following
+from prorl_envs.rollout.batches.leases import LeaseMiddleware
 from prorl_envs.rollout.http.auth import CurrentCaller, TokenStore, authorize, require_token
 from prorl_envs.rollout.http.logins import Logins
 from prorl_envs.rollout.http.middleware import BodyLimit, TokenGuard, error_response
@@ -107,7 +107,7 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
     add_operation(app, service, settings)
     add_models(app, service, settings)
     add_nodes(app, service)
-    app.add_middleware(Following, leases=service.groups.leases)
+    app.add_middleware(LeaseMiddleware, leases=service.groups.leases)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, keyring=keyring)
     add_endpoint(app, service)  # last, so that it is in front of the token guard

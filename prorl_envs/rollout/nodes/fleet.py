@@ -1,9 +1,9 @@
-"""The nodes of a service, beside its own machine: joining, dispatch of stages, loss.
+"""Fleet: the nodes of a service beside its own machine. Lets nodes join, sends them stages, handles losses.
 
-For the engine a fleet is a stage executor like a worker (`engine.StageExecutor`); for the scheduler its nodes
-are places. All decisions and all stored state are at the head: queues, fairness, batches, the store, the
-router of model calls. The loss of a node is an infrastructure failure of its attempts; they are retried
-elsewhere within the service's `attempts`.
+The engine uses a fleet as it uses a worker, as a `StageExecutor`; the scheduler has a `Place` for each node.
+All decisions are made and all state is stored at the head: queues, fairness, batches, the store, the router
+of model calls. If a node is lost, its attempts fail with an infrastructure failure. They are retried on other
+nodes, up to the setting `service.attempts`.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from prorl_envs.rollout.scheduling.placement import HEAD, HERE, Place
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a node gets to report the partial result of an attempt that failed or was cancelled.
+#: Timeout in seconds for the report of an attempt that failed or was cancelled.
 COLLECT_S = 10.0
 #: Number of lost nodes that are listed.
-_REMEMBERED = 32
-#: Seconds between two interrupts of a stage that may not have begun on its node.
-_AGAIN_S = 0.1
+_LISTED_LOST = 32
+#: Seconds before an interrupt is repeated if the stage has not started on its node yet.
+_RETRY_INTERRUPT_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -43,17 +43,17 @@ class _Order:
 
     number: int
     node: RemoteNode
-    whole: bool = False  # the complete attempt report has arrived
+    complete: bool = False  # the attempt's report has arrived with messages and tokens
 
 
 class Fleet:
-    """The nodes of one service.
+    """Fleet of nodes of one service.
 
     Args:
         pool: routes the model calls of all nodes.
         terms: requirements for nodes, and their settings.
-        clock: measures silence.
-        head_takes_jobs: whether jobs run on the service's own machine too.
+        clock: measures timeouts.
+        head_takes_jobs: True if jobs run on the service's own machine too.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Fleet:
         self._nodes: dict[str, RemoteNode] = {}
         self._lost: list[RemoteNode] = []
         self._names = {HEAD}
-        self._orders: dict[int, _Order] = {}  # by `id` of the job: an episode and a group may share theirs
+        # By `id()` of the `Job` object, since an interactive episode and a group may have the same job id.
+        self._orders: dict[int, _Order] = {}
         self._number = 0
         self._serving: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -79,52 +80,52 @@ class Fleet:
         """Attach the fleet to a service.
 
         Args:
-            here: carries out stages on the service's own machine.
-            engine: is notified of nodes.
+            here: runs stages on the service's own machine.
+            engine: is notified when nodes join or are lost.
         """
         self._here, self._engine = here, engine
         self._is_attached.set()
 
     @property
     def nodes(self) -> Collection[RemoteNode]:
-        """The connected nodes, in the order in which they joined, and the last lost nodes."""
+        """Connected nodes in the order in which they joined, then the nodes that were lost last."""
         return (*self._nodes.values(), *self._lost)
 
     def views(self) -> list[NodeView]:
-        """Return the API views of the same nodes."""
-        places = {place.name: place for place in self._attached.scheduler.nodes}
+        """Return the API views of `nodes`."""
+        places = {place.name: place for place in self._attached_engine.scheduler.nodes}
         return [_view(node, places.get(node.name)) for node in self.nodes]
 
     def heartbeats(self) -> dict[str, dict[str, float]]:
-        """Return each connected node's last usage by name: see `NodeUsage`."""
-        return {node.name: node.use for node in self._nodes.values() if node.use}
+        """Return the last usage of each connected node by name, see `NodeUsage`."""
+        return {node.name: node.usage for node in self._nodes.values() if node.usage}
 
     # Requests of the engine.
 
-    async def perform(self, episode: Job, stage: Stage) -> Failure | None:
+    async def perform(self, job: Job, stage: Stage) -> Failure | None:
         """See `StageExecutor.perform`."""
-        if episode.node == HERE:
-            return await self._crew.perform(episode, stage)
-        return await self._perform(episode, stage)
+        if job.node == HERE:
+            return await self._local.perform(job, stage)
+        return await self._perform(job, stage)
 
-    async def step(self, episode: Job, request: StepRequest | None) -> Failure | None:
+    async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
         """See `StageExecutor.step`."""
-        if episode.node == HERE:
-            return await self._crew.step(episode, request)
-        return await self._perform(episode, Stage.RUN, caller=True, step=request)
+        if job.node == HERE:
+            return await self._local.step(job, request)
+        return await self._perform(job, Stage.RUN, caller=True, step=request)
 
     async def _perform(
-        self, episode: Job, stage: Stage, *, caller: bool = False, step: StepRequest | None = None
+        self, job: Job, stage: Stage, *, caller: bool = False, step: StepRequest | None = None
     ) -> Failure | None:
-        order = self._orders.get(id(episode)) if stage is not Stage.INIT else self._new_order(episode)
-        if order is None:  # INIT, on a node that was just lost
-            return lost_failure(episode.node, "before the job started", stage)
+        order = self._orders.get(id(job)) if stage is not Stage.INIT else self._new_order(job)
+        if order is None:  # the node was lost before it received INIT
+            return lost_failure(job.node, "before the job started", stage)
         node = order.node
-        request = episode.request if stage is Stage.INIT else None
-        asked = StageOrder(
-            order.number, stage, episode.attempts, episode.sample, request, tracing.carried(), caller, step
+        request = job.request if stage is Stage.INIT else None
+        stage_order = StageOrder(
+            order.number, stage, job.attempts, job.sample, request, tracing.carried(), caller, step
         )
-        performing = asyncio.create_task(node.call(node.handle.perform(asked)))
+        performing = asyncio.create_task(node.call(node.handle.perform(stage_order)))
         try:
             try:
                 outcome = await asyncio.shield(performing)
@@ -134,57 +135,58 @@ class Fleet:
         except NodeLost as error:
             self._lose(node, error.message)
             return node.failure(stage)
-        episode.active_s[stage] += outcome.seconds
-        episode.attempt.remote_report = outcome.report
-        order.whole = stage is Stage.EVAL and outcome.failure is None
+        job.active_s[stage] += outcome.seconds
+        job.attempt.remote_report = outcome.report
+        order.complete = stage is Stage.EVAL and outcome.failure is None
         return outcome.failure
 
-    async def collect(self, episode: Job) -> None:
+    async def collect(self, job: Job) -> None:
         """See `StageExecutor.collect`."""
-        order = self._orders.get(id(episode))
-        if order is None or order.whole:
+        order = self._orders.get(id(job))
+        if order is None or order.complete:
             return
         node = order.node
         try:
             async with self._clock.timeout(COLLECT_S):
                 report = await node.call(node.handle.collect(order.number))
         except TimeoutError:
-            log.warning("job %s: node %s does not say how far it was", episode.id, node.name)
+            log.warning("job %s: node %s does not report the attempt's state", job.id, node.name)
         except NodeLost as error:
             self._lose(node, error.message)
         else:
             if report is not None:
-                episode.attempt.remote_report, order.whole = report, True
+                job.attempt.remote_report, order.complete = report, True
 
-    async def close(self, episode: Job) -> bool:
-        """See `StageExecutor.close`. On a lost node nothing is left to close."""
-        if episode.node == HERE:
-            return await self._crew.close(episode)
-        order = self._orders.pop(id(episode), None)
+    async def close(self, job: Job) -> bool:
+        """See `StageExecutor.close`. Returns True if the node is lost, since its sandboxes are lost too."""
+        if job.node == HERE:
+            return await self._local.close(job)
+        order = self._orders.pop(id(job), None)
         if order is None:
             return True
         node = order.node
         try:
-            ok = await node.call(node.handle.close(order.number))
+            closed = await node.call(node.handle.close(order.number))
         except NodeLost as error:
             self._lose(node, error.message)
-            self._pool.forget(episode.session)  # otherwise the node has sent `SessionClosed`
-            ok = True
+            self._pool.forget(job.session)  # a node that is not lost sends `SessionClosed` for this
+            closed = True
         node.orders.discard(order.number)
-        node.done += 1
-        return ok
+        node.finished += 1
+        return closed
 
     # Nodes.
 
     async def serve(self, name: str, handle: NodeHandle) -> None:
-        """Let a node join and give it jobs until it is lost, or the fleet is closed; then shut it down.
+        """Let a node join, and send it jobs until it is lost or the fleet is closed. Then shut it down.
 
         Args:
-            name: of the node; a suffix makes it unique.
+            name: name of the node. A suffix is added if another node has or had this name.
+            handle: access to the node.
 
         Raises:
-            InputError: the node is refused, or cannot prepare itself.
-            SandboxError: its machine cannot run sandboxes.
+            InputError: the node does not meet the terms, or cannot prepare itself.
+            SandboxError: the node's machine cannot run sandboxes.
             NodeLost: the node is lost, or was not ready in time.
         """
         if self._closed:
@@ -201,20 +203,20 @@ class Fleet:
                 self._lose(node, error.message)
                 raise
             finally:
-                self._lose(node, "the service has ended")
+                self._lose(node, "the service stopped")
         finally:
             await self._shut_down(handle)
             self._serving.discard(task)
 
     def drain(self, name: str) -> None:
-        """Stop sending jobs to a node; it finishes its jobs, and stays.
+        """Stop sending jobs to a node. It finishes its jobs and stays connected.
 
         Raises:
             NotFound: there is no such node.
         """
         node = self._get(name)
         node.state = NodeState.DRAINING
-        self._attached.admit_jobs(name, jobs=False)
+        self._attached_engine.admit_jobs(name, jobs=False)
 
     def undrain(self, name: str) -> None:
         """Resume sending jobs to a node.
@@ -223,10 +225,10 @@ class Fleet:
             NotFound: there is no such node.
         """
         self._get(name).state = NodeState.READY
-        self._attached.admit_jobs(name, jobs=True)
+        self._attached_engine.admit_jobs(name, jobs=True)
 
     async def aclose(self) -> None:
-        """Shut down every node, and accept no other. Idempotent."""
+        """Shut down every node. Later nodes are not accepted. Idempotent."""
         self._closed = True
         for task in list(self._serving):
             task.cancel()
@@ -246,8 +248,8 @@ class Fleet:
         node = RemoteNode(self._name(name), handle, info, self._pool, terms, self._clock)
         await node.hold()
         self._nodes[node.name] = node
-        log.info("node %s joins: %d episodes at once", node.name, info.limits.run)
-        self._attached.join(node.name, info.limits)
+        log.info("node %s joins, with at most %d jobs in RUN", node.name, info.limits.run)
+        self._attached_engine.join(node.name, info.limits)
         return node
 
     async def _shut_down(self, handle: NodeHandle) -> None:
@@ -256,64 +258,66 @@ class Fleet:
             async with self._clock.timeout(self._terms.close_s):
                 await handle.shutdown()
         except (NodeLost, TimeoutError) as error:
-            log.debug("a node was not shut down in order: %s", error)
+            log.debug("a node did not confirm its shutdown: %s", error)
 
     def _problem(self, info: NodeInfo) -> tuple[str, str] | None:
         """Return why a node cannot join and a hint, or None."""
         if info.version != __version__:
             return (
-                f"it has prorl-envs {info.version}, and the service {__version__}",
+                f"it has prorl-envs {info.version}, the service {__version__}",
                 "install the same version on all machines",
             )
         if missing := sorted(set(self._terms.environments) - set(info.environments)):
-            return f"it does not know {', '.join(missing)}", "give all machines the same settings"
+            return f"it lacks the environments {', '.join(missing)}", "give all machines the same settings"
         if info.fingerprint != self._terms.fingerprint:
-            return "its tokenizer makes other ids than the service's", "give all the same tokenizer files"
+            hint = "give all machines the same tokenizer files"
+            return "its tokenizer and the service's encode the same text differently", hint
         return None
 
-    def _name(self, asked: str) -> str:
-        """Return a name that no node has had: attempts are bound to a node, and must never match a later one
-        by name."""
-        asked = "".join(c if c.isalnum() or c in "-_." else "-" for c in asked[:100]) or "node"
-        name, number = asked, 1
+    def _name(self, requested: str) -> str:
+        """Return a name that no node has had. Attempts are bound to a node by its name, so no later node may
+        have the same name."""
+        base = "".join(c if c.isalnum() or c in "-_." else "-" for c in requested[:100]) or "node"
+        name, number = base, 1
         while name in self._names:
             number += 1
-            name = f"{asked}~{number}"
+            name = f"{base}~{number}"
         self._names.add(name)
         return name
 
-    def _lose(self, node: RemoteNode, why: str) -> None:
-        """Give up a node, and let its attempts fail. Idempotent."""
+    def _lose(self, node: RemoteNode, reason: str) -> None:
+        """Mark a node as lost, so that its attempts fail. Idempotent."""
         if node.lost:
             return
         level = logging.INFO if not node.orders else logging.ERROR
-        log.log(level, "node %s is gone, with %d jobs: %s", node.name, len(node.orders), why)
+        log.log(level, "node %s is lost, with %d jobs: %s", node.name, len(node.orders), reason)
         del self._nodes[node.name]
-        self._lost = [*self._lost, node][-_REMEMBERED:]
-        node.lose(why)
-        self._attached.lost(node.name, node.failure(Stage.RUN))
+        self._lost = [*self._lost, node][-_LISTED_LOST:]
+        node.lose(reason)
+        self._attached_engine.lost(node.name, node.failure(Stage.RUN))
 
     async def _interrupt(self, order: _Order, performing: asyncio.Task[StageOutcome]) -> None:
-        """Interrupt a stage, and return when no part of it runs any more. Cancellations have no effect."""
+        """Interrupt a stage, and wait until no part of it runs any more. A cancellation of this call has no
+        effect."""
         node = order.node
 
         async def interrupt() -> None:
-            while not performing.done():
+            while not performing.finished():
                 with contextlib.suppress(NodeLost):
                     if await node.call(node.handle.interrupt(order.number)):
                         break
-                await asyncio.wait({performing}, timeout=_AGAIN_S)  # the stage has not begun
+                await asyncio.wait({performing}, timeout=_RETRY_INTERRUPT_S)  # not started yet
             await asyncio.wait({performing})
 
         interrupting = asyncio.create_task(interrupt())
-        while not interrupting.done():
+        while not interrupting.finished():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(interrupting)
         if (error := performing.exception()) is not None:
             raise error
 
     async def _hold(self) -> None:
-        """Notify every node of a pause or its end; return when each has confirmed it, or is lost."""
+        """Notify every node that a pause starts or ends. Returns once each has confirmed it, or is lost."""
 
         async def hold(node: RemoteNode) -> None:
             try:
@@ -325,12 +329,12 @@ class Fleet:
 
     # Helpers.
 
-    def _new_order(self, episode: Job) -> _Order | None:
-        node = self._nodes.get(episode.node)
+    def _new_order(self, job: Job) -> _Order | None:
+        node = self._nodes.get(job.node)
         if node is None:
             return None
         self._number += 1
-        order = self._orders[id(episode)] = _Order(self._number, node)
+        order = self._orders[id(job)] = _Order(self._number, node)
         node.orders.add(order.number)
         return order
 
@@ -341,13 +345,13 @@ class Fleet:
         return node
 
     @property
-    def _crew(self) -> StageExecutor:
+    def _local(self) -> StageExecutor:
         if self._here is None:
             raise AssertionError("attach comes first")
         return self._here
 
     @property
-    def _attached(self) -> Engine:
+    def _attached_engine(self) -> Engine:
         if self._engine is None:
             raise AssertionError("attach comes first")
         return self._engine
@@ -366,10 +370,10 @@ def _view(node: RemoteNode, place: Place | None) -> NodeView:
     return NodeView(
         name=node.name,
         state=node.state,
-        reason=node.why,
+        reason=node.reason,
         pools=pools,
         jobs_with_sandbox=place.jobs_with_sandbox if place is not None else 0,
         max_jobs_with_sandbox=node.info.limits.max_jobs_with_sandbox,
-        attempts=node.done,
-        sandboxes=int(node.use.get("open", 0)) if place is not None else 0,
+        attempts=node.finished,
+        sandboxes=int(node.usage.get("open", 0)) if place is not None else 0,
     )

@@ -1,9 +1,9 @@
-"""`NodeHandle`: what the head needs of a node, and the data that the two exchange.
+"""`NodeHandle`: the head's interface to a node, and the messages that head and node exchange.
 
-A node carries out whole attempts: INIT, RUN with its model calls, EVAL and close all happen on the node, next
-to the sandbox. The head decides which attempts and when, and which model server samples a turn; tokens,
-prompts and tool output stay on the node until the result is requested. An `order` numbers an attempt on a
-node, a `turn` a model call in RUN. All arguments and results can be pickled.
+All stages of an attempt run on the same node, where its sandbox is. The head decides which stages a node runs
+and when, and which model server samples each turn. Tokens, prompts and tool output stay on the node until the
+head requests the report. `order` is the number of an attempt on a node, `turn` the number of a model call in
+RUN. All arguments and results can be pickled.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,18 +20,21 @@ from prorl_envs.rollout.scheduling.placement import StageLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Requirements for nodes, and settings that nodes receive.
+    """Requirements for nodes, and settings that nodes receive from the head.
 
     Args:
-        environments: names that a node must know.
-        fingerprint: of the head's tokenizer and chat template: a node's must be the same.
-        tokenizer: folder or Hub name of the model's tokenizer; `model`: its name, or ""; `protocol`: of model
-            servers whose URL names none.
-        tool_format: how the model writes tool calls; `reasoning`: how earlier reasoning is treated.
-        heartbeat_s: seconds between two `usage` calls; `heartbeat_timeout_s`: seconds without an answer (for
-            a node: without a call) after which the other side is considered lost.
-        grace_s, close_s: as in the service's settings.
-        start_s: seconds that a node gets to prepare itself.
+        environments: names of the environments that a node must have.
+        fingerprint: fingerprint of the head's tokenizer and chat template. A node's must be equal.
+        tokenizer: folder or Hub name of the model's tokenizer.
+        model: name of the model, or "".
+        protocol: protocol of model servers whose URL names none.
+        tool_format: format in which the model writes tool calls.
+        reasoning: whether later prompts keep the reasoning of earlier turns.
+        heartbeat_s: seconds between two `usage` calls of the head.
+        heartbeat_timeout_s: the head considers a node lost after this number of seconds without an answer;
+            a node considers the head lost after this number of seconds without a call.
+        grace_s, close_s: see the service's settings.
+        start_s: maximum seconds for `prepare`.
     """
 
     environments: Collection[str]
@@ -53,10 +56,10 @@ class NodeInfo:
     """Description of a node that is ready.
 
     Args:
-        version: of its package.
+        version: version of `prorl_envs` on the node.
         limits: concurrency limits of the node.
-        environments: their names.
-        fingerprint: of the tokenizer and its chat template.
+        environments: names of the node's environments.
+        fingerprint: fingerprint of the node's tokenizer and chat template.
     """
 
     version: str
@@ -67,14 +70,18 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """Request to carry out a stage.
+    """Request to run a stage.
 
     Args:
-        request: the group, with INIT; else None. `sample`: the job's index in it.
-        attempt: of the job, from 1.
+        order: number of the attempt on the node.
+        stage: the stage.
+        attempt: number of the job's attempt, from 1.
+        sample: index of the job in its group.
+        request: the group, for INIT; else None.
         trace: context of the stage's span, as W3C trace headers.
-        caller: RUN is driven by a caller, and this is one step of it: `step`, or without it the rendering of
-            the prompt.
+        caller: a caller drives RUN, and this request is for one step. If `step` is None, the prompt is
+            rendered.
+        step: the caller's step.
     """
 
     order: int
@@ -89,12 +96,13 @@ class StageOrder:
 
 @dataclass(frozen=True, slots=True)
 class StageOutcome:
-    """Outcome of a stage, of which no part runs any more.
+    """Outcome of a stage that has stopped completely.
 
     Args:
-        seconds: active time of the stage, or of the step.
-        failure: its failure, or None.
-        report: of the attempt. Complete if the attempt is graded; else without messages and tokens.
+        seconds: active seconds of the stage, or of the step.
+        failure: failure of the stage, or None.
+        report: report of the attempt. It is complete if the attempt is graded; otherwise it has neither
+            messages nor tokens.
     """
 
     seconds: float
@@ -104,10 +112,12 @@ class StageOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequested:
-    """A turn, or a part of one, needs a model server.
+    """Request for a model server that samples a turn, or a part of a turn.
 
     Args:
-        tokens: length of its prompt.
+        turn: number of the turn on the node.
+        session: session of the turn.
+        tokens: length of the prompt in tokens.
     """
 
     turn: int
@@ -117,14 +127,14 @@ class TurnRequested:
 
 @dataclass(frozen=True, slots=True)
 class TurnAbandoned:
-    """The node no longer waits for the turn."""
+    """Notice that the node no longer waits for a turn."""
 
     turn: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The session samples no further turn."""
+    """Notice that a session will have no further turns."""
 
     session: str
 
@@ -137,8 +147,9 @@ class ServerChoice:
     """Model server that the router chose for a turn.
 
     Args:
-        url: base URL, as in trajectories; `address`: the URL with its protocol, if one was given.
-        version: of its weights, as far as the head knows.
+        url: base URL, as in trajectories.
+        address: URL with the protocol as prefix, if the server was added with one.
+        version: last version of the server's weights that the head knows.
     """
 
     url: str
@@ -151,9 +162,11 @@ class TurnOutcome:
     """Outcome of one call of a model server, without its tokens.
 
     Args:
-        finish_reason: as of `Sampled`; `version`: of the newest weights; `cached`: cached prompt tokens.
-        error: why it failed, or None.
-        complaints: number of overload reports of the server to this node so far.
+        finish_reason: see `Sampled`.
+        version: version of the newest weights that sampled tokens of the call.
+        cached: number of prompt tokens in the server's cache; None if unknown.
+        error: reason why the call failed, or None.
+        complaints: total number of overload errors that this node has received from the server.
     """
 
     finish_reason: FinishReason = "abort"
@@ -168,8 +181,8 @@ class Hold:
     """State of a weight update.
 
     Args:
-        closed: no turn starts. Deadlines are suspended for turns that are held.
-        resample: turns that are interrupted now are sampled again from their start.
+        closed: no turn starts. Deadlines do not count the time for which turns are held.
+        resample: a turn that is interrupted is sampled again from its start.
     """
 
     closed: bool = False
@@ -178,10 +191,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class NodeUsage:
-    """Current use of a node.
+    """Current resource usage of a node.
 
     Args:
-        values: of `env.node.NodeUse` and of the node's process (`pid`, `cpu_s`, `memory`).
+        values: the fields of `env.node.NodeUse`, and `pid`, `cpu_s` and `memory` (bytes) of the node's
+            process.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -190,11 +204,11 @@ class NodeUsage:
 class NodeHandle(Protocol):
     """The head's access to one node. Every method raises `NodeLost` if the node is gone.
 
-    Calls may overtake each other, and none is ever repeated by the transport.
+    Calls may overtake each other. The transport never repeats a call.
     """
 
     async def prepare(self, terms: Terms) -> NodeInfo:
-        """Prepare the node; the first call.
+        """Prepare the node. Must be the first call.
 
         Raises:
             InputError: the tokenizer or an environment is missing on the node.
@@ -203,11 +217,11 @@ class NodeHandle(Protocol):
         ...
 
     async def perform(self, order: StageOrder) -> StageOutcome:
-        """Carry out a stage. Returns only when no part of it runs any more, also after an interrupt."""
+        """Run a stage. Even after an interrupt, this returns only when no part of the stage runs any more."""
         ...
 
     async def interrupt(self, order: int) -> bool:
-        """Cancel the running stage of an attempt. Return False if none is running (yet)."""
+        """Cancel the running stage of an attempt. Return False if no stage is running, or none yet."""
         ...
 
     async def collect(self, order: int) -> AttemptReport | None:
@@ -215,7 +229,7 @@ class NodeHandle(Protocol):
         ...
 
     async def close(self, order: int) -> bool:
-        """Close the attempt's environment and forget the attempt. Return whether it closed in order."""
+        """Close the attempt's environment and forget the attempt. Return False if closing failed."""
         ...
 
     async def hold(self, hold: Hold) -> None:
@@ -227,26 +241,31 @@ class NodeHandle(Protocol):
         ...
 
     async def sample(self, turn: int, call: int, server: ServerChoice) -> TurnOutcome:
-        """Sample a turn on a model server; the tokens stay on the node.
+        """Sample a turn on a model server. The tokens stay on the node.
 
         Args:
-            call: number of this call among those of the turn, from 1.
+            turn: number of the turn.
+            call: number of this call among the calls of the turn, from 1.
+            server: the model server.
         """
         ...
 
     async def stop_turn(self, turn: int, call: int, error: ModelError | None = None) -> None:
-        """Cancel a call of a turn, and return when it has stopped. Its tokens are discarded.
+        """Cancel the calls of a turn up to number `call`, and discard their tokens. Returns once they have
+        stopped.
 
         Args:
-            call: also cancels the calls before it.
-            error: fails the turn, since no server can sample it. Without it, the turn is routed again.
+            turn: number of the turn.
+            call: number of the last call to cancel.
+            error: if given, the turn fails with this error, since no server can sample it. Otherwise the turn
+                is routed again.
         """
         ...
 
     async def usage(self) -> NodeUsage:
-        """Return the current use of the node. A node that does not answer in time is considered lost."""
+        """Return the node's resource usage. A node that does not answer in time is considered lost."""
         ...
 
     async def shutdown(self) -> None:
-        """Stop every stage and close everything."""
+        """Stop every stage, close every environment and release the node's resources."""
         ...

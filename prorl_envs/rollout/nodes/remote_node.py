@@ -31,13 +31,13 @@ class NodeState(StrEnum):
     """State of a node."""
 
     READY = "ready"
-    DRAINING = "draining"  # it finishes its jobs
+    DRAINING = "draining"  # the node finishes its jobs and gets no new ones
     LOST = "lost"
 
 
-def lost_failure(node: str, why: str, stage: Stage) -> Failure:
+def lost_failure(node: str, reason: str, stage: Stage) -> Failure:
     """Return the failure of a stage whose node is lost."""
-    error = NodeLost(f"node {node} was lost: {why}", hint="the logs of the service and of Ray say more")
+    error = NodeLost(f"node {node} was lost: {reason}", hint="see the logs of the service and of Ray")
     return Failure(
         kind=error.kind, stage=stage, message=error.message, hint=error.hint, retryable=error.retryable
     )
@@ -45,15 +45,21 @@ def lost_failure(node: str, why: str, stage: Stage) -> Failure:
 
 @dataclass(eq=False)
 class RemoteNode:
-    """A node of the fleet.
+    """Node of the fleet, as the head knows it.
 
     Args:
-        name: of the node; unique for each join.
+        name: name of the node, which no other node has or had.
         handle: access to the node.
         info: description of the node.
-        pool: routes its turns.
+        pool: routes the node's turns.
         terms: heartbeat interval and timeout.
-        clock: measures silence.
+        clock: measures the time without an answer.
+
+    Attributes:
+        reason: reason why the node was lost, or "".
+        usage: values of the last heartbeat, see `NodeUsage`.
+        orders: numbers of the attempts on the node.
+        finished: number of attempts that were closed on the node.
     """
 
     name: str
@@ -63,14 +69,14 @@ class RemoteNode:
     terms: Terms
     clock: Clock
     state: NodeState = NodeState.READY
-    why: str = ""
-    use: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    usage: dict[str, float] = field(default_factory=dict)
     orders: set[int] = field(default_factory=set)
-    done: int = 0
+    finished: int = 0
     _turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _waiting: set[asyncio.Future[Any]] = field(default_factory=set)
+    _calls: set[asyncio.Future[Any]] = field(default_factory=set)
     _complaints: dict[str, int] = field(default_factory=dict)
-    _holding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _hold_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def lost(self) -> bool:
@@ -78,41 +84,41 @@ class RemoteNode:
 
     @property
     def turns(self) -> int:
-        """Turns of the node that have not finished."""
+        """Number of the node's unfinished turns."""
         return len(self._turns)
 
     def failure(self, stage: Stage) -> Failure:
         """Return the failure of a stage that was on the node when it was lost."""
-        return lost_failure(self.name, self.why, stage)
+        return lost_failure(self.name, self.reason, stage)
 
     async def call[T](self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the answer of a call of the handle.
+        """Await a call of the handle, and return its answer.
 
         Raises:
             NodeLost: the node is lost, or becomes lost before it answers.
         """
         if self.lost:
             call.close()
-            raise NodeLost(self.why)
+            raise NodeLost(self.reason)
         answer = asyncio.ensure_future(call)
-        self._waiting.add(answer)
+        self._calls.add(answer)
         try:
             return await answer
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self.lost and task is not None and not task.cancelling():
-                raise NodeLost(self.why) from None
+                raise NodeLost(self.reason) from None
             raise
         finally:
-            self._waiting.discard(answer)
+            self._calls.discard(answer)
 
     async def run(self) -> None:
-        """Route the node's turns and check that it answers, until it is lost.
+        """Route the node's turns and check its heartbeats until it is lost.
 
         Raises:
             NodeLost: always, with the reason.
         """
-        tasks = {asyncio.create_task(self._route_all()), asyncio.create_task(self._beat())}
+        tasks = {asyncio.create_task(self._route_all()), asyncio.create_task(self._heartbeats())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -123,29 +129,29 @@ class RemoteNode:
             await asyncio.wait(tasks)
 
     async def hold(self) -> None:
-        """Notify the node whether turns are held. Returns when it has confirmed the current state.
+        """Notify the node whether turns are held. Returns once the node has confirmed the current state.
 
         Raises:
             NodeLost: the node is lost, or does not answer in time.
         """
-        async with self._holding:  # calls may overtake each other
+        async with self._hold_lock:  # one call at a time, since calls may overtake each other
             while True:
                 hold = Hold(closed=self.pool.paused, resample=self.pool.resampled)
                 await self._in_time(self.call(self.handle.hold(hold)))
                 if hold == Hold(closed=self.pool.paused, resample=self.pool.resampled):
                     return
 
-    def lose(self, why: str) -> None:
-        """Mark the node as lost, and cancel all waits for it."""
-        self.state, self.why = NodeState.LOST, why
-        for waiting in [*self._waiting, *self._turns.values()]:
+    def lose(self, reason: str) -> None:
+        """Mark the node as lost, and cancel all calls and turns that wait for it."""
+        self.state, self.reason = NodeState.LOST, reason
+        for waiting in [*self._calls, *self._turns.values()]:
             waiting.cancel()
 
     async def _in_time[T](self, call: Awaitable[T]) -> T:
-        """Return the answer of a call that a node can answer at once.
+        """Await a call that a node can answer at once.
 
         Raises:
-            NodeLost: it did not answer within the heartbeat timeout.
+            NodeLost: the node did not answer within the heartbeat timeout.
         """
         timeout_s = self.terms.heartbeat_timeout_s
         try:
@@ -154,9 +160,9 @@ class RemoteNode:
         except TimeoutError:
             raise NodeLost(f"it did not answer for {timeout_s:g} s") from None
 
-    async def _beat(self) -> None:
+    async def _heartbeats(self) -> None:
         while True:
-            self.use = dict((await self._in_time(self.call(self.handle.usage()))).values)
+            self.usage = dict((await self._in_time(self.call(self.handle.usage()))).values)
             await self.clock.sleep(self.terms.heartbeat_s)
 
     async def _route_all(self) -> None:
@@ -167,7 +173,7 @@ class RemoteNode:
     def _handle(self, request: RoutingRequest) -> None:
         match request:
             case TurnRequested(turn):
-                task = self._turns[turn] = asyncio.create_task(self._turn(request))
+                task = self._turns[turn] = asyncio.create_task(self._route_turn(request))
                 task.add_done_callback(lambda done: self._turn_ended(turn, done))
             case TurnAbandoned(turn):
                 if abandoned := self._turns.get(turn):
@@ -178,27 +184,27 @@ class RemoteNode:
     def _turn_ended(self, turn: int, task: asyncio.Task[None]) -> None:
         self._turns.pop(turn, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("turn %d of node %s met a bug", turn, self.name, exc_info=error)
+            log.critical("turn %d of node %s failed because of a bug", turn, self.name, exc_info=error)
 
-    async def _turn(self, asked: TurnRequested) -> None:
-        """Route a turn of the node: it samples on the servers that the pool names."""
+    async def _route_turn(self, request: TurnRequested) -> None:
+        """Route a turn of the node: the pool chooses the servers, and the node samples on them."""
         calls = 0
 
         async def sample(url: str) -> Sampled:
             nonlocal calls
             calls += 1
-            return await self._sample(asked.turn, calls, url)
+            return await self._sample(request.turn, calls, url)
 
         try:
             try:
-                await self.pool.turn(asked.session, asked.tokens, sample)
+                await self.pool.turn(request.session, request.tokens, sample)
             except ModelError as error:
-                await self.call(self.handle.stop_turn(asked.turn, calls, error))
+                await self.call(self.handle.stop_turn(request.turn, calls, error))
         except NodeLost:
-            return  # `run` notices it
+            return  # `run` raises the same error
 
     async def _sample(self, turn: int, call: int, url: str) -> Sampled:
-        """Let the node call a server once. The sampled ids stay on the node, so the returned answer has none.
+        """Let the node call a server once. Return the answer without ids, since the ids stay on the node.
 
         Raises:
             ModelError: the node reports an error.

@@ -1,7 +1,7 @@
-"""Model calls of a node: the head's router chooses the server, the node samples there.
+"""Model calls of a node: the head's router chooses the server, and the node calls it.
 
-The prompt's ids go from the node to the model server, and the sampled ids come back to the node. The head
-receives the prompt's length and the outcome, which is all that routing, health and pauses need.
+Prompt ids and sampled ids are exchanged between node and model server only. The head receives the prompt's
+length and the outcome, which suffice for routing, health checks and pauses.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ class _Turn:
     answer: asyncio.Future[Sampled]
     heard: Heard | None = None
     call: asyncio.Task[Sampled] | None = None
-    stopped: int = 0  # calls up to this number are cancelled
+    stopped_calls: int = 0  # number of the last call that was cancelled; all calls up to it are
 
 
 class RoutedModel:
-    """The model as a node sees it. Implements `model.types.RoutedModelClient`.
+    """Model client of a node. Implements `model.types.RoutedModelClient`.
 
     Args:
         connect: creates the client of a server from its URL (`Servers.connect`).
@@ -69,9 +69,9 @@ class RoutedModel:
     ) -> Sampled:
         """See `RoutedModelClient.generate`."""
 
-        async def part(ids: Sequence[int], left: Sampling, listener: Heard | None) -> Sampled:
+        async def part(ids: Sequence[int], remaining: Sampling, listener: Heard | None) -> Sampled:
             answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-            return await self._route(_Turn(ids, left, session, conversation, answer, listener))
+            return await self._route(_Turn(ids, remaining, session, conversation, answer, listener))
 
         return await in_parts(part, prompt_ids, sampling, lambda: self._resample, heard)
 
@@ -106,11 +106,11 @@ class RoutedModel:
         return requests
 
     async def sample(self, number: int, call: int, server: ServerChoice) -> TurnOutcome:
-        """See `NodeHandle.sample`. Completes the turn, unless another server takes over."""
+        """See `NodeHandle.sample`. Completes the turn, unless the head will choose another server for it."""
         turn = self._turns.get(number)
-        if turn is None:  # the node no longer waits for it
+        if turn is None:  # the node no longer waits for the turn
             return TurnOutcome()
-        if call > turn.stopped:
+        if call > turn.stopped_calls:
             turn.call = asyncio.create_task(self._sample(turn, server), name=f"model {turn.session}")
             await asyncio.wait({turn.call})
         outcome, result = self._outcome(turn.call, server)
@@ -127,7 +127,7 @@ class RoutedModel:
         turn = self._turns.get(number)
         if turn is None:
             return
-        turn.stopped = max(turn.stopped, call)
+        turn.stopped_calls = max(turn.stopped_calls, call)
         if error is not None and not turn.answer.done():
             turn.answer.set_exception(error)
         if turn.call is not None and not turn.call.done():
@@ -166,11 +166,11 @@ class RoutedModel:
         """Return the outcome of a finished call for the head, and its result."""
         client = self._clients.get(server.address)
         complaints = client.complaints if isinstance(client, ControllableServer) else 0
-        if call is None or call.cancelled():  # by `stop_turn`: aborted with nothing sampled
+        if call is None or call.cancelled():  # by `stop_turn`: equal to an aborted call without tokens
             return TurnOutcome(complaints=complaints), Sampled((), (), "abort", server.version, server.url)
         if (error := call.exception()) is not None:
-            told = error if isinstance(error, ModelError) else ModelError(repr(error))
-            return TurnOutcome(error=told, complaints=complaints), error
+            model_error = error if isinstance(error, ModelError) else ModelError(repr(error))
+            return TurnOutcome(error=model_error, complaints=complaints), error
         sampled = call.result()
         newest = sampled.version_spans[-1].version if sampled.version_spans else sampled.weight_version
         outcome = TurnOutcome(sampled.finish_reason, newest, sampled.cached_tokens, complaints=complaints)

@@ -1,4 +1,4 @@
-"""Node worker: carries out the head's orders, with the same stage worker as a service on one machine."""
+"""Node worker: runs the stages that the head orders, with the stage worker of a service on one machine."""
 
 import asyncio
 import hashlib
@@ -46,7 +46,7 @@ class NodeResources:
     """Resources of a node.
 
     Args:
-        node: this machine's sandboxes.
+        node: starts this machine's sandboxes.
         families: environment classes by name.
         renderer: the model's tokenizer and chat template.
         connect: creates the client of a model server from its URL.
@@ -62,7 +62,7 @@ type OpenResources = Callable[[Terms], AbstractAsyncContextManager[NodeResources
 
 
 @dataclass(slots=True, eq=False)
-class _Order:
+class _Attempt:
     """An attempt, and its running stage."""
 
     job: Job
@@ -71,15 +71,15 @@ class _Order:
 
 
 class NodeWorker:
-    """One node's part in a service. Implements `NodeHandle`, on the node.
+    """Implementation of `NodeHandle` on the node.
 
     Args:
-        resources: opens the resources of the node for the head's terms; closed by `shutdown`.
+        resources: opens the resources of the node for the head's terms; `shutdown` closes them.
         limits: concurrency limits of this node.
-        clock: measures deadlines and silence.
+        clock: measures deadlines, and the time since the head's last call.
 
     Attributes:
-        stopped: set when everything is closed.
+        stopped: set when `shutdown` has finished.
     """
 
     def __init__(self, resources: OpenResources, limits: StageLimits, clock: Clock | None = None) -> None:
@@ -88,14 +88,14 @@ class NodeWorker:
         self._limits = limits
         self._clock = clock or SystemClock()
         self._stack = AsyncExitStack()
-        self._orders: dict[int, _Order] = {}
+        self._attempts: dict[int, _Attempt] = {}
         self._called_at = self._clock.monotonic()
-        self._ending: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._shutdown: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         """Return the number of attempts on this node."""
-        return len(self._orders)
+        return len(self._attempts)
 
     async def prepare(self, terms: Terms) -> NodeInfo:
         """See `NodeHandle.prepare`."""
@@ -111,25 +111,25 @@ class NodeWorker:
             close_s=terms.close_s,
         )
         self._called_at = self._clock.monotonic()
-        self._watching = asyncio.create_task(self._watch(terms.heartbeat_timeout_s))
+        self._watchdog = asyncio.create_task(self._shut_down_when_silent(terms.heartbeat_timeout_s))
         return NodeInfo(__version__, self._limits, sorted(opened.families), fingerprint(opened.renderer))
 
     async def perform(self, order: StageOrder) -> StageOutcome:
         """See `NodeHandle.perform`."""
         try:
-            known = self._orders.get(order.order) or self._new_order(order)
+            attempt = self._attempts.get(order.order) or self._new_attempt(order)
         except InputError as error:
             problem = f"the node cannot read the job: {error}"
             unreadable = Failure(kind=FailureKind.ENVIRONMENT, stage=order.stage, message=problem)
             return StageOutcome(0.0, unreadable, AttemptReport())
-        known.interrupted = False
-        job, worker = known.job, self._worker
+        attempt.interrupted = False
+        job, worker = attempt.job, self._worker
         seconds_before = job.active_s[order.stage]
         work = worker.step(job, order.step) if order.caller else worker.perform(job, order.stage)
         with tracing.continued(job.id, dict(order.trace)):
-            stage = known.stage = asyncio.create_task(work)
+            stage = attempt.stage = asyncio.create_task(work)
         await asyncio.wait({stage})
-        known.stage = None
+        attempt.stage = None
         failure = None if stage.cancelled() else stage.result()
         graded = order.stage is Stage.EVAL and failure is None
         report = job.attempt.report() if graded else _short_report(job.attempt)
@@ -137,23 +137,23 @@ class NodeWorker:
 
     async def interrupt(self, order: int) -> bool:
         """See `NodeHandle.interrupt`."""
-        known = self._orders.get(order)
-        if known is None or known.stage is None:
+        attempt = self._attempts.get(order)
+        if attempt is None or attempt.stage is None:
             return False
-        if not known.interrupted:  # a second cancellation would interrupt the cleanup
-            known.interrupted = True
-            known.stage.cancel()
+        if not attempt.interrupted:  # a second cancellation would interrupt the cleanup
+            attempt.interrupted = True
+            attempt.stage.cancel()
         return True
 
     async def collect(self, order: int) -> AttemptReport | None:
         """See `NodeHandle.collect`."""
-        known = self._orders.get(order)
-        return known.job.attempt.report() if known is not None else None
+        attempt = self._attempts.get(order)
+        return attempt.job.attempt.report() if attempt is not None else None
 
     async def close(self, order: int) -> bool:
         """See `NodeHandle.close`."""
-        known = self._orders.pop(order, None)
-        return known is None or await self._worker.close(known.job)
+        attempt = self._attempts.pop(order, None)
+        return attempt is None or await self._worker.close(attempt.job)
 
     async def hold(self, hold: Hold) -> None:
         """See `NodeHandle.hold`."""
@@ -179,49 +179,49 @@ class NodeWorker:
 
     async def shutdown(self) -> None:
         """See `NodeHandle.shutdown`. Idempotent."""
-        self._ending = self._ending or asyncio.create_task(self._end())
-        await asyncio.shield(self._ending)
+        self._shutdown = self._shutdown or asyncio.create_task(self._close_all())
+        await asyncio.shield(self._shutdown)
 
-    def _new_order(self, asked: StageOrder) -> _Order:
+    def _new_attempt(self, order: StageOrder) -> _Attempt:
         """Create the attempt of an INIT.
 
         Raises:
-            InputError: its environment or its task is unknown here.
+            InputError: the node does not know the attempt or its environment, or the task row is invalid.
         """
-        if asked.request is None:
-            raise InputError(f"it has no attempt {asked.order}")
-        family = self._resources.families.get(asked.request.environment)
+        if order.request is None:
+            raise InputError(f"the node has no attempt {order.order}")
+        family = self._resources.families.get(order.request.environment)
         if family is None:
-            raise InputError(f"environment {asked.request.environment!r} is not known here")
-        task: Task = family.load(asked.request.task)
-        order = _Order(Job(asked.request, asked.sample, task, self._clock.monotonic(), asked.attempt))
-        self._orders[asked.order] = order
-        return order
+            raise InputError(f"the node has no environment {order.request.environment!r}")
+        task: Task = family.load(order.request.task)
+        job = Job(order.request, order.sample, task, self._clock.monotonic(), order.attempt)
+        attempt = self._attempts[order.order] = _Attempt(job)
+        return attempt
 
-    async def _watch(self, heartbeat_timeout_s: float) -> None:
-        """Shut down when the head has been silent for too long: it retries the attempts elsewhere."""
+    async def _shut_down_when_silent(self, heartbeat_timeout_s: float) -> None:
+        """Shut down if the head has not called for too long. It then retries the attempts on other nodes."""
         while (silent_s := self._clock.monotonic() - self._called_at) < heartbeat_timeout_s:
             await self._clock.sleep(heartbeat_timeout_s - silent_s)
-        log.warning("the head has been silent for %g s: closing everything", heartbeat_timeout_s)
+        log.warning("the head has not called for %g s: shutting down", heartbeat_timeout_s)
         await self.shutdown()
 
-    async def _end(self) -> None:
+    async def _close_all(self) -> None:
         """Cancel every stage and close every environment."""
-        stages = {order.stage for order in self._orders.values() if order.stage is not None}
+        stages = {attempt.stage for attempt in self._attempts.values() if attempt.stage is not None}
         for stage in stages:
             stage.cancel()
         if stages:
             await asyncio.wait(stages)
-        await asyncio.gather(*(self.close(order) for order in list(self._orders)))
+        await asyncio.gather(*(self.close(order) for order in list(self._attempts)))
         await self._stack.aclose()
         self.stopped.set()
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
 
 
 def fingerprint(renderer: Renderer) -> str:
-    """Return a hash of the tokens of a conversation with a tool. Tokenizers or chat templates with different
-    hashes would make different trajectories of the same episode."""
+    """Return a hash of the tokens of a sample conversation with a tool. Renderers with different hashes would
+    make different trajectories of the same episode."""
     messages = [
         {"role": "system", "content": "Be exact: 0123456789 äöü 漢字 \n\t{}[]<>"},
         {"role": "user", "content": "def f(x):\n    return x ** 2  # naïve"},

@@ -11,10 +11,10 @@ from prorl_envs.rollout.api.batches import BatchState, GroupFilter
 from prorl_envs.rollout.batches.plan import (
     BatchPlan,
     GroupDecision,
-    GroupEnded,
     GroupOutcome,
     PlannedGroup,
     Rules,
+    SampleOutcome,
     fresh_enough,
     judge,
     uninformative,
@@ -25,7 +25,7 @@ from prorl_envs.rollout.store.statistics import SPREAD
 def group(name: str = "g", samples: int = 4, *rewards: float | None, first: int = 1) -> PlannedGroup:
     """A group with the results of these samples, in order; None is a failure."""
     ended = {
-        sample: GroupEnded(first + sample, reward, "" if reward is not None else "model")
+        sample: SampleOutcome(first + sample, reward, "" if reward is not None else "model")
         for sample, reward in enumerate(rewards)
     }
     return PlannedGroup(name, samples, 0, ended)
@@ -112,7 +112,9 @@ def begin(plan: BatchPlan, samples: int = 2) -> list[int]:
 
 def end(plan: BatchPlan, name: str, *rewards: float | None, cursor: int) -> None:
     for sample, reward in enumerate(rewards):
-        plan.ended(name, sample, GroupEnded(cursor + sample, reward, "" if reward is not None else "model"))
+        plan.ended(
+            name, sample, SampleOutcome(cursor + sample, reward, "" if reward is not None else "model")
+        )
 
 
 def test_groups_are_counted_by_their_reason_for_exclusion() -> None:
@@ -138,8 +140,8 @@ def test_a_group_without_spread_is_replaced_at_once() -> None:
 
 def test_a_result_of_an_unknown_group_changes_nothing() -> None:
     plan = begun(Rules(groups=1, in_flight=1), tasks=1)
-    assert plan.ended("of another batch", 0, GroupEnded(1, 1.0)) is None
-    assert list(plan.groups) == ["0"] and not plan.judged
+    assert plan.ended("of another batch", 0, SampleOutcome(1, 1.0)) is None
+    assert list(plan.groups) == ["0"] and not plan.decisions
 
 
 def test_every_decided_group_is_counted() -> None:
@@ -191,8 +193,8 @@ def test_the_samples_that_a_decided_group_does_not_need_are_cancelled() -> None:
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == [("0", 2), ("0", 3)]
     assert plan.state is BatchState.RUNNING
-    plan.ended("0", 3, GroupEnded(3, 1.0))
-    assert plan.judged["0"] == GroupDecision(GroupOutcome.INFORMATIVE, "", (0, 1), (0, 1))
+    plan.ended("0", 3, SampleOutcome(3, 1.0))
+    assert plan.decisions["0"] == GroupDecision(GroupOutcome.INFORMATIVE, "", (0, 1), (0, 1))
     assert plan.unneeded() == [("0", 2)]
 
 
@@ -209,7 +211,7 @@ def test_leftover_groups_count_for_the_next_batch() -> None:
     plan = begun(Rules(groups=1, in_flight=4, carry=True), tasks=4)
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == []
-    plan.ended("2", 0, GroupEnded(3, 0.0))
+    plan.ended("2", 0, SampleOutcome(3, 0.0))
     end(plan, "3", 1, 0, cursor=4)
     assert [group.id for group in plan.carriable] == ["1", "2", "3"]
     following = BatchPlan(Rules(groups=2, in_flight=2))
@@ -217,7 +219,7 @@ def test_leftover_groups_count_for_the_next_batch() -> None:
     assert plan.unneeded() == [("1", 0), ("1", 1)], "nobody wants it any more"
     assert plan.carriable == []
     assert following.selected == ["3"]
-    following.ended("2", 1, GroupEnded(6, 1.0))
+    following.ended("2", 1, SampleOutcome(6, 1.0))
     assert (following.state, following.selected) == (BatchState.COMPLETE, ["3", "2"])
 
 
@@ -233,10 +235,10 @@ def test_a_carried_group_is_within_the_cap() -> None:
 def test_a_cancelled_batch_keeps_earlier_decisions() -> None:
     plan = begun(Rules(groups=2, in_flight=3, carry=True), tasks=9)
     end(plan, "0", 0, 1, cursor=1)
-    plan.ended("1", 0, GroupEnded(3, 0.0))
+    plan.ended("1", 0, SampleOutcome(3, 0.0))
     plan.cancel(3)
     assert plan.unneeded() == [("1", 1), ("2", 0), ("2", 1)]
-    plan.ended("1", 1, GroupEnded(4, 1.0))
+    plan.ended("1", 1, SampleOutcome(4, 1.0))
     assert (plan.state, plan.selected, plan.carriable) == (BatchState.CANCELLED, ["0"], [])
 
 
@@ -261,7 +263,7 @@ class World:
     chance: random.Random
     rewards: list[list[float | None]]  # of the samples of each task
     cursor: int = 0
-    history: list[tuple[str, int, GroupEnded]] = field(default_factory=list)
+    history: list[tuple[str, int, SampleOutcome]] = field(default_factory=list)
     carried: int = 0
 
     def pending(self) -> list[tuple[str, int]]:
@@ -287,24 +289,26 @@ class World:
         self.cursor += 1
         reward = None if cancelled else self.rewards[int(name)][sample]
         failure = "cancelled" if cancelled else "" if reward is not None else "model"
-        ended = GroupEnded(self.cursor, reward, failure)
+        ended = SampleOutcome(self.cursor, reward, failure)
         self.history.append((name, sample, ended))
         self.plan.ended(name, sample, ended)
-        self.plan.ended(name, sample, GroupEnded(self.cursor + 1000, 0.5))  # an unknown one changes nothing
+        self.plan.ended(
+            name, sample, SampleOutcome(self.cursor + 1000, 0.5)
+        )  # an unknown one changes nothing
 
     def check(self) -> None:
         plan, rules = self.plan, self.plan.rules
         undecided, unneeded = set(plan.undecided), plan.unneeded()
         assert len(undecided) <= max(rules.in_flight, self.carried)
         assert len(plan.selected) <= rules.groups
-        assert undecided.isdisjoint(plan.judged)
-        assert undecided | set(plan.judged) == set(plan.groups)
+        assert undecided.isdisjoint(plan.decisions)
+        assert undecided | set(plan.decisions) == set(plan.groups)
         assert len(unneeded) == len(set(unneeded))
         assert set(unneeded) <= set(self.pending()), "only what has not ended is cancelled"
         if plan.state is BatchState.RUNNING or plan.carriable:
             assert undecided.isdisjoint(name for name, _ in unneeded), "needed, and cancelled"
         for name in plan.selected:
-            rewards = plan.judged[name].rewards
+            rewards = plan.decisions[name].rewards
             assert len(rewards) >= (min(rules.min_rewards, self.samples) if rules.min_rewards else 1)
             assert rules.filter is None or len(set(rewards)) > 1
 
@@ -359,7 +363,7 @@ def test_a_plan_rebuilt_from_the_store_has_decided_the_same(
         world.step()
     again, plan = world.replayed(), world.plan
     assert again.selected == plan.selected
-    assert again.judged == plan.judged
+    assert again.decisions == plan.decisions
     assert sorted(again.undecided) == sorted(plan.undecided)
     assert sorted(again.unneeded()) == sorted(plan.unneeded())
     assert (again.state, again.to_start()) == (plan.state, plan.to_start())

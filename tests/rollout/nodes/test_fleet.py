@@ -326,7 +326,7 @@ async def test_a_node_that_does_not_answer_is_lost_and_closes_everything(make_si
         await settle()
     [result] = await site.results(1)
     assert (result.reward, result.attempts) == (1.0, 2)
-    assert {node.name: node.why for node in site.fleet.nodes}["hung"] == "it did not answer for 30 s"
+    assert {node.name: node.reason for node in site.fleet.nodes}["hung"] == "it did not answer for 30 s"
     assert hung.worker.stopped.is_set() and world.open == 0
     await hung.cut()
 

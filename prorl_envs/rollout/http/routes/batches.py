@@ -21,7 +21,7 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
     @app.post("/v1/batches")
     async def submit_batch(body: BatchRequest, caller: CurrentCaller) -> BatchView:
         """Request a number of informative groups from a stream of tasks. Idempotent by id."""
-        return await batches.submit(_of(caller, body), most=caller.batches)
+        return await batches.submit(_of(caller, body), quota=caller.batches)
 
     @app.get("/v1/batches")
     async def get_batches(caller: CurrentCaller) -> BatchList:
