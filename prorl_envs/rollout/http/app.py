@@ -1,6 +1,6 @@
 """HTTP API of the rollout service. Routes only translate requests to calls of the service.
 
-Ids of groups and jobs may contain `/` and stand in the path as they are (or escaped).
+Ids of groups and jobs may contain `/`. In paths they may be escaped or not.
 """
 
 from typing import Annotated, Any
@@ -66,38 +66,40 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
     """Create the ASGI application of a service.
 
     Args:
-        service: started and stopped by the caller.
-        settings: token, sizes and waits. Without a token every user of the machine has access on loopback.
-        logins: sessions of browsers; None creates them.
+        service: the service, which the caller starts and stops.
+        settings: tokens, maximum sizes and waits. Without a token every user of the machine has access, on
+            loopback.
+        logins: browser sessions; None creates an empty set.
 
     Raises:
-        InputError: a host other than loopback without a token, or `paper_sources` names no environment.
+        InputError: the host is not loopback and there is no token, or `paper_sources` names an unknown
+            environment.
     """
     require_token(settings)
-    keyring = TokenStore(settings, logins)
+    tokens = TokenStore(settings, logins)
 
-    async def started(request: Request) -> None:
-        """Check that the store has been read; before that, stored items would seem not to exist."""
+    async def check_started(request: Request) -> None:
+        """Check that the store has been read. Before that, stored groups would seem not to exist."""
         path = request.url.path
         if path.startswith("/v1/") and path != "/v1/status":
             service.gate.check_started()
 
     service.groups.admission.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
-    # Only declares the token; `TokenGuard` checks it, before the body is read.
-    declared = [Depends(HTTPBearer(auto_error=False))] if keyring.locked else []
+    # This declares the token in the OpenAPI schema; `TokenGuard` checks it, before the body is read.
+    declared = [Depends(HTTPBearer(auto_error=False))] if tokens.locked else []
     app = FastAPI(
         title="prorl-envs rollout service",
         version=__version__,
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
-        responses=_error_answers(),
-        dependencies=[*declared, Depends(authorize), Depends(started)],
+        responses=_error_responses(),
+        dependencies=[*declared, Depends(authorize), Depends(check_started)],
     )
     _add_errors(app)
-    add_dashboard(app, service, keyring.logins)
+    add_dashboard(app, service, tokens.logins)
     add_search(app, service)
-    _add_groups(app, service, settings, keyring)
+    _add_groups(app, service, settings, tokens)
     add_results(app, service, settings)
     add_batches(app, service, settings)
     add_episodes(app, service, settings)
@@ -109,25 +111,25 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
     add_nodes(app, service)
     app.add_middleware(LeaseMiddleware, leases=service.groups.leases)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(TokenGuard, keyring=keyring)
-    add_endpoint(app, service)  # last, so that it is in front of the token guard
+    app.add_middleware(TokenGuard, tokens=tokens)
+    add_endpoint(app, service)  # added last, so that its middleware runs before the token guard
     return app
 
 
-def _error_answers() -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of all routes by status, each with the names of its errors."""
+def _error_responses() -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI error responses of all routes, by status, with the names of the errors."""
     names: dict[int, list[str]] = {}
     for wire in WIRE_ERRORS:
         names.setdefault(wire.status, []).append(wire.name)
     return {status: {"model": ErrorBody, "description": ", ".join(found)} for status, found in names.items()}
 
 
-def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings, keyring: TokenStore) -> None:
+def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings, tokens: TokenStore) -> None:
     type Wait = Annotated[float, Query(ge=0, le=settings.max_wait_s, allow_inf_nan=False)]
 
     @app.post("/v1/groups")
     async def submit_groups(body: _Submission, caller: CurrentCaller) -> GroupList:
-        """Submit groups. Idempotent by id: repeating a request does not submit it again."""
+        """Submit groups. Idempotent by id: a repeated request has no further effect."""
         groups = body if isinstance(body, list) else [body]
         caller.check_ids(*(group.id for group in groups))
         return GroupList(groups=await service.submit(groups, quota=caller.quota))
@@ -146,7 +148,7 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
     @app.get("/v1/jobs/{job_id:path}/result", response_model=Result)
     async def get_job_result(
         job_id: str,
-        acknowledge: Annotated[bool, Query(description="The result is read when it was sent.")] = True,
+        acknowledge: Annotated[bool, Query(description="Mark the result as read once it is sent.")] = True,
     ) -> Response:
         """Return the result of a finished job."""
         result = await service.store.result(job_id)
@@ -154,9 +156,9 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
 
     @app.post("/v1/jobs/{job_id:path}/token")
     async def make_job_token(job_id: str) -> JobToken:
-        """Create a token that allows reading and cancelling this job, and nothing else."""
+        """Create a token that permits reading and cancelling this job, and nothing else."""
         await service.job(job_id)
-        return JobToken(token=keyring.job_token(job_id))
+        return JobToken(token=tokens.job_token(job_id))
 
     @app.get("/v1/jobs/{job_id:path}")
     async def get_job(job_id: str, wait_s: Wait = 0.0) -> JobView:
@@ -177,7 +179,7 @@ def _add_status(app: FastAPI, service: RolloutService) -> None:
 
     @app.get("/v1/environments")
     async def get_environments() -> EnvironmentList:
-        """Return the environments on offer, with the JSON schema of their task rows."""
+        """Return the service's environments, with the JSON schemas of their task rows."""
         return EnvironmentList(environments=service.groups.environments.views())
 
     @app.get(
@@ -215,17 +217,18 @@ def _add_errors(app: FastAPI) -> None:
         by_status: dict[int, type[ProrlError]] = {404: NotFound, 405: WrongMethod, 413: TooLarge}
         kind = by_status.get(error.status_code, InputError)
         response = error_response(kind(str(error.detail).lower(), hint="see /openapi.json"))
-        response.headers.update(error.headers or {})  # for a wrong method: Allow
+        response.headers.update(error.headers or {})  # such as `Allow`, for a wrong method
         return response
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, __: Exception) -> Response:
-        # The framework raises the error again after this answer, so the server's log has the traceback.
-        return error_response(ServerFault("the service failed", hint="its log has the details"))
+        # Starlette raises the error again after this response, so the server's log has the traceback.
+        return error_response(ServerFault("the service has a bug", hint="its log has the details"))
 
 
 def _invalid(errors: Any) -> InputError:
-    """Describe the first problems of a request, each with its location, without quoting the request."""
+    """Return the error for an invalid request: its first problems, with their locations in the request. It
+    does not quote the request."""
     problems = [
         f"{'.'.join(str(part) for part in error['loc'])[:200]}: {error['msg']}" for error in errors[:5]
     ]

@@ -1,9 +1,9 @@
 """Authentication by token, and authorization by id.
 
-The operator's token may do everything. A tenant's token is limited to ids that start with the tenant's name
-and a slash: `alice` owns `alice/step7/a` and its jobs. Ownership is thus part of the id: it survives restarts
-and needs no table, and no tenant can take, or find out about, another's id. A job's token may read and cancel
-that job.
+The operator's token permits everything. A tenant's token is limited to ids that start with the tenant's name
+and a slash: `alice` owns `alice/step7/a` and its jobs. So the id itself names the owner: ownership survives
+restarts and needs no table, and a tenant can neither use another tenant's id nor find out that it exists. A
+job's token permits reading and cancelling this job.
 """
 
 import base64
@@ -21,8 +21,8 @@ from prorl_envs.rollout.api.caller import OPERATOR, Caller
 from prorl_envs.rollout.api.errors import Conflict, Forbidden, NotFound
 from prorl_envs.rollout.http.logins import Logins
 
-#: Routes that tenants may use; a name in the path must be theirs. All other routes are the operator's, so
-#: that a new route is closed until it is listed here.
+#: Routes that tenants may use, for ids of their own. All other routes are for the operator only, so a new
+#: route is closed to tenants until it is listed here.
 TENANT_ROUTES = frozenset(
     {
         "/v1/groups",
@@ -57,6 +57,7 @@ TENANT_ROUTES = frozenset(
         "/ready",
     }
 )
+#: Routes that callers with a job token may use, for this job.
 JOB_ROUTES = frozenset(
     {
         "/v1/jobs/{job_id:path}",
@@ -75,14 +76,14 @@ _JOB_TOKEN = "prorl-job"
 
 
 def require_token(settings: ServerSettings) -> None:
-    """Refuse settings that let other machines in without a token.
+    """Refuse settings that give other machines access without a token.
 
     Raises:
-        InputError: a host other than loopback without a token.
+        InputError: the host is not loopback, and there is no token.
     """
     if not settings.loopback and settings.token is None and not settings.tenants:
         raise InputError(
-            f"binding {settings.host} lets others in, so a token is needed",
+            f"binding {settings.host} gives other machines access, so a token is needed",
             hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
         )
 
@@ -91,40 +92,41 @@ class TokenStore:
     """Finds callers by their tokens.
 
     Args:
-        settings: the operator's token and those of the tenants.
-        logins: sessions of browsers, which are the operator's.
+        settings: the tokens of the operator and of the tenants.
+        logins: browser sessions of the operator.
     """
 
     def __init__(self, settings: ServerSettings, logins: Logins | None = None) -> None:
         self.logins = logins or Logins()
         token = settings.token.get_secret_value().encode() if settings.token else None
-        self._known = [
+        self._callers = [
             (tenant.token.get_secret_value().encode(), _caller(name, tenant))
             for name, tenant in settings.tenants.items()
         ]
         if token is not None:
-            self._known.append((token, OPERATOR))
+            self._callers.append((token, OPERATOR))
         self._key = hmac.digest(token, b"jobs", sha256) if token is not None else None
 
     @property
     def locked(self) -> bool:
         """True if a token is needed."""
-        return bool(self._known)
+        return bool(self._callers)
 
     def caller(self, token: bytes) -> Caller | None:
-        """Return the caller that has this token; None if it is unknown. Compares with each known token in
-        constant time, so that the delay of the answer reveals nothing."""
+        """Return the caller with this token; None if the token is unknown. The token is compared with every
+        known token in constant time, so the response time reveals nothing."""
         found = None
-        for known, caller in self._known:
+        for known, caller in self._callers:
             if hmac.compare_digest(known, token):
                 found = caller
         return found or self._job_caller(token)
 
     def job_token(self, job: str) -> str:
-        """Return a token that may read and cancel one job, valid until the operator's token changes.
+        """Return a token that permits reading and cancelling one job. Valid until the operator's token
+        changes.
 
         Raises:
-            Conflict: the service has no token to derive it from.
+            Conflict: the operator has no token, from which job tokens are derived.
         """
         if self._key is None:
             raise Conflict("the service has no token of its own", hint="set server.token")
@@ -140,8 +142,8 @@ class TokenStore:
             job = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
         except (binascii.Error, ValueError):  # ValueError includes UnicodeDecodeError
             return None
-        right = hmac.compare_digest(self._sign(self._key, job).encode(), signature.encode("latin-1"))
-        return Caller(job=job) if right and job else None
+        valid = hmac.compare_digest(self._sign(self._key, job).encode(), signature.encode("latin-1"))
+        return Caller(job=job) if valid and job else None
 
     @staticmethod
     def _sign(key: bytes, job: str) -> str:
@@ -152,12 +154,12 @@ def _caller(name: str, tenant: TenantSettings) -> Caller:
     return Caller(name, tenant.jobs, tenant.batches)
 
 
-# Dependencies are coroutines: the framework runs a plain function in a thread, and the two switches wait for
-# the interpreter lock, which takes long with a busy event loop.
+# Dependencies are coroutines: FastAPI runs a plain function in a thread, and both switches between threads
+# wait for the interpreter lock, which takes long with a busy event loop.
 
 
 async def caller_of(request: Request) -> Caller:
-    """Return the caller of a request, as the token guard has found it."""
+    """Return the caller of a request, which `TokenGuard` has authenticated."""
     caller: Caller = request.state.caller
     return caller
 
@@ -166,18 +168,18 @@ CurrentCaller = Annotated[Caller, Depends(caller_of)]
 
 
 async def authorize(request: Request) -> None:
-    """Check that the caller may use the route, and that the names in the path are the caller's.
+    """Check that the caller may use the route, and owns the ids in the path.
 
     Raises:
-        Forbidden: the route is not for this caller.
-        NotFound: a name in the path is not the caller's; the error does not reveal whether it exists.
+        Forbidden: the caller may not use the route.
+        NotFound: an id in the path belongs to another caller. The error does not reveal whether it exists.
     """
     caller = await caller_of(request)
     if caller == OPERATOR:
         return
     route: str = getattr(request.scope.get("route"), "path", "")
     if route not in (JOB_ROUTES if caller.job else TENANT_ROUTES):
-        raise Forbidden("this is the operator's", hint="it takes the service's own token")
+        raise Forbidden("only the operator may do this", hint="use the service's own token")
     names: Mapping[str, str] = request.path_params
     for kind in _NAMES:
         if kind in names and not caller.owns(names[kind]):

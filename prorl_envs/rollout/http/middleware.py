@@ -1,6 +1,6 @@
 """Middleware in front of all routes: authentication, and a limit of body sizes.
 
-Plain ASGI, because both must act before a byte of the body is read.
+Both are plain ASGI applications, because they must act before the first byte of the body is read.
 """
 
 import ipaddress
@@ -21,20 +21,20 @@ from prorl_envs.rollout.api.views import ErrorBody, ErrorDetail
 from prorl_envs.rollout.http.auth import TokenStore
 from prorl_envs.rollout.http.logins import cookie_name
 
-#: Answered without a token, so that probes need none; these routes reveal only yes or no.
+#: Paths without authentication, so that probes need no token. Their responses reveal only yes or no.
 OPEN_PATHS = frozenset({"/health", "/ready"})
-#: Path of the dashboard's pages: files of the package, whose script asks for the token itself.
+#: Path of the dashboard's pages. These are files of the package; their script asks the user for the token.
 _PAGES = "/dashboard"
 
 #: A Host header: an IPv6 address in brackets, or a name or an IPv4 address; then an optional port.
 _HOST = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:]+))(?::[0-9]*)?")
 
-#: Used if the error itself has no time.
+#: Default of the `Retry-After` header in seconds, for errors without a time of their own.
 _RETRY_AFTER_S: dict[type[ProrlError], float] = {QueueFull: 1, Unavailable: 5}
 
 
 def error_response(error: ProrlError) -> JSONResponse:
-    """Return the response of every route to an error."""
+    """Return the HTTP response for an error. All routes use it."""
     wire = to_wire(error)
     detail = ErrorDetail(type=wire.name, message=unicode(error.message), hint=unicode(error.hint))
     headers = {}
@@ -47,27 +47,29 @@ def error_response(error: ProrlError) -> JSONResponse:
 
 
 class TokenGuard:
-    """Rejects requests without a valid token, and stores the caller in the request (`auth.caller_of`).
+    """Middleware that rejects requests without a valid token, and stores the caller in the request
+    (`auth.caller_of`).
 
-    Without any token only loopback is bound. There, the Host header must be a loopback name, which a web page
-    whose own name resolves to 127.0.0.1 cannot send. An Origin header, which browsers send with every request
-    by which a page would change another site, must be the service's own.
+    A service without any token is bound to loopback only. Then two headers are checked. The Host header must
+    be a loopback name: a malicious web page whose own host name resolves to 127.0.0.1 cannot send it. The
+    Origin header, if there is one, must name the service itself: browsers send it with every request of a
+    page that could change another site.
 
     Args:
         app: the guarded application.
-        keyring: knows the tokens.
+        tokens: knows the tokens.
     """
 
-    def __init__(self, app: ASGIApp, keyring: TokenStore) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenStore) -> None:
         self._app = app
-        self._keyring = keyring
+        self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             caller = OPERATOR if _is_open(scope["path"]) else self._caller(scope)
             if caller is None:
-                locked = self._keyring.locked
-                hint = "send Authorization: Bearer <token>" if locked else "call it by a loopback address"
+                locked = self._tokens.locked
+                hint = "send Authorization: Bearer <token>" if locked else "use a loopback address"
                 await error_response(Unauthorized("not allowed", hint=hint))(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
@@ -75,13 +77,13 @@ class TokenGuard:
 
     def _caller(self, scope: Scope) -> Caller | None:
         headers = Headers(scope=scope)
-        if not self._keyring.locked:
+        if not self._tokens.locked:
             trusted = _is_loopback(headers.get("host", "")) and _is_own_page(headers)
             return OPERATOR if trusted else None
         if "authorization" not in headers:
             return self._browser(scope, headers)
-        scheme, _, given = headers["authorization"].partition(" ")
-        return self._keyring.caller(given.strip().encode()) if scheme.lower() == "bearer" else None
+        scheme, _, token = headers["authorization"].partition(" ")
+        return self._tokens.caller(token.strip().encode()) if scheme.lower() == "bearer" else None
 
     def _browser(self, scope: Scope, headers: Headers) -> Caller | None:
         """Return the operator if a page of the service itself sends a session cookie, otherwise None."""
@@ -89,15 +91,15 @@ class TokenGuard:
         session = cookies.get(cookie_name(scope["server"][1])) if scope.get("server") else None
         if session is None or not _is_own_page(headers):
             return None
-        return OPERATOR if self._keyring.logins.known(session) else None
+        return OPERATOR if self._tokens.logins.known(session) else None
 
 
 class BodyLimit:
-    """Rejects bodies over a size, with or without a Content-Length header.
+    """Middleware that rejects bodies over a size, with or without a Content-Length header.
 
     Args:
         app: the guarded application.
-        max_bytes: largest body.
+        max_bytes: maximum size of a body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -114,7 +116,7 @@ class BodyLimit:
             return
         started, total = False, 0
 
-        async def counted() -> Message:
+        async def counting_receive() -> Message:
             nonlocal total
             message = await receive()
             total += len(message.get("body", b""))
@@ -122,13 +124,13 @@ class BodyLimit:
                 raise _BodyTooLarge
             return message
 
-        async def noted(message: Message) -> None:
+        async def tracking_send(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, counted, noted)
+            await self._app(scope, counting_receive, tracking_send)
         except _BodyTooLarge:
             if started:
                 raise
@@ -139,7 +141,8 @@ class BodyLimit:
 
 
 class _BodyTooLarge(BaseException):
-    """A body over the limit. Not an `Exception`: the framework would report a malformed body."""
+    """Signal that a body is over the limit. It is not an `Exception`, which FastAPI would catch and report as
+    a malformed body."""
 
 
 def _is_open(path: str) -> bool:
@@ -147,8 +150,8 @@ def _is_open(path: str) -> bool:
 
 
 def _is_own_page(headers: Headers) -> bool:
-    """Return whether a request comes from a page of the service itself, or from no page. Pages on other ports
-    of the host may belong to another user, and send the same cookies."""
+    """Return True if a request comes from a page of the service itself, or from no page. Pages on other ports
+    of the same host may belong to another user, and their requests carry the same cookies."""
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return False
     origin = headers.get("origin")
@@ -156,7 +159,7 @@ def _is_own_page(headers: Headers) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether a Host header names this machine's loopback."""
+    """Return True if a Host header names a loopback address."""
     found = _HOST.fullmatch(host)
     if found is None:
         return False

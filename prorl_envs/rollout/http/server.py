@@ -22,7 +22,7 @@ from prorl_envs.stop_signals import on_stop
 
 log = logging.getLogger(__name__)
 
-#: Seconds that open requests get to finish after the service has stopped; streams close by themselves then.
+#: Seconds for open requests to finish after the service has stopped. Streams close by themselves then.
 LAST_REQUESTS_S = 5
 
 
@@ -35,15 +35,15 @@ async def serving(
     logins: Logins | None = None,
     bound: socket.socket | None = None,
 ) -> AsyncIterator[str]:
-    """Start a service and answer HTTP in this event loop; on leaving, stop both and close every sandbox.
+    """Start a service and its HTTP server in this event loop. On leaving, stop both and close every sandbox.
 
     Args:
-        service: not started yet. Its node and model stay open.
-        settings: address and access; None binds a free port on loopback. On loopback a token is generated if
+        service: a service that is not started yet. Its node and model stay open.
+        settings: address and tokens; None binds a free port on loopback. On loopback a token is generated if
             none is set (`token_files`).
-        logins: sessions of browsers.
-        drain_s: seconds that accepted jobs get to finish when leaving.
-        bound: a socket of `bind`, closed on leaving; None binds the settings' address.
+        logins: browser sessions.
+        drain_s: seconds for accepted jobs to finish on leaving.
+        bound: a socket returned by `bind`, which is closed on leaving; None binds the settings' address.
 
     Yields:
         The base URL.
@@ -85,15 +85,16 @@ async def answering(
     last_requests_s: float = LAST_REQUESTS_S,
     log_level: str | None = None,
 ) -> AsyncIterator[str]:
-    """Answer HTTP in this event loop while the block runs.
+    """Run an HTTP server in this event loop while the block runs.
 
     Args:
         app: the ASGI application.
-        host: address to bind; port: TCP port, 0 takes a free one.
-        bound: a socket of `bind`, closed on leaving; None binds that address.
-        limits: bounds of connections and their requests.
-        counts: of connections, kept up to date.
-        last_requests_s: seconds that open requests get to finish on leaving.
+        host: address to bind.
+        port: TCP port; 0 takes a free port.
+        bound: a socket returned by `bind`, which is closed on leaving; None binds `host` and `port`.
+        limits: limits of connections and their requests.
+        counts: connection counts, which the server updates.
+        last_requests_s: seconds for open requests to finish on leaving.
         log_level: lowest level of the server's own log, such as "critical"; None leaves it unchanged.
 
     Yields:
@@ -116,7 +117,7 @@ async def answering(
 
 
 def connection_limits(settings: ServerSettings) -> ConnectionLimits:
-    """Return the settings' bounds on connections."""
+    """Return the limits of connections in the settings."""
     return ConnectionLimits(
         connections=settings.max_connections,
         head_s=settings.head_timeout_s,
@@ -126,7 +127,8 @@ def connection_limits(settings: ServerSettings) -> ConnectionLimits:
 
 
 def needs_token(settings: ServerSettings) -> bool:
-    """Return whether to generate a token: none is set, and other users of the machine could call."""
+    """Return True if a token must be generated: none is set, and the service is bound to loopback, where all
+    users of the machine have access."""
     return settings.generate_token and settings.token is None and settings.loopback
 
 
@@ -138,14 +140,14 @@ async def serve_until_signal(
     logins: Logins | None = None,
     bound: socket.socket | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, then drain; a second SIGINT or SIGTERM stops at once.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then drain. A second SIGINT or SIGTERM stops the drain.
 
     Args:
-        service: not started yet.
-        settings: address and access.
+        service: a service that is not started yet.
+        settings: address and tokens.
         ready: called with the base URL once the server answers.
-        logins: sessions of browsers.
-        bound: as of `serving`.
+        logins: browser sessions.
+        bound: see `serving`.
 
     Raises:
         InputError: the address cannot be bound, or needs a token.
@@ -161,38 +163,39 @@ async def serve_until_signal(
         async with serving(service, settings, logins=logins, bound=bound) as url:
             ready(url)
             await first.wait()
-            log.info("stopping: up to %g s for accepted jobs", service.settings.drain_s)
+            log.info("stopping: accepted jobs have %g s to finish", service.settings.drain_s)
             await _drain(service, second)
 
 
-async def _drain(service: RolloutService, hurry: asyncio.Event) -> None:
-    """Stop in order, or at once when `hurry` is set."""
-    draining = asyncio.create_task(service.stop(drain_s=service.settings.drain_s))
-    hurried = asyncio.create_task(hurry.wait())
-    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
-    if not draining.done():
-        draining.cancel()  # remaining jobs are then cancelled, and their sandboxes closed
-    await asyncio.wait({draining, hurried})
-    if not draining.cancelled():
-        draining.result()
+async def _drain(service: RolloutService, stop_now: asyncio.Event) -> None:
+    """Stop the service after a drain. If `stop_now` is set, end the drain."""
+    stopping = asyncio.create_task(service.stop(drain_s=service.settings.drain_s))
+    waiting = asyncio.create_task(stop_now.wait())
+    await asyncio.wait({stopping, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not stopping.done():
+        stopping.cancel()  # `stop` then cancels the remaining jobs and closes their sandboxes
+    await asyncio.wait({stopping, waiting})
+    if not stopping.cancelled():
+        stopping.result()
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind an address. Connections are refused until the socket is passed to `serving` or `answering`.
 
     Args:
-        host: address; port: TCP port, 0 takes a free one.
+        host: address to bind.
+        port: TCP port; 0 takes a free port.
 
     Raises:
-        InputError: it cannot be bound.
+        InputError: the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # asyncio disables Nagle's algorithm only for a socket with a named protocol; otherwise answers take
-        # 40 ms more.
+        # asyncio disables Nagle's algorithm only for a socket with an explicit protocol. Without this,
+        # responses take 40 ms more.
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -206,7 +209,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _listen(bound: socket.socket) -> None:
-    """Let requests made before the first `accept` wait instead of failing."""
+    """Start to listen, so that requests before the first `accept` wait instead of failing."""
     try:
         bound.listen(2048)
     except OSError as error:  # another process listens on the same address

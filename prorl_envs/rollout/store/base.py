@@ -1,7 +1,7 @@
 """Store of groups and results: the interface, its records and errors.
 
-The store keeps the requests, the number of attempts of each job, and the results. The state in between
-belongs to the service, so a job costs three writes, independent of its turns.
+The store contains the requests, the number of attempts of each job, and the results. The state of a running
+job is not stored, so a job takes three writes, independent of its number of turns.
 """
 
 from collections import deque
@@ -17,17 +17,17 @@ from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Se
 from prorl_envs.rollout.store.summaries import SearchHits
 from prorl_envs.viewer.summary import Summary
 
-#: Most tokens of one page of results: a token is some 25 bytes of JSON.
+#: Maximum number of tokens in one page of results. A token takes some 25 bytes of JSON.
 PAGE_TOKENS = 500_000
-#: Dropped results that are known by their group, environment and state.
+#: Maximum number of dropped results whose group, environment and state are stored.
 KNOWN_DROPPED = 100_000
-#: Bounds of the newest results that are also kept in memory: some 20 MB at most.
+#: Maximum numbers of results and tokens that are also cached in memory: some 20 MB.
 RECENT_RESULTS, RECENT_TOKENS = 256, 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class StoredOutcome:
-    """Outcome of a finished job; kept as long as its group."""
+    """Outcome of a finished job. It is stored as long as the job's group."""
 
     state: JobState
     reward: float | None
@@ -41,13 +41,13 @@ class StoredGroup:
     """Group with the outcomes of its jobs.
 
     Args:
-        request: as it was submitted.
-        task_id: id of its task.
+        request: the submitted request.
+        task_id: id of the group's task.
         outcomes: one per sample, None if the sample is not finished.
         attempts: number of attempts of each sample.
-        failures: number of these attempts that had failed when the last one started.
+        failures: number of attempts of each sample that had failed when its last attempt started.
         batch_id: the batch that the group counts for, or None.
-        weight_version: named by the batch that started it.
+        weight_version: weight version in the request of the batch that started the group.
     """
 
     request: GroupRequest
@@ -60,7 +60,7 @@ class StoredGroup:
 
     @property
     def started_by_batch(self) -> str | None:
-        """Batch that started the group; may differ from the batch that the group counts for."""
+        """Id of the batch that started the group. A later batch may have taken the group over."""
         return split_job_id(self.request.id)[0] if self.batch_id else None
 
     @property
@@ -80,15 +80,16 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """Batch as it was submitted, with later additions. Its progress follows from its groups.
+    """Stored batch. Its progress is not stored, since it follows from the batch's groups.
 
     Args:
-        request: with the first tasks.
-        tenant: tenant of its place in the queue.
-        carried: ids of groups taken over from `request.carry_from`; `dropped`: number of groups too old.
-        appended: further tasks.
+        request: the submitted request, with the first tasks.
+        tenant: name of the batch's lane in the queue.
+        carried: ids of groups taken over from `request.carry_from`.
+        dropped: number of groups of `request.carry_from` that were too old.
+        appended: tasks that were appended later.
         closed: no more tasks will follow.
-        cancelled_at: cursor of the newest result when it was cancelled, or None.
+        cancelled_at: cursor of the newest result when the batch was cancelled; None if it was not cancelled.
     """
 
     request: BatchRequest
@@ -105,8 +106,9 @@ class UnreadResults:
     """Stored results that no reader has acknowledged.
 
     Args:
-        results: their number; `tokens`: tokens of their trajectories.
-        dropped: unread results that the store has dropped; always 0 in a durable store.
+        results: number of unread results.
+        tokens: number of tokens in their trajectories.
+        dropped: number of unread results that the store has dropped; always 0 in a durable store.
     """
 
     results: int = 0
@@ -120,9 +122,9 @@ class UnreadResults:
 
 
 class Store(Protocol):
-    """Store of groups by id and results by cursor. Calls may come from many tasks at once.
+    """Store of groups by id and results by cursor. Many asyncio tasks may call it at once.
 
-    A store on a disk raises `Unavailable` from any method if the disk fails.
+    Every method may raise `Unavailable`, if the database cannot be read or written.
     """
 
     @property
@@ -131,7 +133,7 @@ class Store(Protocol):
         ...
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
-        """Store new groups, all or none of them.
+        """Store all of these groups, or none of them.
 
         Returns:
             For each group, True if it is new; False if the same request is stored already.
@@ -142,16 +144,21 @@ class Store(Protocol):
         ...
 
     async def group(self, group_id: str) -> StoredGroup:
-        """Return a group. Raises: NotFound."""
+        """Return a group.
+
+        Raises:
+            NotFound: no such group.
+        """
         ...
 
     async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
-        """Count an attempt at a job.
+        """Count a started attempt of a job.
 
         Args:
-            failures: earlier attempts that failed; the others were interrupted.
-            at_once: return once it is stored. Otherwise it is stored soon, with the next write; a service
-                that is killed before that has not counted the attempt.
+            job_id: id of the job.
+            failures: number of earlier attempts that failed. The other earlier attempts were interrupted.
+            at_once: return once the attempt is stored. Otherwise it is stored soon, with the next write. If
+                the service is killed before that, the attempt is not counted.
 
         Raises:
             NotFound: no such job.
@@ -159,11 +166,11 @@ class Store(Protocol):
         ...
 
     async def record(self, result: Result) -> Result:
-        """Store the result of a job and assign its cursor. Only the first result of a job is stored; further
-        calls return the first. Concurrent calls return in the order of the cursors.
+        """Store the result of a job and assign its cursor. If the job has a result already, nothing is stored
+        and that result is returned. Concurrent calls return in the order of the cursors.
 
         Raises:
-            NotFound: its group is not known.
+            NotFound: the job's group is not stored.
         """
         ...
 
@@ -174,23 +181,25 @@ class Store(Protocol):
     async def results(
         self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
     ) -> list[Result]:
-        """Return at most `limit` results with a cursor greater than `after`, in order. 0 starts with the
-        oldest.
+        """Return results in the order of their cursors.
 
         Args:
-            max_tokens: tokens of all their trajectories; the first result is returned regardless of its size.
+            after: return results after this cursor; 0 starts with the oldest.
+            limit: maximum number of results.
+            max_tokens: maximum number of tokens of all results together. The first result is returned
+                regardless of its size.
             only: filter for results.
 
         Raises:
-            CursorExpired: results after `after` that the filter accepts are no longer kept.
+            CursorExpired: results after `after` that the filter accepts are no longer stored.
         """
         ...
 
     def acknowledge(self, cursors: Collection[int]) -> None:
-        """Mark results as read, so that they may be dropped. A durable store drops no others.
+        """Mark results as read, so that they may be dropped. A durable store drops only read results.
 
-        Stored soon, with the next write: after a kill before that, the results are unread. Cursors without a
-        stored result are ignored.
+        The marks are stored soon, with the next write. If the service is killed before that, the results stay
+        unread. Cursors without a stored result are ignored.
         """
         ...
 
@@ -202,32 +211,36 @@ class Store(Protocol):
     async def cursors(
         self, after: int, up_to: int, only: Selection = ALL, *, unread: bool = False
     ) -> list[int]:
-        """Return the cursors of the stored results after `after`, up to and including `up_to`; with `unread`,
-        only of those that no reader has acknowledged."""
+        """Return the cursors of the stored results after `after`, up to and including `up_to`. With `unread`,
+        return only cursors of unread results."""
         ...
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
-        """Return summaries of the same results; never raises CursorExpired."""
+        """Return summaries of results, with the arguments of `results`. Never raises CursorExpired."""
         ...
 
     async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> SearchHits:
-        """Run one step of a text search, over at most `limit` results with a cursor greater than `after`. The
-        text must occur in a string of the result."""
+        """Run one step of a text search, over at most `limit` results after the cursor `after`. A result is a
+        hit if one of its strings contains the text."""
         ...
 
     async def result(self, job_id: str) -> Result:
-        """Return a result. Raises: NotFound: no such job, not finished, or its result is no longer kept."""
+        """Return the result of a job.
+
+        Raises:
+            NotFound: there is no such job, it is not finished, or its result is no longer stored.
+        """
         ...
 
     async def unfinished(self) -> list[StoredGroup]:
-        """Return the incomplete groups, oldest first, for a restarted service to resume."""
+        """Return the incomplete groups, oldest first. A restarted service resumes them."""
         ...
 
     async def open_batch(self, batch: StoredBatch) -> None:
-        """Store a new batch, under an unused id, and assign its carried groups to it.
+        """Store a new batch, whose id is unused, and assign its carried groups to it.
 
         Raises:
-            Conflict: a group has an id that a group of the batch would have.
+            Conflict: the id of a stored group has the form of the batch's group ids, `<id>/<index>`.
         """
         ...
 
@@ -242,27 +255,29 @@ class Store(Protocol):
         ...
 
     async def drop_batch(self, batch_id: str) -> None:
-        """Delete a batch. Its groups are then kept as long as their results, as groups without a batch."""
+        """Delete a batch. Its groups become groups without a batch, which are stored as long as their
+        results."""
         ...
 
     async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
-        """Return every batch with its groups, oldest first. A batch's groups are kept as long as the batch,
-        even if their results are not."""
+        """Return every batch with its groups, oldest first. A batch's groups are stored as long as the batch,
+        even if their results are dropped."""
         ...
 
     async def put_value(self, name: str, value: str) -> None:
-        """Store a value under a name, replacing the previous one: state that a restarted service needs."""
+        """Store a value under a name, in place of the previous value. Used for state that a restarted service
+        needs."""
         ...
 
     async def get_value(self, name: str) -> str | None:
-        """Return the value under a name, or None."""
+        """Return the value stored under a name, or None."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class Recent:
-    """Cache of the newest results of a store, so that following clients need no database reads."""
+    """Cache of the newest results of a store. Clients that follow the results need no database reads."""
 
     def __init__(self) -> None:
         self._results: deque[Result] = deque()
@@ -274,7 +289,7 @@ class Recent:
         return self._results[-1].cursor if self._results else 0
 
     def add(self, results: Sequence[Result], *, dropped: int) -> None:
-        """Add further results in the order of their cursors, and drop those up to `dropped`."""
+        """Add newer results in the order of their cursors, and drop results up to the cursor `dropped`."""
         self._results += results
         self._tokens += sum(map(token_count, results))
         while self._results and (
@@ -285,7 +300,7 @@ class Recent:
             self._tokens -= token_count(self._results.popleft())
 
     def after(self, cursor: int) -> Iterator[Result] | None:
-        """Return the results after a cursor; None if the cache may not hold all of them."""
+        """Return the results after a cursor, or None if the cache may lack some of them."""
         if not self._results or cursor < self._results[0].cursor - 1:
             return None
         # Searches from the end: most readers have read nearly all results.
@@ -295,7 +310,7 @@ class Recent:
 
 
 def first_page(results: Iterable[Result], limit: int, max_tokens: int) -> list[Result]:
-    """Return the first of these results: see `Store.results`."""
+    """Return the first of these results that fit into a page, see `Store.results`."""
     page: list[Result] = []
     for result in results:
         max_tokens -= token_count(result)
@@ -319,12 +334,12 @@ def conflict(group_id: str) -> Conflict:
 
 def batch_conflict(batch_id: str) -> Conflict:
     """Return the error for a batch id whose group ids are taken."""
-    return Conflict(f"a group is called {batch_id}/<index> already", hint="use a new id for the batch")
+    return Conflict(f"there is a group {batch_id}/<index> already", hint="use a new id for the batch")
 
 
 def expired(dropped: int, after: int) -> CursorExpired:
-    """Return the error for the cursor `after` if the results up to `dropped` are no longer kept."""
+    """Return the error for the cursor `after` if results up to `dropped` are no longer stored."""
     return CursorExpired(
         f"results after {after}, up to {dropped}, are no longer kept",
-        hint="another reader has read them, or the store is in memory; read from 0, the oldest result kept",
+        hint="another reader has read them, or the store is in memory; 0 reads from the oldest kept result",
     )

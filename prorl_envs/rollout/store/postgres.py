@@ -1,8 +1,9 @@
-"""Store in a PostgreSQL database: the statements of `SqlStore`, translated for PostgreSQL.
+"""Store in a PostgreSQL database: executes the statements of `SqlStore` with PostgreSQL.
 
-The store belongs to one service at a time, which holds an advisory lock of the database for as long as its
-session lasts. A broken session is opened again, unless another service opened the database meanwhile: each
-service that opens it increments `owner.epoch`. Reasons: `docs/decisions/store.md`.
+The store belongs to one service at a time, which holds an advisory lock of the database while its session
+lasts. If the session breaks, the service opens another session, unless another service has opened the
+database meanwhile. To detect this, each service increments `owner.epoch` when it opens the database. For the
+reasons see `docs/decisions/store.md`.
 """
 
 import contextlib
@@ -25,17 +26,18 @@ except ImportError as error:  # pragma: no cover - the extra is not installed
 SCHEMA = "prorl_envs"
 #: Key of the advisory lock: "PROL".
 _LOCK = 0x50524F4C
-#: Connection timeout, and pause between two queries for the state of a transaction, in seconds.
+#: Connection timeout, and pause between two tries to lock or to query a transaction's state, in seconds.
 _CONNECT_S, _PAUSE_S = 10, 0.2
 #: Seconds to wait for the lock of a service that has just stopped.
 _LOCK_S = 3.0
-#: A host that vanishes loses the lock after a minute; the usual two hours would delay its successor.
+#: Options of sessions. With these keep-alive times, a failed host loses the lock after a minute. By default
+#: it would keep the lock for two hours, and no other service could take over.
 _OPTIONS = (
     f"-c search_path={SCHEMA} -c synchronous_commit=on -c idle_in_transaction_session_timeout=0"
     " -c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
 )
 
-# As in `sqlite_schema.py`: each step extends the format before.
+# As in `sqlite_schema.py`, each step upgrades from the previous format.
 _FORMAT_1 = """
 CREATE TABLE owner (epoch BIGINT NOT NULL, format INTEGER NOT NULL);
 INSERT INTO owner VALUES (0, 0);
@@ -69,9 +71,9 @@ ALTER TABLE results ALTER body SET STORAGE EXTERNAL, ALTER ids SET STORAGE EXTER
 _FORMAT_2 = """
 CREATE TABLE kept (name TEXT COLLATE "C" PRIMARY KEY, value TEXT NOT NULL);
 """
-#: The rows are converted by `_rename_batch_fields`.
+#: `_rename_batch_fields` converts the rows for this format; the tables do not change.
 _FORMAT_3 = ""
-#: As format 7 of `sqlite_schema.py`.
+#: See format 7 of `sqlite_schema.py`.
 _FORMAT_4 = """
 CREATE TABLE read_results (cursor BIGINT PRIMARY KEY, tokens BIGINT NOT NULL);
 CREATE TABLE dropped_results (
@@ -83,25 +85,25 @@ _FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4)
 
 
 class PostgresStore(SqlStore):
-    """Groups and results in a PostgreSQL database; its tables are in the schema `prorl_envs`.
+    """Store of groups and results in a PostgreSQL database. Its tables are in the schema `prorl_envs`.
 
     Args:
         url: `postgresql://...`, see https://www.postgresql.org/docs/current/libpq-connect.html.
-        bounds: as of `SqlStore`.
+        bounds: see `SqlStore`.
 
     Raises:
-        InputError: it cannot be opened, has a newer format, or another service has it open.
+        InputError: the database cannot be opened, has a newer format, or another service has it open.
     """
 
     errors = (psycopg.Error,)
-    _near = False
+    _fast_statements = False
 
     def __init__(self, url: str, **bounds: Any) -> None:
         name = _name(url)
-        self._ending = threading.Event()
+        self._stopping = threading.Event()
         with contextlib.ExitStack() as stack:
             try:
-                owner = stack.enter_context(contextlib.closing(_Owner(url, name, self._ending)))
+                owner = stack.enter_context(contextlib.closing(_Owner(url, name, self._stopping)))
                 view = stack.enter_context(contextlib.closing(_View(url)))
             except psycopg.Error as error:
                 raise InputError(f"the store {name} cannot be opened: {str(error).strip()}") from error
@@ -109,7 +111,7 @@ class PostgresStore(SqlStore):
 
     async def aclose(self) -> None:
         """Finish pending writes and release the database. Idempotent."""
-        self._ending.set()
+        self._stopping.set()
         await super().aclose()
 
 
@@ -117,16 +119,16 @@ def open_to_read(url: str) -> tuple[str, "_View"]:
     """Return the database's name, and a connection to it that takes no lock and writes nothing.
 
     Raises:
-        InputError: it cannot be read, or holds no store.
+        InputError: the database cannot be read, or contains no store.
     """
     name = _name(url)
     try:
         with contextlib.ExitStack() as stack:
             view = _View(url)
             stack.callback(view.close)
-            [there] = view.execute("SELECT to_regclass(?)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
-            if there is None:
-                raise InputError(f"{name} holds no store", hint="serve --store makes one")
+            [owner_table] = view.execute("SELECT to_regclass(?)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
+            if owner_table is None:
+                raise InputError(f"{name} contains no store", hint="prorl-envs serve --store creates one")
             _check_format(view.session())
             stack.pop_all()
             return name, view
@@ -142,12 +144,12 @@ class _Session:
     def __init__(self, url: str) -> None:
         self._url = url
         self._session: psycopg.Connection[Any] | None = None
-        self._within = False  # in a transaction, which a new session cannot continue
+        self._in_transaction = False  # if True, a broken session is not replaced: the transaction is lost
         self.session()
 
     def session(self) -> psycopg.Connection[Any]:
         """Return the open connection."""
-        if self._session is None or (self._session.closed and not self._within):
+        if self._session is None or (self._session.closed and not self._in_transaction):
             self._session = None
             session = _connect(self._url)
             try:
@@ -159,14 +161,14 @@ class _Session:
         return self._session
 
     def opened(self, session: psycopg.Connection[Any]) -> None:
-        """Prepare a new session; a hook for subclasses."""
+        """Prepare a new session. Subclasses override this method."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
         text = sql.replace("?", "%s")
         if sql.startswith("BEGIN"):
-            text, self._within = self.begin, False
+            text, self._in_transaction = self.begin, False
         rows = self.session().execute(text.encode(), _plain(parameters) or None)
-        self._within |= text == self.begin
+        self._in_transaction |= text == self.begin
         return rows
 
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object:
@@ -188,10 +190,10 @@ class _Session:
             if kind is None:
                 self.commit()
             elif self._session is not None:
-                with contextlib.suppress(psycopg.Error):  # broken: the server rolls back by itself
+                with contextlib.suppress(psycopg.Error):  # the server itself rolls back a broken session
                     self._session.execute("ROLLBACK")
         finally:
-            self._within = False
+            self._in_transaction = False
 
     def commit(self) -> None:
         self.session().execute("COMMIT")
@@ -202,17 +204,23 @@ class _Session:
 
 
 class _View(_Session):
-    """Reading session. All reads of one transaction see the same snapshot."""
+    """Session that only reads. All reads of one transaction see the same snapshot."""
 
     begin = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
 
 class _Owner(_Session):
-    """Writing session, which holds the lock."""
+    """Session that writes and holds the lock.
 
-    def __init__(self, url: str, name: str, ending: threading.Event) -> None:
+    Args:
+        url: URL of the database.
+        name: name of the database in errors.
+        stopping: set when the store closes; ends all waits.
+    """
+
+    def __init__(self, url: str, name: str, stopping: threading.Event) -> None:
         self._name = name
-        self._ending = ending
+        self._stopping = stopping
         self._epoch: int | None = None
         self._transaction = ""
         super().__init__(url)
@@ -221,18 +229,18 @@ class _Owner(_Session):
         locked = _lock(session)
         if self._epoch is None:  # the server may not have noticed yet that the last service stopped
             deadline = time.monotonic() + _LOCK_S
-            while not locked and time.monotonic() < deadline and not self._ending.wait(_PAUSE_S):
+            while not locked and time.monotonic() < deadline and not self._stopping.wait(_PAUSE_S):
                 locked = _lock(session)
         if not locked and self._epoch is None:
-            hint = "each service needs a database of its own"
+            hint = "each service needs its own database"
             raise InputError(f"the store {self._name} is open in another service", hint=hint)
-        if not locked:  # perhaps our own last session, which the server has not closed yet
+        if not locked:  # it may be our own broken session, which the server has not closed yet
             raise psycopg.OperationalError("another session holds the lock of the store")
         if self._epoch is None:
             self._epoch = _prepare(session)
         elif session.execute("SELECT epoch FROM owner").fetchone() != (self._epoch,):
             raise psycopg.OperationalError(
-                "another service had the database meanwhile: start this one again, and one at a time"
+                "another service had the database meanwhile: restart this service, and run only one at a time"
             )
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
@@ -242,8 +250,8 @@ class _Owner(_Session):
         return rows
 
     def commit(self) -> None:
-        """Commit; if the session broke before the response, query the state of the transaction: writers must
-        not receive an error for a stored write, or success for a lost one."""
+        """Commit the transaction. If the session breaks before the response, query the transaction's state:
+        writers must not receive an error for a stored write, nor success for a lost write."""
         try:
             super().commit()
         except psycopg.OperationalError:
@@ -254,14 +262,14 @@ class _Owner(_Session):
         while True:
             try:
                 with _connect(self._url) as session:
-                    asked = session.execute("SELECT pg_xact_status(%s::xid8)", (self._transaction,))
-                    [status] = asked.fetchone() or ("",)
+                    rows = session.execute("SELECT pg_xact_status(%s::xid8)", (self._transaction,))
+                    [status] = rows.fetchone() or ("",)
                 if status != "in progress":
                     return bool(status == "committed")
             except psycopg.Error:
-                if self._ending.is_set():  # the next start reads the stored state
+                if self._stopping.is_set():  # after the next start, the service reads the stored state
                     raise
-            self._ending.wait(_PAUSE_S)
+            self._stopping.wait(_PAUSE_S)
 
 
 def _lock(session: psycopg.Connection[Any]) -> bool:
@@ -274,10 +282,10 @@ def _connect(url: str) -> psycopg.Connection[Any]:
 
 
 def _prepare(session: psycopg.Connection[Any]) -> int:
-    """Create missing tables, count this owner, and return its epoch."""
+    """Create or upgrade the tables, increment the epoch, and return it."""
     with session.transaction():
-        [there] = session.execute("SELECT to_regclass(%s)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
-        if there is None:
+        [owner_table] = session.execute("SELECT to_regclass(%s)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
+        if owner_table is None:
             session.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}".encode())
             session.execute(_FORMATS[0].encode())
         version = _check_format(session)
@@ -285,10 +293,10 @@ def _prepare(session: psycopg.Connection[Any]) -> int:
             session.execute(step.encode())
         if version < 3:
             _rename_batch_fields(session)
-        counted = session.execute(
+        updated = session.execute(
             "UPDATE owner SET epoch = epoch + 1, format = %s RETURNING epoch", (len(_FORMATS),)
         )
-        [epoch] = counted.fetchone() or (0,)
+        [epoch] = updated.fetchone() or (0,)
         return int(epoch)
 
 
@@ -303,12 +311,13 @@ def _check_format(session: psycopg.Connection[Any]) -> int:
     [version] = session.execute("SELECT format FROM owner").fetchone() or (0,)
     if version > len(_FORMATS):
         hint = "open it with the version that wrote it, or use a new database"
-        raise InputError(f"the store has format {version}; this is {len(_FORMATS)}", hint=hint)
+        known = len(_FORMATS)
+        raise InputError(f"the store has format {version}; this version reads 1 to {known}", hint=hint)
     return int(version)
 
 
 def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:
-    # PostgreSQL text cannot contain NUL. No id contains NUL, so the replacement changes no lookup.
+    # PostgreSQL text cannot contain NUL. No id contains NUL, so this replacement affects no lookup by id.
     return tuple(
         value.encode(errors="replace").decode().replace("\0", "\ufffd") if isinstance(value, str) else value
         for value in parameters
@@ -320,6 +329,6 @@ def _name(url: str) -> str:
     try:
         parts = psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.Error as error:
-        raise InputError(f"the store's URL is none: {str(error).strip()}") from error
+        raise InputError(f"the store's URL is invalid: {str(error).strip()}") from error
     host = parts.get("host") or "local"
     return f"{parts.get('dbname') or 'postgres'} at {host}"

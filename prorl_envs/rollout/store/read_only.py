@@ -17,28 +17,32 @@ from prorl_envs.viewer.summary import Summary, summary_of_body
 
 
 class StoredEpisodes:
-    """Results of a store as `viewer.episodes.EpisodeSource`, in the order of their cursors. Results that the
-    service drops stay in the list, but can no longer be opened. Writes nothing and holds no lock.
+    """Results of a store in the order of their cursors. Implements `viewer.episodes.EpisodeSource`.
+
+    Results that the service drops stay in the list, but can no longer be opened. This class writes nothing
+    and holds no lock.
 
     Args:
         name: name of the store.
-        view: a read-only connection; `held`: closes it.
+        view: a read-only connection.
+        resources: closes the connection.
         errors: exceptions of the connection if the database fails.
 
     Attributes:
-        read, size: cursor of the last result that was read, and of the last in the store.
+        read: cursor of the last result that was read.
+        size: cursor of the last result in the store.
     """
 
     generation = 0
 
     def __init__(
-        self, name: str, view: DbConnection, held: ExitStack, errors: tuple[type[Exception], ...]
+        self, name: str, view: DbConnection, resources: ExitStack, errors: tuple[type[Exception], ...]
     ) -> None:
         self.name = name
         self.summaries: list[Summary] = []
         self.bad: list[tuple[int, str]] = []
         self.bad_lines = self.read = self.size = 0
-        self._view, self._held, self._errors = view, held, errors
+        self._view, self._resources, self._errors = view, resources, errors
         self._cursors: list[int] = []
         self._lock = threading.Lock()
 
@@ -47,7 +51,7 @@ class StoredEpisodes:
         """Open the results of a SQLite file.
 
         Raises:
-            InputError: it cannot be read, or is no store.
+            InputError: the file cannot be read, or is not a store.
         """
         with ExitStack() as stack:
             view = stack.enter_context(closing(open_to_read(path)))
@@ -58,7 +62,7 @@ class StoredEpisodes:
         """Open the results of a PostgreSQL database.
 
         Raises:
-            InputError: it cannot be read, or holds no store.
+            InputError: the database cannot be read, or contains no store.
         """
         from prorl_envs.rollout.store import postgres
 
@@ -68,17 +72,17 @@ class StoredEpisodes:
             return cls(name, view, stack.pop_all(), postgres.PostgresStore.errors)
 
     def close(self) -> None:
-        self._held.close()
+        self._resources.close()
 
     def extend(self, max_bytes: int | None = None) -> bool:
         with self._reading():
             [newest] = self._view.execute("SELECT max(cursor) FROM results").fetchone()
-            self.size, looked_at = newest or 0, 0
+            self.size, read_bytes = newest or 0, 0
             for cursor, tokens, packed in bodies(self._view, self.read, self.size):
                 body = zlib.decompress(packed)
                 self._take(body, cursor, tokens)
-                looked_at += len(body)
-                if max_bytes is not None and looked_at >= max_bytes:
+                read_bytes += len(body)
+                if max_bytes is not None and read_bytes >= max_bytes:
                     break
             else:
                 self.read = max(self.read, self.size)
@@ -94,13 +98,11 @@ class StoredEpisodes:
                 (self._cursors[number],),
             ).fetchone()
         if row is None:
-            raise InputError(
-                "this result is no longer kept", hint="service.retention.max_results says how many are"
-            )
+            raise InputError("this result is no longer stored", hint="see service.retention.max_results")
         return unpack(row).model_dump_json().encode()
 
     def search(self, text: str, first: int = 0, max_bytes: int | None = None) -> Found:
-        wanted, numbers, looked_at = needles(text), [], 0
+        patterns, numbers, read_bytes = needles(text), [], 0
         known = len(self._cursors)
         if first >= known:
             return Found([], first)
@@ -110,10 +112,10 @@ class StoredEpisodes:
                 if number >= known:
                     break
                 body = zlib.decompress(packed)
-                looked_at += len(body)
-                if holds(body, wanted):
+                read_bytes += len(body)
+                if holds(body, patterns):
                     numbers.append(number)
-                if max_bytes is not None and looked_at >= max_bytes:
+                if max_bytes is not None and read_bytes >= max_bytes:
                     return Found(numbers, number + 1)
         return Found(numbers, known)
 

@@ -1,4 +1,4 @@
-"""Queries of a results database: pages by cursor, summaries and text search. Read-only."""
+"""Read-only queries of a results database: pages by cursor, summaries and text search."""
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -6,12 +6,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from prorl_envs.rollout.api.types import ALL, Selection
-from prorl_envs.rollout.store.summaries import SearchHits, look_through
+from prorl_envs.rollout.store.summaries import SearchHits, search_bodies
 from prorl_envs.viewer.summary import Summary, summary_of_body
 
-#: Rows in memory at once.
+#: Maximum number of rows in memory at once.
 _ROWS = 100
-#: Condition on a group: none of its results is kept.
+#: SQL condition: no result of the group is stored any more.
 WITHOUT_RESULTS = (
     "NOT EXISTS (SELECT 1 FROM jobs JOIN results USING (cursor) WHERE jobs.number = groups.number)"
 )
@@ -28,7 +28,8 @@ class Rows(Protocol):
 
 
 class DbConnection(Protocol):
-    """Subset of `sqlite3.Connection` that the store uses. A `with` block commits, or rolls back on errors."""
+    """Subset of `sqlite3.Connection` that the store uses. A `with` block commits on success and rolls back on
+    errors."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Rows: ...
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
@@ -43,7 +44,7 @@ class DbConnection(Protocol):
 
 
 def summaries(view: DbConnection, after: int, limit: int, only: Selection = ALL) -> list[Summary]:
-    """Return summaries of results: see `Store.summaries`."""
+    """Return summaries of results, see `Store.summaries`."""
     return [
         summary_of_body(zlib.decompress(body), cursor, tokens)
         for cursor, tokens, body in bodies(view, after, limit, only)
@@ -51,15 +52,16 @@ def summaries(view: DbConnection, after: int, limit: int, only: Selection = ALL)
 
 
 def search(view: DbConnection, text: str, after: int, limit: int, only: Selection = ALL) -> SearchHits:
-    """Run one step of a search: see `Store.search`."""
-    found = ((cursor, zlib.decompress(body)) for cursor, _, body in bodies(view, after, limit, only))
-    return look_through(found, text, after)
+    """Run one search step, see `Store.search`."""
+    unpacked = ((cursor, zlib.decompress(body)) for cursor, _, body in bodies(view, after, limit, only))
+    return search_bodies(unpacked, text, after)
 
 
 def bodies(
     view: DbConnection, after: int, limit: int, only: Selection = ALL
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the cursor, the number of tokens and the packed JSON of each result after a cursor."""
+    """Yield the cursor, the number of tokens and the compressed JSON of at most `limit` results after a
+    cursor."""
     where, values = condition(only)
     while limit > 0:
         rows = view.execute(
@@ -75,7 +77,7 @@ def bodies(
 def cursors(
     view: DbConnection, after: int, up_to: int, only: Selection = ALL, *, unread: bool = False
 ) -> list[int]:
-    """Return the cursors of results: see `Store.cursors`."""
+    """Return the cursors of results, see `Store.cursors`."""
     where, values = condition(only)
     if unread:
         where += " AND cursor NOT IN (SELECT cursor FROM read_results)"
@@ -86,15 +88,15 @@ def cursors(
     return [cursor for [cursor] in rows.fetchall()]
 
 
-def lost(view: DbConnection, after: int, only: Selection) -> int:
-    """Return the greatest cursor after `after` of a dropped result that may be one of the selection, or 0."""
+def newest_dropped(view: DbConnection, after: int, only: Selection) -> int:
+    """Return the greatest cursor after `after` of a dropped result that the selection may accept, or 0."""
     conditions = ["TRUE"]
     values: list[Any] = [after]
     columns = {"group_id": only.groups, "environment": only.environments, "state": only.states}
-    for column, wanted in columns.items():
-        if wanted:
-            conditions.append(f"{column} IN ({', '.join('?' * len(wanted))})")
-            values.extend(sorted(wanted))
+    for column, accepted in columns.items():
+        if accepted:
+            conditions.append(f"{column} IN ({', '.join('?' * len(accepted))})")
+            values.extend(sorted(accepted))
     if only.prefix:
         conditions.append("substr(group_id, 1, length(?)) = ?")
         values.extend([only.prefix, only.prefix])
@@ -107,14 +109,17 @@ def lost(view: DbConnection, after: int, only: Selection) -> int:
 
 
 def condition(only: Selection) -> tuple[str, list[str]]:
-    """Return a selection as SQL. Groups are looked up by their id; the other conditions are checked for one
-    result after the other, since readers usually have read most of them already."""
+    """Return a selection as an SQL condition and its values.
+
+    Groups are looked up by their id. The other conditions are checked for each result after the cursor: these
+    are few, since most readers have already read most results.
+    """
     sql = ""
     values: list[str] = []
 
-    def one_of(column: str, wanted: Collection[str]) -> str:
-        values.extend(sorted(wanted))
-        return f"{column} IN ({', '.join('?' * len(wanted))})"
+    def one_of(column: str, accepted: Collection[str]) -> str:
+        values.extend(sorted(accepted))
+        return f"{column} IN ({', '.join('?' * len(accepted))})"
 
     if only.groups:
         ids = one_of("id", only.groups)

@@ -1,12 +1,12 @@
-"""SQL store, committed by one thread; and its SQLite databases, in a file and in memory.
+"""SQL store with one writing thread, and its SQLite databases, in a file and in memory.
 
-Acknowledged writes are on the disk. Writes that wait during another transaction are committed together in the
-next one, so they share the cost of a flush. Reads have their own connection and thread and never wait for a
-write; clients that follow the results receive them from memory. A result is written once; its token arrays
-are compressed machine numbers.
+A write returns when it is on the disk. Writes that arrive during a transaction are committed together in the
+next transaction, so they share the cost of a flush. Reads have their own connection and thread, and never
+wait for a write. Clients that follow the results receive them from memory. Each result is written once, with
+its token arrays as compressed machine numbers.
 
-The file belongs on a local disk and to one service at a time. `docs/decisions/store.md` gives
-the reasons and describes a full disk. `postgres.py` has the other database.
+The file must be on a local disk, and belongs to one service at a time. For the reasons, and for the behaviour
+with a full disk, see `docs/decisions/store.md`. The PostgreSQL store is in `postgres.py`.
 """
 
 import asyncio
@@ -45,68 +45,76 @@ from prorl_envs.rollout.store.base import (
     first_page,
     token_count,
 )
-from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS, DbConnection, condition, lost
+from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS, DbConnection, condition, newest_dropped
 from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, open_in_memory, pack, unpack
 from prorl_envs.rollout.store.summaries import SearchHits
 from prorl_envs.viewer.summary import Summary
 
-#: Rows per query when the oldest read results are dropped: usually one is over the bounds. Most such queries
-#: at the end of a transaction: 50,000 drops take 5 s, and the other writes wait for them.
-_TRIM_ROWS, _MOST_TRIMS = 16, 64
-#: `SqlStore._oldest` if no result was read: cursor, tokens and time that are over no bound.
+#: Rows per query when the oldest results are dropped. Usually one result exceeds the limits.
+_TRIM_ROWS = 16
+#: Maximum number of such queries in one transaction. 50,000 drops take 5 s, and other writes wait for them.
+_MAX_TRIMS = 64
+#: Value of `SqlStore._oldest` if no result was read: cursor, tokens and time that never exceed a limit.
 _NOTHING_READ = (math.inf, math.inf, math.inf)
-#: Drops between two removals of the oldest rows of dropped results; a row takes some 60 bytes.
+#: Number of drops after which the oldest rows of `dropped_results` are removed. A row takes some 60 bytes.
 _FORGET_EVERY = 1_000
-#: Weight of an acknowledged result, and most of them in one statement.
+#: Weight of one acknowledged result, and maximum number of acknowledged results in one statement.
 _ACKNOWLEDGED_WEIGHT, _ACKNOWLEDGED_AT_ONCE = 16.0, 500
-#: Largest weight of a transaction that runs on the event loop, in tokens to be packed (some 3 ms), and the
-#: weight of one submitted group.
-_LIGHT, _GROUP_WEIGHT = 16_384, 1_024
-#: Most seconds that a write without a waiting caller is delayed to join another transaction, and to try again
-#: after one that failed.
-_COMPANY_S, _AGAIN_S = 0.05, 1.0
+#: Maximum weight of a transaction that runs on the event loop. A weight of 1 is the time to pack one token;
+#: the maximum takes some 3 ms.
+_MAX_LOOP_WEIGHT = 16_384
+#: Weight of one submitted group.
+_GROUP_WEIGHT = 1_024
+#: Seconds for which a write without a waiting caller waits for other writes, to share their transaction.
+_JOIN_S = 0.05
+#: Seconds before such a write is tried again after its transaction failed.
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Pending write: see `SqlStore._write`. `future` is None if no caller waits."""
+    """Pending write, see `SqlStore._write`. `future` is None if no caller waits."""
 
     work: Callable[[], Any]
     future: asyncio.Future[Any] | None
     weight: float
-    alone: bool
+    separate: bool
 
 
 class SqlStore:
-    """Groups and results in a database. Bound to the event loop in which it is used; must be closed.
+    """Store of groups and results in an SQL database. It must be used in one event loop, and must be closed.
+
+    Results are dropped, oldest first, if there are more than `max_results` results or `max_tokens` tokens, or
+    if they are older than `ttl_s`. A durable store drops only results that were read. A complete group is
+    dropped with its last result.
+
+    Every method raises `Unavailable` if the database cannot be read or written. A write that raises an error
+    has changed nothing.
 
     Args:
         name: name of the database in errors.
-        db: the connection that writes; `view`: the one that reads, or the same.
-        held: closes both connections and releases the database.
-        max_results: newest results that are kept. A durable store drops an older one once it was read,
-            another store at once; a complete group is dropped with its last result.
-        max_tokens: tokens of these results.
-        ttl_s: seconds that a result is kept; None is no bound. Older ones are dropped at the next result or
-            acknowledgement, by a durable store only if they were read.
-        now: seconds since 1970; by default unaffected by clock changes while the process runs.
-
-    Every method raises `Unavailable` if the database cannot be read or written; a write that raises has
-    changed nothing.
+        db: connection that writes.
+        view: connection that reads; may be `db`.
+        resources: closes both connections and releases the database.
+        max_results: number of results to keep.
+        max_tokens: number of tokens to keep, in all results together.
+        ttl_s: seconds for which results are kept; None means no limit. It is checked when a result is stored
+            or acknowledged.
+        now: returns seconds since 1970. The default is not affected by clock changes while the process runs.
     """
 
     durable = True
-    #: Exceptions of the connections if the database fails.
+    #: Exceptions that the connections raise if the database fails.
     errors: ClassVar[tuple[type[Exception], ...]]
-    #: True if a statement takes no longer than passing it to a thread.
-    _near: ClassVar[bool]
+    #: True if executing a statement takes no longer than passing it to a thread.
+    _fast_statements: ClassVar[bool]
 
     def __init__(
         self,
         name: str,
         db: DbConnection,
         view: DbConnection,
-        held: contextlib.ExitStack,
+        resources: contextlib.ExitStack,
         *,
         max_results: int = 100_000,
         max_tokens: int = 50_000_000,
@@ -116,39 +124,41 @@ class SqlStore:
         self._name = name
         self._db = db
         self._view = view
-        self._held = held
+        self._resources = resources
         self._max_results = max_results
         self._max_tokens = max_tokens
         self._ttl_s = ttl_s
         self._now = now or steady_time()
-        #: Newest result: its cursor, and the tokens of all up to it. Oldest result that was read: its cursor,
-        #: the tokens before it, and when it was recorded. None if it must be read from the database.
+        #: Cursor of the newest result, and number of tokens of all results up to it. None if unknown: then it
+        #: is read from the database.
         self._last: tuple[int, int] | None = None
+        #: Oldest result that may be dropped: its cursor, the number of tokens before it, and the time of its
+        #: record. None if unknown.
         self._oldest: tuple[float, float, float] | None = None
-        #: Of the current transaction: recorded results, change of the unread results, whether more are to be
-        #: dropped.
+        #: State of the current transaction: recorded results, change of `unread`, and whether further results
+        #: must be dropped.
         self._recorded: list[Result] = []
-        self._more_unread = UnreadResults()
-        self._drops_more = False
-        #: Newest dropped cursor, and number of drops.
-        self._dropped, self._drops = 0, 0
+        self._unread_change = UnreadResults()
+        self._more_to_drop = False
+        self._dropped = 0  # greatest cursor of a dropped result
+        self._drops = 0  # number of dropped results
         self._recent = Recent()
         self._waiting: list[_Write] = []
-        self._left = False  # the last transaction left other writes waiting
+        self._deferred = False  # the last transaction deferred writes in favour of separate ones
         self._committing: asyncio.Future[None] | None = None  # done when no caller waits for a write
-        self._company: asyncio.TimerHandle | None = None  # deadline of writes without a waiting caller
+        self._timer: asyncio.TimerHandle | None = None  # start of a transaction that no caller waits for
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
         self._reader = self._writer if view is db else ThreadPoolExecutor(1, "store-read")
         try:
             self._unread = self._count_unread()
         except self.errors as error:
-            held.close()
+            resources.close()
             raise InputError(f"the store {name} cannot be read: {str(error).strip()}") from error
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         weight = len(groups) * _GROUP_WEIGHT
-        return await self._write(partial(self._submit, groups), weight=weight, alone=True)
+        return await self._write(partial(self._submit, groups), weight=weight, separate=True)
 
     async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
         work = partial(self._started, job_id, failures)
@@ -202,7 +212,7 @@ class SqlStore:
         return await self._read(self._unfinished)
 
     async def open_batch(self, batch: StoredBatch) -> None:
-        await self._write(partial(sqlite_batches.keep, self._db, batch))
+        await self._write(partial(sqlite_batches.insert, self._db, batch))
 
     async def extend_batch(
         self, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
@@ -219,80 +229,83 @@ class SqlStore:
         return await self._read(self._batches)
 
     async def put_value(self, name: str, value: str) -> None:
-        await self._write(partial(self._keep, name, value))
+        await self._write(partial(self._put_value, name, value))
 
     async def get_value(self, name: str) -> str | None:
-        return await self._read(partial(self._kept, name))
+        return await self._read(partial(self._get_value, name))
 
     async def aclose(self) -> None:
         """Finish pending writes and release the file. Idempotent."""
         self._closed = True
         if self._waiting:
-            self._hurry()
+            self._commit_soon()
         if self._committing is not None:
             await asyncio.wait([self._committing])
         for executor in (self._writer, self._reader):
             await asyncio.to_thread(executor.shutdown)
-        await asyncio.to_thread(self._held.close)
+        await asyncio.to_thread(self._resources.close)
 
     # Between the event loop and the threads.
 
-    async def _write[T](self, work: Callable[[], T], *, weight: float = math.inf, alone: bool = False) -> T:
-        """Run `work` in the next transaction; return once it is on the disk. If the caller is cancelled while
-        waiting, the write may or may not happen.
+    async def _write[T](
+        self, work: Callable[[], T], *, weight: float = math.inf, separate: bool = False
+    ) -> T:
+        """Run `work` in the next transaction. Returns once the transaction is on the disk. If the caller is
+        cancelled while it waits, the write may or may not happen.
 
         Args:
-            weight: see `_LIGHT`.
-            alone: the caller waits for this write, but not for results in the same transaction; those wait
-                for the next transaction, and never longer.
+            work: executes the statements, and returns the return value.
+            weight: estimated cost, see `_MAX_LOOP_WEIGHT`.
+            separate: do not share the transaction with other writes that callers wait for, so that this write
+                is fast. The others are deferred to the next transaction, but not again.
         """
         self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Write(work, future, weight, alone))
-        self._hurry()
+        self._waiting.append(_Write(work, future, weight, separate))
+        self._commit_soon()
         return await future
 
     def _write_with_others(self, work: Callable[[], Any], *, weight: float = 0.0) -> None:
-        """Run `work` in a transaction that follows soon, and again if the database fails."""
+        """Run `work` in a transaction that starts soon. Run it again later if the database fails."""
         self._check_open()
-        self._waiting.append(_Write(work, None, weight, alone=False))
-        self._await_company()
+        self._waiting.append(_Write(work, None, weight, separate=False))
+        self._commit_later()
 
-    def _hurry(self) -> None:
-        """Write the waiting work now, or directly after the current transaction."""
-        if self._company is not None:
-            self._company.cancel()
-            self._company = None
+    def _commit_soon(self) -> None:
+        """Start a transaction in the next iteration of the event loop, or after the current transaction."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._committing is None:
             self._committing = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_soon(self._commit)  # together with writes that arrive until then
+            asyncio.get_running_loop().call_soon(self._commit)  # with all writes that arrive until then
 
-    def _await_company(self, delay_s: float = _COMPANY_S) -> None:
-        if self._committing is None and self._company is None:
-            self._company = asyncio.get_running_loop().call_later(delay_s, self._hurry)
+    def _commit_later(self, delay_s: float = _JOIN_S) -> None:
+        if self._committing is None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit_soon)
 
-    # Callbacks instead of a task: a task would need further iterations of a busy loop.
+    # These are callbacks instead of a task, which would need more iterations of a busy event loop.
 
     def _commit(self) -> None:
         """Start a transaction with the waiting writes."""
         loop = asyncio.get_running_loop()
         batch, self._waiting = self._waiting, []
-        if not self._left and any(write.alone for write in batch):
-            self._waiting = [write for write in batch if write.future is not None and not write.alone]
-            batch = [write for write in batch if write.future is None or write.alone]
-        self._left = bool(self._waiting)
+        if not self._deferred and any(write.separate for write in batch):
+            self._waiting = [write for write in batch if write.future is not None and not write.separate]
+            batch = [write for write in batch if write.future is None or write.separate]
+        self._deferred = bool(self._waiting)
 
-        def tell(done: Future[list[Any]]) -> None:
+        def notify_loop(done: Future[list[Any]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(self._committed, batch, done)
 
         works = [write.work for write in batch]
         run = partial(self._transaction, works)
-        # Beside a busy loop, a thread waits for the interpreter at the end of each statement, and delays the
-        # loop as often: light work runs here, and the thread only commits.
-        if self._near and sum(write.weight for write in batch) <= _LIGHT:
-            run = partial(self._end, self._begin(works))
-        self._writer.submit(run).add_done_callback(tell)
+        # After each statement a thread waits for the interpreter lock, and taking the lock delays the event
+        # loop. So light statements run here, and the thread only commits.
+        if self._fast_statements and sum(write.weight for write in batch) <= _MAX_LOOP_WEIGHT:
+            run = partial(self._finish, self._begin(works))
+        self._writer.submit(run).add_done_callback(notify_loop)
 
     def _committed(self, batch: Sequence[_Write], done: Future[list[Any]]) -> None:
         """Resolve the futures of a finished transaction, and start the next one if writes are waiting."""
@@ -306,7 +319,7 @@ class SqlStore:
             batch, done.result() if error is None else [error] * len(batch), strict=True
         ):
             future = write.future
-            if future is None or future.done():  # no caller waits, or it was cancelled
+            if future is None or future.done():  # no caller waits, or the caller was cancelled
                 continue
             if isinstance(outcome, self.errors):
                 outcome = self._unavailable("written", outcome)
@@ -320,7 +333,7 @@ class SqlStore:
             self._committing.set_result(None)
             self._committing = None
             if self._waiting:
-                self._await_company(_COMPANY_S if error is None else _AGAIN_S)
+                self._commit_later(_JOIN_S if error is None else _RETRY_S)
 
     async def _read[T](self, work: Callable[[], T]) -> T:
         self._check_open()
@@ -333,40 +346,42 @@ class SqlStore:
         if self._closed:
             raise Unavailable("the store is closed")
 
-    def _unavailable(self, what: str, error: BaseException) -> Unavailable:
-        hint = "accepted work is safe; is the disk full, or the database in use or down?"
-        return Unavailable(f"{self._name} cannot be {what}: {str(error).strip()}", hint=hint)
+    def _unavailable(self, action: str, error: BaseException) -> Unavailable:
+        hint = "accepted jobs are not lost; is the disk full, or the database locked or down?"
+        return Unavailable(f"{self._name} cannot be {action}: {str(error).strip()}", hint=hint)
 
-    # In the writing thread, or while it is idle. Refusals are raised before anything is written, so the
-    # other writes of the transaction remain valid.
+    # The following methods run in the writing thread, or on the event loop while that thread is idle. They
+    # refuse a request before they write anything, so the other writes of the transaction remain valid.
 
     def _transaction(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        return self._end(self._begin(works))
+        return self._finish(self._begin(works))
 
     def _begin(self, works: Sequence[Callable[[], Any]]) -> list[Any] | BaseException:
-        """Return the outcome of each, or the reason why the transaction must be rolled back."""
+        """Begin a transaction and run `works`. Return their outcomes, or the error for which the transaction
+        must be rolled back."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             return [_value_or_refusal(work) for work in works]
-        except BaseException as error:  # noqa: BLE001 - raised by `_end`
+        except BaseException as error:  # noqa: BLE001 - `_finish` raises it
             return error
 
-    def _end(self, outcomes: list[Any] | BaseException) -> list[Any]:
+    def _finish(self, outcomes: list[Any] | BaseException) -> list[Any]:
+        """Commit or roll back the transaction. Return the outcomes, or raise the error."""
         try:
-            with self._db:  # commits, or rolls all of it back
+            with self._db:  # commits, or rolls back if an error is raised
                 if isinstance(outcomes, BaseException):
                     raise outcomes
-                for _ in range(_MOST_TRIMS):  # the next transactions drop the rest
-                    if not self._drops_more:
+                for _ in range(_MAX_TRIMS):  # later transactions drop the remaining results
+                    if not self._more_to_drop:
                         break
                     self._trim()
         except BaseException:
             self._last = self._oldest = None
-            self._drops_more = False
-            self._more_unread = UnreadResults()
+            self._more_to_drop = False
+            self._unread_change = UnreadResults()
             raise
-        self._unread += self._more_unread
-        self._more_unread = UnreadResults()
+        self._unread += self._unread_change
+        self._unread_change = UnreadResults()
         return outcomes
 
     def _submit(self, groups: Sequence[NewGroup]) -> list[bool]:
@@ -397,7 +412,7 @@ class SqlStore:
                     group.weight_version,
                 ),
             ).fetchone()
-            # One statement: beside a busy event loop, each statement waits for the interpreter again.
+            # One statement for all jobs, since a thread waits for the interpreter lock after each statement.
             self._db.execute(
                 f"INSERT INTO jobs (number, sample) VALUES {', '.join(['(?, ?)'] * samples)}",
                 [value for sample in range(samples) for value in (number, sample)],
@@ -418,11 +433,8 @@ class SqlStore:
         if changed.rowcount == 0:
             raise NotFound(f"no job {job_id!r}")
 
-    # Beside a busy event loop, a statement waits for the interpreter at its end, and delays the loop:
-    # known values are not queried.
-
     def _record(self, result: Result) -> Result:
-        last, total = self._newest_known()
+        last, total = self._last_result()
         written = result.model_copy(update={"cursor": last + 1})
         kind = result.failure.kind.value if result.failure else None
         row = self._db.execute(
@@ -440,7 +452,7 @@ class SqlStore:
             ),
         ).fetchone()
         if row is None:
-            return self._recorded_before(result)
+            return self._earlier_record(result)
         self._db.execute("UPDATE groups SET missing = missing - 1 WHERE number = ?", row)
         tokens = token_count(result)
         total += tokens
@@ -448,45 +460,46 @@ class SqlStore:
         self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         self._last = written.cursor, total
         self._recorded.append(written)
-        self._more_unread += UnreadResults(1, tokens)
+        self._unread_change += UnreadResults(1, tokens)
         self._trim()
         return written
 
-    def _recorded_before(self, result: Result) -> Result:
+    def _earlier_record(self, result: Result) -> Result:
         row = self._db.execute(
             "SELECT cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
             (result.group_id, result.sample),
         ).fetchone()
         if row is None:
             raise NotFound(f"no group {result.group_id!r}")
-        kept = self._db.execute("SELECT * FROM results WHERE cursor = ?", row).fetchone()
-        return unpack(kept) if kept else result.model_copy(update={"cursor": row[0]})
+        stored = self._db.execute("SELECT * FROM results WHERE cursor = ?", row).fetchone()
+        return unpack(stored) if stored else result.model_copy(update={"cursor": row[0]})
 
-    def _newest_known(self) -> tuple[int, int]:
-        """Return the cursor of the newest result, and the tokens of all results up to it."""
+    def _last_result(self) -> tuple[int, int]:
+        """Return the cursor of the newest result, and the number of tokens of all results up to it. The value
+        is cached, since each statement waits for the interpreter lock."""
         if self._last is None:
             newest = self._db.execute("SELECT cursor, total FROM results ORDER BY cursor DESC LIMIT 1")
             self._last = newest.fetchone() or (0, 0)
         return self._last
 
     def _acknowledge(self, cursors: Sequence[int]) -> None:
-        for some in itertools.batched(cursors, _ACKNOWLEDGED_AT_ONCE):
+        for chunk in itertools.batched(cursors, _ACKNOWLEDGED_AT_ONCE):
             rows = self._db.execute(
                 "INSERT INTO read_results SELECT cursor, tokens FROM results"
-                f" WHERE cursor IN ({', '.join('?' * len(some))}) ON CONFLICT DO NOTHING RETURNING tokens",
-                some,
+                f" WHERE cursor IN ({', '.join('?' * len(chunk))}) ON CONFLICT DO NOTHING RETURNING tokens",
+                chunk,
             ).fetchall()
-            self._more_unread += UnreadResults(-len(rows), -sum(tokens for [tokens] in rows))
+            self._unread_change += UnreadResults(-len(rows), -sum(tokens for [tokens] in rows))
         if self._oldest is not None and min(cursors) < self._oldest[0]:
             self._oldest = None
         self._trim()
 
     def _trim(self) -> None:
-        """Drop some of the oldest results over the bounds; the newest always stays. A durable store drops
-        only read ones."""
-        newest, total = self._newest_known()
-        self._drops_more = False
-        if self._oldest is not None and not self._is_over(*self._oldest, newest, total):
+        """Drop some of the oldest results that exceed the limits, but never the newest result. A durable
+        store drops only read results. Sets `_more_to_drop` if there may be more of them."""
+        newest, total = self._last_result()
+        self._more_to_drop = False
+        if self._oldest is not None and not self._exceeds(*self._oldest, newest, total):
             return
         self._oldest = None
         droppable = "read_results JOIN results USING (cursor)" if self.durable else "results"
@@ -495,16 +508,24 @@ class SqlStore:
             f" ORDER BY cursor LIMIT {_TRIM_ROWS}"
         ).fetchall()
         for cursor, before, at, number in oldest:
-            if not self._is_over(cursor, before, at, newest, total):
+            if not self._exceeds(cursor, before, at, newest, total):
                 self._oldest = cursor, before, at
                 return
             self._drop(cursor, number)
-        self._drops_more = len(oldest) == _TRIM_ROWS
-        if self.durable and not self._drops_more:
+        self._more_to_drop = len(oldest) == _TRIM_ROWS
+        if self.durable and not self._more_to_drop:
             self._oldest = _NOTHING_READ
 
-    def _is_over(self, cursor: float, before: float, at: float, newest: int, total: int) -> bool:
-        """Return True if a result is over the bounds, from its cursor, the tokens before it and its time."""
+    def _exceeds(self, cursor: float, before: float, at: float, newest: int, total: int) -> bool:
+        """Return True if a result exceeds the limits.
+
+        Args:
+            cursor: cursor of the result.
+            before: number of tokens of all results before it.
+            at: time of its record, in seconds since 1970.
+            newest: cursor of the newest result.
+            total: number of tokens of all results.
+        """
         return cursor < newest and (
             newest - cursor >= self._max_results
             or total - before > self._max_tokens
@@ -521,20 +542,20 @@ class SqlStore:
             "DELETE FROM results WHERE cursor = ? RETURNING tokens", (cursor,)
         ).fetchone()
         if self._db.execute("DELETE FROM read_results WHERE cursor = ?", (cursor,)).rowcount == 0:
-            self._more_unread += UnreadResults(-1, -tokens, dropped=1)
+            self._unread_change += UnreadResults(-1, -tokens, dropped=1)
         self._dropped = max(self._dropped, cursor)
-        gone = self._db.execute(
+        deleted = self._db.execute(
             f"DELETE FROM groups WHERE number = ? AND missing = 0 AND batch_id IS NULL AND {WITHOUT_RESULTS}",
             (number,),
         )
-        if gone.rowcount:
+        if deleted.rowcount:
             self._db.execute("DELETE FROM jobs WHERE number = ?", (number,))
         self._drops += 1
         if self._drops % _FORGET_EVERY == 0:
             self._forget_dropped()
 
     def _forget_dropped(self) -> None:
-        """Replace the oldest dropped results by one row without a group."""
+        """Replace the oldest rows of `dropped_results` by one row without a group."""
         oldest = self._db.execute(
             f"SELECT cursor FROM dropped_results ORDER BY cursor DESC LIMIT 1 OFFSET {KNOWN_DROPPED}"
         ).fetchone()
@@ -542,13 +563,13 @@ class SqlStore:
             self._db.execute("DELETE FROM dropped_results WHERE cursor <= ?", oldest)
             self._db.execute("INSERT INTO dropped_results (cursor) VALUES (?)", oldest)
 
-    def _keep(self, name: str, value: str) -> None:
+    def _put_value(self, name: str, value: str) -> None:
         self._db.execute(
             "INSERT INTO kept VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
             (name, value),
         )
 
-    # In the reading thread.
+    # The following methods run in the reading thread.
 
     def _count_unread(self) -> UnreadResults:
         results, tokens = self._view.execute(
@@ -557,7 +578,7 @@ class SqlStore:
         ).fetchone()
         return UnreadResults(results, int(tokens))
 
-    def _kept(self, name: str) -> str | None:
+    def _get_value(self, name: str) -> str | None:
         row = self._view.execute("SELECT value FROM kept WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else None
 
@@ -570,7 +591,7 @@ class SqlStore:
         return list(self._groups("missing > 0"))
 
     def _groups(self, condition: str, *values: object) -> Iterator[StoredGroup]:
-        """Yield groups in the order of their submission. One query, so that they are one snapshot."""
+        """Yield groups in the order of their submission. A single query reads them from one snapshot."""
         rows = self._view.execute(
             "SELECT number, task_id, request, batch_id, weight_version,"
             " state, reward, failure, attempts, cursor, failures"
@@ -593,11 +614,11 @@ class SqlStore:
     def _batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
         with self._view:  # all queries see the same snapshot
             self._view.execute("BEGIN")
-            kept = sqlite_batches.read(self._view)
+            batches = sqlite_batches.read(self._view)
             groups: dict[str | None, list[StoredGroup]] = {}
             for group in self._groups("batch_id IS NOT NULL"):
                 groups.setdefault(group.batch_id, []).append(group)
-        return [(batch, groups.get(batch.request.id, [])) for batch in kept]
+        return [(batch, groups.get(batch.request.id, [])) for batch in batches]
 
     def _newest(self) -> int:
         newest: int | None = self._view.execute("SELECT max(cursor) FROM results").fetchone()[0]
@@ -607,9 +628,9 @@ class SqlStore:
         where, values = condition(only)
         with self._view:  # both queries see the same snapshot
             self._view.execute("BEGIN")
-            if after > 0 and (dropped := lost(self._view, after, only)):
+            if after > 0 and (dropped := newest_dropped(self._view, after, only)):
                 raise expired(dropped, after)
-            # Sizes first: rows that do not fit into the page are not read.
+            # The sizes are read first, so that rows that do not fit into the page are not read.
             sizes = self._view.execute(
                 f"SELECT cursor, tokens FROM results WHERE cursor > ?{where} ORDER BY cursor LIMIT ?",
                 (after, *values, limit),
@@ -637,7 +658,7 @@ class SqlStore:
         if job is None:
             raise NotFound(f"no job {job_id!r}")
         if job[0] is None:
-            raise NotFound(f"job {job_id!r} is not finished", hint="ask again when it is")
+            raise NotFound(f"job {job_id!r} is not finished", hint="repeat the request when it is finished")
         row = self._view.execute("SELECT * FROM results WHERE cursor = ?", job).fetchone()
         if row is None:
             raise NotFound(f"the result of job {job_id!r} is no longer kept")
@@ -645,18 +666,19 @@ class SqlStore:
 
 
 class SqliteStore(SqlStore):
-    """Groups and results in a SQLite file.
+    """Store of groups and results in an SQLite file.
 
     Args:
-        path: the file; created, readable by its owner only, if missing. Its folder must exist.
-        bounds: as of `SqlStore`.
+        path: the file. A missing file is created, readable by its owner only. Its folder must exist.
+        bounds: see `SqlStore`.
 
     Raises:
-        InputError: it cannot be opened, is no store, has a newer format, or another service has it open.
+        InputError: the file cannot be opened, is not a store, has a newer format, or another service has it
+            open.
     """
 
     errors = (sqlite3.Error,)
-    _near = True
+    _fast_statements = True
 
     def __init__(self, path: Path, **bounds: Any) -> None:
         self.path = path.resolve()
@@ -668,15 +690,15 @@ class SqliteStore(SqlStore):
 
 
 class MemoryStore(SqlStore):
-    """Groups and results in memory, which last as long as the process.
+    """Store of groups and results in memory, which are lost when the process exits.
 
     Args:
-        bounds: as of `SqlStore`.
+        bounds: see `SqlStore`.
     """
 
     durable = False
     errors = (sqlite3.Error,)
-    _near = False  # reads are in the thread too
+    _fast_statements = False  # all statements run in one thread, since reads use the same connection
 
     def __init__(self, **bounds: Any) -> None:
         db = open_in_memory()
@@ -685,10 +707,10 @@ class MemoryStore(SqlStore):
 
 
 def steady_time() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that only reads the wall clock now: later changes of the wall
-    clock do not age results."""
-    begin = time.time() - time.monotonic()
-    return lambda: begin + time.monotonic()
+    """Return a clock of seconds since 1970 that reads the wall clock only once, now. So later changes of the
+    wall clock do not change the age of results."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
 
 
 def _value_or_refusal(work: Callable[[], Any]) -> Any:
@@ -699,7 +721,7 @@ def _value_or_refusal(work: Callable[[], Any]) -> Any:
 
 
 def _same(known: bytes, text: bytes) -> bool:
-    """Return True if two requests are equal, in any order of their keys."""
+    """Return True if two requests in JSON are equal. The order of keys does not matter."""
     return known == text or json.loads(known) == json.loads(text)
 
 

@@ -1,4 +1,5 @@
-"""Batches in the database of a durable store. Runs in the store's threads; refusals precede all writes."""
+"""Batches in the database of a store. These functions run in the store's threads, within a transaction. An
+error that refuses a request is raised before anything is written."""
 
 import json
 import zlib
@@ -15,17 +16,19 @@ if TYPE_CHECKING:
     from prorl_envs.rollout.store.sql_queries import DbConnection
 
 
-def keep(db: "DbConnection", batch: StoredBatch) -> None:
+def insert(db: "DbConnection", batch: StoredBatch) -> None:
     """Insert a new batch."""
     request = batch.request
-    # ":" follows the digits, so the index of ids finds the candidates for `<id>/<index>`.
-    alike = db.execute(
+    # ":" follows "9" in ASCII, so this range of the index has all ids of the form `<id>/<index>`.
+    candidates = db.execute(
         "SELECT id FROM groups WHERE id >= ? AND id < ?", (f"{request.id}/0", f"{request.id}/:")
     )
-    if any(split_job_id(row[0])[0] == request.id for row in alike.fetchall()):
+    if any(split_job_id(row[0])[0] == request.id for row in candidates.fetchall()):
         raise batch_conflict(request.id)
-    unsaid = _unsaid(request) | {"tasks": {i: _unsaid(task) for i, task in enumerate(request.tasks)}}
-    body = deflate(request.model_dump_json(exclude=unsaid).encode())
+    unset = _unset_fields(request) | {
+        "tasks": {i: _unset_fields(task) for i, task in enumerate(request.tasks)}
+    }
+    body = deflate(request.model_dump_json(exclude=unset).encode())
     db.execute(
         "INSERT INTO batches (id, request, tenant, carried, dropped, closed) VALUES (?, ?, ?, ?, ?, ?)",
         (request.id, body, batch.tenant, json.dumps(batch.carried), batch.dropped, batch.closed),
@@ -38,10 +41,10 @@ def keep(db: "DbConnection", batch: StoredBatch) -> None:
 def extend(
     db: "DbConnection", batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
 ) -> None:
-    """Append tasks."""
+    """Append tasks to a batch, the first of them at the index `first`."""
     [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
     rows = [
-        (number, position, deflate(task.model_dump_json(exclude=_unsaid(task)).encode()))
+        (number, position, deflate(task.model_dump_json(exclude=_unset_fields(task)).encode()))
         for position, task in enumerate(tasks, first)
     ]
     db.executemany("INSERT INTO batch_tasks (number, position, body) VALUES (?, ?, ?)", rows)
@@ -49,22 +52,22 @@ def extend(
 
 
 def cancel(db: "DbConnection", batch_id: str) -> int:
-    """Store the cancellation; return the cursor of the newest result."""
+    """Store the cancellation of a batch. Return the cursor of the newest result."""
     newest: int = db.execute("SELECT coalesce(max(cursor), 0) FROM results").fetchone()[0]
     db.execute("UPDATE batches SET cancelled_at = ? WHERE id = ?", (newest, batch_id))
     return newest
 
 
 def drop(db: "DbConnection", batch_id: str) -> None:
-    """Delete a batch, and those of its groups whose results are no longer kept."""
+    """Delete a batch, and those of its groups that have no stored results any more."""
     [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
     db.execute("DELETE FROM batch_tasks WHERE number = ?", (number,))
     db.execute("DELETE FROM batches WHERE number = ?", (number,))
-    gone = db.execute(
+    dropped_groups = db.execute(
         f"SELECT number FROM groups WHERE batch_id = ? AND missing = 0 AND {WITHOUT_RESULTS}", (batch_id,)
     ).fetchall()
-    db.executemany("DELETE FROM jobs WHERE number = ?", gone)
-    db.executemany("DELETE FROM groups WHERE number = ?", gone)
+    db.executemany("DELETE FROM jobs WHERE number = ?", dropped_groups)
+    db.executemany("DELETE FROM groups WHERE number = ?", dropped_groups)
     db.execute("UPDATE groups SET batch_id = NULL WHERE batch_id = ?", (batch_id,))
 
 
@@ -90,8 +93,9 @@ def read(db: "DbConnection") -> list[StoredBatch]:
     return batches
 
 
-def _unsaid(row: BatchRequest | BatchTask) -> dict[str, Any]:
-    """Return the fields that were not set; they must stay unset, for the environment's defaults to apply."""
+def _unset_fields(row: BatchRequest | BatchTask) -> dict[str, Any]:
+    """Return the fields of `sampling` and `limits` that the request did not set. They are not stored, so that
+    the environment's defaults still apply to them."""
     parts = {"sampling": row.sampling, "limits": row.limits}
     return {
         name: set(type(part).model_fields) - part.model_fields_set

@@ -1,4 +1,4 @@
-"""File of a durable store: how to open it, its tables, and the conversion of results to rows."""
+"""SQLite file of a durable store: opening, tables, and conversion of results to rows."""
 
 import contextlib
 import fcntl
@@ -15,17 +15,17 @@ from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.types import Result, upgrade_result
 from prorl_envs.rollout.store.summaries import ARRAYS, body_of
 
-#: Stored in the file's header, to recognise databases of other programs.
+#: Number in the file's header that distinguishes stores from databases of other programs.
 _APPLICATION_ID = 0x50524F4C
-#: Seconds that a statement waits for another program that writes to the file, although none should. The
-#: event loop may wait as long.
+#: Seconds that a statement waits if another program writes to the file, which no program should do. The event
+#: loop may be blocked for this time.
 _BUSY_S = 0.25
 
-# Each step upgrades a file from the format before; an empty file takes all steps. Released steps are never
-# changed, only extended by further steps.
+# Each step upgrades a file from the previous format; a new file takes all steps. Released steps are never
+# changed; changes are further steps.
 #
-# `results.total` is the sum of tokens up to and including the row, of all results ever recorded: the tokens
-# of any range are the difference of two rows.
+# `results.total` is the number of tokens of all results ever recorded, up to and including this row. So the
+# number of tokens in a range of rows is a difference of two totals.
 _FORMAT_1 = f"""
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, request BLOB NOT NULL,
@@ -71,12 +71,13 @@ CREATE TABLE batch_tasks (
 _FORMAT_5 = """
 CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-#: Fields of batch requests got other names.
+#: New names of fields in batch requests.
 _FORMAT_6 = """
 UPDATE batches SET request = rename_batch_fields(request);
 """
-#: Results that a reader has acknowledged; all others are unread, also those of earlier formats. Dropped
-#: results, for readers that ask for them; a row without a group stands for all results up to its cursor.
+#: `read_results`: results that a reader has acknowledged; all others are unread, also those of earlier
+#: formats. `dropped_results`: dropped results, so that readers get an error instead of a gap. A row without a
+#: group stands for all results up to its cursor.
 _FORMAT_7 = """
 CREATE TABLE read_results (cursor INTEGER PRIMARY KEY, tokens INTEGER NOT NULL);
 CREATE TABLE dropped_results (cursor INTEGER PRIMARY KEY, group_id TEXT, environment TEXT, state TEXT);
@@ -85,39 +86,44 @@ INSERT INTO dropped_results (cursor) SELECT min(cursor) - 1 FROM results HAVING 
 FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4, _FORMAT_5, _FORMAT_6, _FORMAT_7)
 SCHEMA_VERSION = len(FORMATS)
 
-#: File systems that several machines may mount, but without the shared memory that SQLite readers need.
+#: File systems that several machines may mount, without the shared memory that SQLite needs between readers.
 _OF_SEVERAL_MACHINES = frozenset(
     {"nfs", "nfs4", "lustre", "cifs", "smb3", "beegfs", "gpfs", "ceph", "glusterfs", "juicefs", "sshfs"}
 )
 
-_ELSEWHERE = "--store, or service.store: a file on a local disk, a PostgreSQL database, or memory"
+_STORE_HINT = "--store, or service.store: a file on a local disk, a PostgreSQL database, or memory"
 
-#: Window of a small compressor in bytes: content up to this size is compressed as well as with a larger one.
-_SMALL = 8192
+#: Window in bytes of the small compressor. A larger window does not improve the compression of content up to
+#: this size.
+_SMALL_WINDOW = 8192
 
 
 def lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of a store; the kernel releases it however the process exits.
+    """Lock a store, and return the descriptor that holds the lock. The kernel releases the lock when the
+    process exits, for whatever reason.
 
-    The lock is on a file beside the store: closing a further descriptor of the store itself would release
-    SQLite's own locks.
+    The lock is on a file beside the store, because closing another descriptor of the store itself would
+    release SQLite's own locks.
+
+    Raises:
+        InputError: the store is locked by another service, or cannot be locked.
     """
     beside = path.with_name(path.name + "-lock")
     if kind := _shared_by_machines(path.parent):
-        raise InputError(f"the store {path} would lie on {kind}, where SQLite is not safe", hint=_ELSEWHERE)
+        raise InputError(f"the store {path} is on {kind}, where SQLite is not safe", hint=_STORE_HINT)
     try:
         descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise InputError(f"the store {path} cannot be opened: {error.strerror}", hint=_ELSEWHERE) from error
+        raise InputError(f"the store {path} cannot be opened: {error.strerror}", hint=_STORE_HINT) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        hint = "each service needs a file of its own"
+        hint = "each service needs its own file"
         raise InputError(f"the store {path} is open in another service", hint=hint) from error
     except OSError as error:
         os.close(descriptor)
-        raise InputError(f"the store {path} cannot be locked: {error.strerror}", hint=_ELSEWHERE) from error
+        raise InputError(f"the store {path} cannot be locked: {error.strerror}", hint=_STORE_HINT) from error
     return descriptor
 
 
@@ -128,7 +134,7 @@ def _shared_by_machines(folder: Path) -> str:
             folder.stat().st_dev,
             Path("/proc/self/mountinfo").read_bytes().decode(errors="replace"),
         )
-    except OSError:  # the folder is missing; opening the store reports it
+    except OSError:  # the folder is missing; opening the store will report this
         return ""
     kind = type_of(device, mounts)
     return kind if kind.removeprefix("fuse.") in _OF_SEVERAL_MACHINES else ""
@@ -138,8 +144,8 @@ def type_of(device: int, mounts: str) -> str:
     """Return the type of the file system on a device; "" if unknown.
 
     Args:
-        device: as returned by `os.stat`.
-        mounts: content of proc_pid_mountinfo(5).
+        device: device number, as in `os.stat_result.st_dev`.
+        mounts: content of `/proc/self/mountinfo`, see proc_pid_mountinfo(5).
     """
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.split("\n"):
@@ -150,7 +156,11 @@ def type_of(device: int, mounts: str) -> str:
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """Open the store at `path`; the caller must hold its lock. An empty file becomes a store."""
+    """Open the store at `path`. The caller must hold its lock. A missing or empty file becomes a store.
+
+    Raises:
+        InputError: the file cannot be opened, is not a store, or has a newer format.
+    """
     try:
         path.touch(mode=0o600)
         with contextlib.ExitStack() as stack:
@@ -174,7 +184,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     """Open a store that a service may have open. Writes nothing and does not take the store's lock.
 
     Raises:
-        InputError: it cannot be read, or is no store.
+        InputError: the file cannot be read, or is not a store.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -187,16 +197,16 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         raise InputError(f"the store {path} cannot be read: {error}") from error
 
 
-def _connect_to_read(path: Path, how: str) -> sqlite3.Connection:
-    db = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
+def _connect_to_read(path: Path, mode: str) -> sqlite3.Connection:
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, check_same_thread=False)
     try:
         db.execute("SELECT count(*) FROM sqlite_schema")
     except sqlite3.OperationalError:
         db.close()
-        # In a read-only folder, the shared memory of SQLite readers cannot be created. If no write-ahead log
-        # is pending, no service is writing, and the file can be read without it.
-        beside = path.with_name(path.name + "-wal")
-        if how == "mode=ro" and not (beside.exists() and beside.stat().st_size):
+        # In a read-only folder, SQLite cannot create the shared memory of its readers. If there is no pending
+        # write-ahead log, no service is writing, and the file can be read without shared memory.
+        write_ahead_log = path.with_name(path.name + "-wal")
+        if mode == "mode=ro" and not (write_ahead_log.exists() and write_ahead_log.stat().st_size):
             return _connect_to_read(path, "immutable=1")
         raise
     return db
@@ -206,7 +216,7 @@ def _version(db: sqlite3.Connection) -> int:
     """Return the format of a store; 0 if the file is empty.
 
     Raises:
-        InputError: it belongs to another program, or is newer.
+        InputError: the file belongs to another program, or has a newer format.
     """
 
     def pragma(name: str) -> int:
@@ -215,24 +225,26 @@ def _version(db: sqlite3.Connection) -> int:
     if db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
         return 0
     if pragma("application_id") != _APPLICATION_ID:
-        raise InputError("the file is a database of another program", hint="name another file")
+        raise InputError("the file is a database of another program", hint="use another file")
     version = pragma("user_version")
     if not 1 <= version <= SCHEMA_VERSION:
         hint = "open it with the version that wrote it, or use a new file"
-        raise InputError(f"the store has format {version}; this is {SCHEMA_VERSION}", hint=hint)
+        raise InputError(
+            f"the store has format {version}; this version reads 1 to {SCHEMA_VERSION}", hint=hint
+        )
     return version
 
 
 def _prepare(db: sqlite3.Connection) -> None:
     version = _version(db)
     if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
-        raise InputError("the file system of the store has no shared memory", hint="use a local disk")
+        raise InputError("the file system of the store supports no shared memory", hint="use a local disk")
     db.execute("PRAGMA synchronous = FULL")
     _upgrade(db, version)
 
 
 def _upgrade(db: sqlite3.Connection, version: int) -> None:
-    """Bring the tables from a format to the newest."""
+    """Upgrade the tables from a format to the newest format."""
     if version < SCHEMA_VERSION:
         db.create_function("environment_of", 1, _environment_of, deterministic=True)
         db.create_function("rename_batch_fields", 1, rename_batch_fields, deterministic=True)
@@ -245,7 +257,7 @@ def _environment_of(request: bytes) -> str:
 
 
 def rename_batch_fields(request: bytes) -> bytes:
-    """Convert a stored batch request that was written before some fields got other names."""
+    """Return a stored batch request of an earlier format with the current names of its fields."""
     names = {
         "usable": "min_rewards",
         "spare": "max_speculative_groups",
@@ -257,60 +269,62 @@ def rename_batch_fields(request: bytes) -> bytes:
 
 
 def pack(result: Result) -> tuple[bytes | None, ...]:
-    """Return the columns from `body` on. The body is JSON without the token arrays."""
+    """Return the columns `body`, `ids`, `loss_mask` and `logprobs` of a result. The body is JSON without the
+    arrays of the trajectory."""
     body = body_of(result)
     trajectory = result.trajectory
     if trajectory is None:
         return (deflate(body), None, None, None)
     return (
         deflate(body),
-        _whole(trajectory.ids),
-        _whole(trajectory.loss_mask),
-        _real(trajectory.logprobs),
+        _pack_integers(trajectory.ids),
+        _pack_integers(trajectory.loss_mask),
+        _pack_reals(trajectory.logprobs),
     )
 
 
 def deflate(data: bytes) -> bytes:
-    """Compress quickly, for `zlib.decompress`.
+    """Compress data quickly; `zlib.decompress` reads the result.
 
-    The default compressor first clears a quarter of a megabyte, which takes longer than compressing a few
-    kilobytes.
+    The default compressor first clears a quarter of a megabyte of memory, which takes longer than compressing
+    a few kilobytes. So small content uses a compressor with a small window.
     """
-    if len(data) > _SMALL:
+    if len(data) > _SMALL_WINDOW:
         return zlib.compress(data, 1)
-    small = zlib.compressobj(1, wbits=_SMALL.bit_length() - 1, memLevel=6)
+    small = zlib.compressobj(1, wbits=_SMALL_WINDOW.bit_length() - 1, memLevel=6)
     return small.compress(data) + small.flush()
 
 
 def unpack(row: Sequence[Any]) -> Result:
-    """Return the result of a whole row of the table."""
+    """Return the result in a row of the table `results`, with all columns."""
     cursor, _, _, _, body, *columns, _ = row
     fields = json.loads(zlib.decompress(body))
     if fields["trajectory"] is not None:
-        fields["trajectory"] |= dict(zip(ARRAYS, map(_list, columns), strict=True))
+        fields["trajectory"] |= dict(zip(ARRAYS, map(_unpack_numbers, columns), strict=True))
     if fields["version"] == 1:
         fields = upgrade_result(fields)
     return Result.model_validate({**fields, "cursor": cursor})
 
 
-def _whole(values: Sequence[int]) -> bytes:
-    """Pack integers in the smallest machine type that holds each of them, compressed."""
+def _pack_integers(values: Sequence[int]) -> bytes:
+    """Pack integers as the smallest machine type that fits all of them, compressed."""
     for code in "BHIq":
         with contextlib.suppress(OverflowError):  # the next type is wider
-            return _deflated(array(code, values))
+            return _deflate_array(array(code, values))
     raise OverflowError("a number of more than 64 bits")
 
 
-def _real(values: list[float]) -> bytes:
-    """Pack numbers in single precision if that is exact for all of them, else in double, compressed."""
+def _pack_reals(values: list[float]) -> bytes:
+    """Pack numbers in single precision if this is exact for all of them, otherwise in double precision,
+    compressed."""
     single = array("f", values)
-    return _deflated(single if single.tolist() == values else array("d", values))
+    return _deflate_array(single if single.tolist() == values else array("d", values))
 
 
-def _deflated(numbers: "array[Any]") -> bytes:
+def _deflate_array(numbers: "array[Any]") -> bytes:
     return deflate(numbers.typecode.encode() + numbers.tobytes())
 
 
-def _list(packed: bytes) -> list[Any]:
+def _unpack_numbers(packed: bytes) -> list[Any]:
     content = zlib.decompress(packed)
     return array(chr(content[0]), content[1:]).tolist()

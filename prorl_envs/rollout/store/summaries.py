@@ -1,4 +1,4 @@
-"""Summaries and text search of stored results, without the tokens."""
+"""Summaries and text search of stored results. Neither uses the tokens."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,18 +9,18 @@ from prorl_envs.rollout.api.types import Result
 from prorl_envs.viewer.episodes import holds, needles
 from prorl_envs.viewer.summary import Summary, summary_from
 
-#: Arrays per token, which are not searched.
+#: Arrays of a trajectory with one value per token. They are stored separately and not searched.
 ARRAYS = ("ids", "loss_mask", "logprobs")
-#: Bytes of text that one step of a search reads at most, roughly.
+#: Approximate maximum of bytes that one step of a search reads.
 STEP = 16 << 20
 
 
 class SearchHits(NamedTuple):
-    """Hits of one step of a search.
+    """Hits of one search step.
 
     Args:
         jobs: ids of the jobs whose result contains the text.
-        next: cursor for the next step; equal to the given cursor if the search is complete.
+        next: cursor for the next step; equal to the requested cursor if the search is complete.
     """
 
     jobs: list[str]
@@ -28,7 +28,7 @@ class SearchHits(NamedTuple):
 
 
 def summarise(result: Result) -> Summary:
-    """Return a summary of a result: the same as `summary_of` of its JSON."""
+    """Return the summary of a result. It is equal to `summary_of` of the result's JSON."""
     rows = result.rows
     return summary_from(result, rows, sum(len(row.ids) for row in rows))
 
@@ -38,26 +38,26 @@ def body_of(result: Result) -> bytes:
     return result.model_dump_json(exclude={"cursor": True, "trajectory": set(ARRAYS)}).encode()
 
 
-def look_through(bodies: Iterable[tuple[int, bytes]], text: str, after: int) -> SearchHits:
-    """Search as many results as one step may read.
+def search_bodies(bodies: Iterable[tuple[int, bytes]], text: str, after: int) -> SearchHits:
+    """Run one search step.
 
     Args:
-        bodies: cursor and JSON of each result, in order.
-        text: text to find, with the rules of `EpisodeSource.search`.
+        bodies: cursor and JSON of each result, in order of the cursors.
+        text: text to find, see `EpisodeSource.search`.
         after: the cursor before these results.
     """
-    wanted, jobs, looked_at = needles(text), [], 0
+    patterns, jobs, searched_bytes = needles(text), [], 0
     for cursor, body in bodies:
-        after, looked_at = cursor, looked_at + len(body)
-        if holds(body, wanted):
-            jobs.append(_JOB.decode(body).job_id)
-        if looked_at >= STEP:
+        after, searched_bytes = cursor, searched_bytes + len(body)
+        if holds(body, patterns):
+            jobs.append(_JOB_ID.decode(body).job_id)
+        if searched_bytes >= STEP:
             break
     return SearchHits(jobs, after)
 
 
-class _Named(msgspec.Struct):
+class _JobId(msgspec.Struct):
     job_id: str
 
 
-_JOB = msgspec.json.Decoder(_Named)
+_JOB_ID = msgspec.json.Decoder(_JobId)

@@ -66,8 +66,8 @@ class Photographed(SqliteStore):
         super()._commit()
         self._waiting += others
 
-    def _end(self, outcomes: list[Any] | BaseException) -> list[Any]:
-        done = super()._end(outcomes)
+    def _finish(self, outcomes: list[Any] | BaseException) -> list[Any]:
+        done = super()._finish(outcomes)
         self.pictures.append(self.path.with_name(f"picture{len(self.pictures)}.db"))
         self._photograph(self.pictures[-1])
         return done

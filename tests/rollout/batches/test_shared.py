@@ -86,7 +86,7 @@ async def test_a_tenant_has_batches_of_its_own(connect: Connect) -> None:
 async def test_a_tenant_takes_no_more_than_its_share_of_the_queue(connect: Connect) -> None:
     alice = connect(ALICE)
     for wish in ({"priority": 1}, {"weight": 2.0}, {"tenant": "bob"}, {"tenant": "alice/other"}):
-        with pytest.raises(Forbidden, match="operator's to give"):
+        with pytest.raises(Forbidden, match="only the operator may set"):
             await alice.submit_batch(batch("alice/a", **wish))
     assert (await alice.submit_batch(batch("alice/a", tenant="alice"))).id == "alice/a"
     assert (await alice.submit_batch(batch("alice/a"))).id == "alice/a", "the same, in other words"

@@ -193,7 +193,7 @@ async def test_the_operator_names_data_sources(make_bench: Any, pool: ModelPool)
             status, result = await client.process(source, data_source=source)
             assert (status, result["resolved"]) == (200, True)
         status, answer = await client.process(data_source="deepcoder/train")
-        assert (status, "'code', not on offer" in answer["detail"]) == (400, True)
+        assert (status, "'code', which is not available" in answer["detail"]) == (400, True)
     await pool.aclose()
     with pytest.raises(InputError, match=r"server\.paper_sources: 'go' stands for 'board'"):
         create_app(bench.service, ServerSettings(paper_sources={"go": "board"}))

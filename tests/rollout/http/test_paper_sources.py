@@ -91,5 +91,7 @@ def test_offered_names_take_precedence_over_the_operators() -> None:
 def test_an_unknown_name_maps_to_itself_if_it_is_offered() -> None:
     for name in ("browsergym", "tacos", "Deepscaler", "*"):
         assert environment_of(name, OFFERED, {}) == name
-    with pytest.raises(InputError, match="'deepscaler' stands for the environment 'math', not on offer"):
+    with pytest.raises(
+        InputError, match="'deepscaler' stands for environment 'math', which is not available"
+    ):
         environment_of("deepscaler", {"bash"}, {})

@@ -139,7 +139,7 @@ async def test_forks_are_counted(tmp_path: Path) -> None:
 async def test_a_database_is_read_while_its_service_writes(postgres_url: str) -> None:
     from prorl_envs.rollout.store.postgres import PostgresStore
 
-    with pytest.raises(InputError, match="holds no store"):
+    with pytest.raises(InputError, match="contains no store"):
         await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)
     store = await asyncio.to_thread(PostgresStore, postgres_url)
     kept = await keep(store, result("g/0"), said("g/1", "näher"))

@@ -1,4 +1,4 @@
-"""The routes of batches."""
+"""Routes of batches."""
 
 from typing import Annotated
 
@@ -35,19 +35,19 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
 
     @app.get("/v1/batches/{batch_id:path}/groups")
     async def get_batch_groups(batch_id: str) -> SelectedGroups:
-        """Return the informative groups with their statistics; final once the batch is finished."""
+        """Return the informative groups with their statistics. Complete once the batch is finished."""
         return batches.selected(batch_id)
 
     @app.get("/v1/batches/{batch_id:path}/results", response_model=ResultPage)
     async def get_batch_results(
         batch_id: str,
-        after: Annotated[int, Query(ge=0, le=2**31, description="Results to leave out.")] = 0,
+        after: Annotated[int, Query(ge=0, le=2**31, description="Number of results to skip.")] = 0,
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
         limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
     ) -> Response:
-        """Return results of the informative groups, group by group in the order of decision: exactly the
-        samples to train on. Waits up to `wait_s` seconds for the first. An empty page of a finished batch is
-        the last."""
+        """Return the results of the samples to train on: those of informative groups, in the order of the
+        groups' decisions. Waits up to `wait_s` seconds for the first result. The last page of a finished
+        batch is empty."""
         page = await batches.results(batch_id, after, limit=limit, wait_s=wait_s)
         return Response(page.model_dump_json(), media_type="application/json")
 
@@ -56,22 +56,23 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
         batch_id: str,
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
     ) -> BatchView:
-        """Return the progress of a batch. Waits up to `wait_s` seconds until it is finished, or waits for
+        """Return the progress of a batch. Waits up to `wait_s` seconds until the batch is finished or needs
         tasks."""
         return await batches.view(batch_id, wait_s=wait_s)
 
     @app.delete("/v1/batches/{batch_id:path}")
     async def cancel_batch(batch_id: str) -> BatchView:
-        """Cancel the groups in flight of a batch; for a finished batch these are its leftover groups."""
+        """Cancel the groups in flight of a batch, also those that a finished batch keeps for a later one."""
         return await batches.cancel(batch_id)
 
 
 def _of(caller: Caller, request: BatchRequest) -> BatchRequest:
-    """Return a batch request with its caller's tenant. All batches of a tenant share one place in the queue.
+    """Return a batch request with its caller's tenant. All batches of a tenant share one lane in the queue.
 
     Raises:
         Forbidden: the caller may not set this id, tenant, weight or priority.
-        NotFound: the batch to carry from is not the caller's; the error does not reveal whether it exists.
+        NotFound: the batch in `carry_from` belongs to another caller. The error does not reveal whether it
+            exists.
     """
     if not caller.tenant:
         return request
@@ -79,5 +80,5 @@ def _of(caller: Caller, request: BatchRequest) -> BatchRequest:
     if request.carry_from is not None and not caller.owns(request.carry_from):
         raise NotFound(f"no batch {request.carry_from!r}")
     if (request.tenant or caller.tenant) != caller.tenant or (request.weight, request.priority) != (1.0, 0):
-        raise Forbidden("tenant, weight and priority are the operator's to give", hint="leave them out")
+        raise Forbidden("only the operator may set tenant, weight and priority", hint="leave them out")
     return request.model_copy(update={"tenant": caller.tenant})

@@ -1,4 +1,4 @@
-"""Routes of the dashboard: its pages, their data, and the operations that only it needs."""
+"""Routes of the dashboard: its pages, their data, and operations that only the dashboard needs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,18 +28,18 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
 from prorl_envs.viewer.markdown import markdown_of
 
-#: Maximum number of summaries in one event; a slower reader reads `/v1/summaries`.
-MOST_NEWS = 500
+#: Maximum number of summaries in one event. Clients request missing ones from `/v1/summaries`.
+MAX_EVENT_SUMMARIES = 500
 _EVENTS = "text/event-stream"
 
 type _Unfinished = Literal["queued", "init", "run", "eval"]
 
 
 def add_dashboard(app: FastAPI, service: RolloutService, logins: Logins) -> None:
-    """Add the routes. Must come before the routes of jobs, whose ids may contain slashes."""
+    """Add the routes. They must be added before the routes of jobs, whose ids match any path."""
     _add_logins(app, logins)
     _add_pages(app)
-    _add_watching(app, service)
+    _add_state(app, service)
     _add_jobs(app, service)
 
 
@@ -51,7 +51,7 @@ def _add_logins(app: FastAPI, logins: Logins) -> None:
 
     @app.get("/dashboard/login", include_in_schema=False)
     async def sign_in(request: Request, code: Annotated[str, Query(max_length=200)] = "") -> Response:
-        """Start a session. If the link was used before, the page asks for the token."""
+        """Start a browser session. If the link was used before, the page asks the user for the token."""
         response = RedirectResponse("./", HTTPStatus.SEE_OTHER, {**HEADERS, "Cache-Control": "no-store"})
         session, server = logins.redeem(code), request.scope.get("server")
         if session is not None and server:
@@ -61,7 +61,8 @@ def _add_logins(app: FastAPI, logins: Logins) -> None:
 
 
 def _add_pages(app: FastAPI) -> None:
-    """Add the routes of scripts and styles; they reveal nothing about the service and need no token."""
+    """Add the routes of pages, scripts and styles. They reveal nothing about the service, so they need no
+    token."""
 
     @app.get("/dashboard", include_in_schema=False)
     async def to_dashboard() -> Response:
@@ -82,12 +83,12 @@ def _file(asset: Asset) -> Response:
     return Response(asset.content, media_type=asset.media_type, headers=HEADERS)
 
 
-def _add_watching(app: FastAPI, service: RolloutService) -> None:
+def _add_state(app: FastAPI, service: RolloutService) -> None:
     dashboard = service.dashboard
 
     @app.get("/v1/dashboard")
     async def get_dashboard() -> DashboardView:
-        """Return the current state of the service, and its last ten minutes."""
+        """Return the current state of the service, and its finished jobs of the last ten minutes."""
         return dashboard.view()
 
     @app.get(
@@ -98,8 +99,8 @@ def _add_watching(app: FastAPI, service: RolloutService) -> None:
     async def stream_dashboard(
         every_s: Annotated[float, Query(ge=0.2, le=60, allow_inf_nan=False)] = 1.0,
     ) -> StreamingResponse:
-        """Stream the state at an interval as server-sent events, until the service stops: `now` is the
-        service, `results` the new summaries, the newest 500 at most."""
+        """Stream the state every `every_s` seconds as server-sent events, until the service stops. Event
+        `now` contains the state of the service; event `results` contains at most 500 new summaries."""
         dashboard.check_room()
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(service, every_s), media_type=_EVENTS, headers=headers)
@@ -110,29 +111,29 @@ def _add_watching(app: FastAPI, service: RolloutService) -> None:
         after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
         limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     ) -> Response:
-        """Return summaries of results, for lists: those since the start of the service and the last ones
-        before it. `next` is the cursor of the next request."""
+        """Return summaries of results since the service started, and of the last results before that. `next`
+        is the cursor for the next request."""
         found = await dashboard.page(after, limit, Selection(prefix=caller.prefix))
         body = msgspec.json.encode({"summaries": found.summaries, "next": found.next})
         return Response(body, media_type="application/json")
 
     @app.patch("/v1/limits")
     async def set_limits(body: LimitsRequest) -> StatusView:
-        """Change the concurrency limits of the service's own machine until the service stops. Work above a
-        lowered limit runs to its end."""
+        """Change the concurrency limits of the service's own machine until the service stops. Jobs above a
+        lowered limit run to completion."""
         service.lifecycle.resize(body)
         return service.status()
 
 
 async def _events(service: RolloutService, every_s: float) -> AsyncIterator[bytes]:
-    dashboard, cursor, goes_on = service.dashboard, service.dashboard.newest, True
+    dashboard, cursor, running = service.dashboard, service.dashboard.newest, True
     with dashboard.followed():
-        while goes_on:
+        while running:
             yield b"event: now\ndata: " + dashboard.view().model_dump_json().encode() + b"\n\n"
-            if fresh := dashboard.since(cursor, MOST_NEWS):
+            if fresh := dashboard.since(cursor, MAX_EVENT_SUMMARIES):
                 cursor = fresh[-1].cursor
                 yield b"event: results\ndata: " + msgspec.json.encode(fresh) + b"\n\n"
-            goes_on = await dashboard.wait(every_s)
+            running = await dashboard.wait(every_s)
 
 
 def _add_jobs(app: FastAPI, service: RolloutService) -> None:
@@ -144,7 +145,7 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
         state: Annotated[list[_Unfinished], Query(max_length=4)] = [],  # noqa: B006
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> JobPage:
-        """Return unfinished jobs, those with a running stage first."""
+        """Return unfinished jobs. Jobs with a running stage come first."""
         states = frozenset(JobState(name) for name in state)
         return live.page(prefix=caller.prefix, states=states, limit=limit)
 
@@ -159,13 +160,13 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
 
     @app.get("/v1/jobs/{job_id:path}/tokens")
     async def get_tokens(job_id: str) -> TokenTexts:
-        """Return the text of each token of a job's trajectory, for people; never to be tokenised again."""
+        """Return the text of each token of a job's trajectory, for display. It must not be tokenised."""
         result = await result_so_far(job_id)
         return TokenTexts(rows=await asyncio.to_thread(_texts, service, result))
 
     @app.get("/v1/jobs/{job_id:path}/markdown", response_model=MarkdownTrees)
     async def get_markdown(job_id: str) -> Response:
-        """Return a job's messages as Markdown: for each message a tree for each part, or null."""
+        """Return the parsed Markdown of a job's messages: for each message, a tree of each part, or null."""
         result = await result_so_far(job_id)
         trees = await asyncio.to_thread(markdown_of, {"messages": result.messages})
         return Response(msgspec.json.encode({"messages": trees}), media_type="application/json")
@@ -178,8 +179,8 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/jobs/{job_id:path}/retry")
     async def retry_job(job_id: str, caller: CurrentCaller) -> GroupView:
-        """Repeat a finished job, as a group of its own with `:retry-<sample>` appended to its id; the
-        existing result stays."""
+        """Run a finished job again, as a new group whose id is the group's id with `:retry-<sample>`
+        appended. The existing result stays."""
         return await service.groups.retry(job_id, quota=caller.quota)
 
 

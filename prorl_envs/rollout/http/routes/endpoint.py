@@ -1,4 +1,4 @@
-"""Model endpoint for agents outside of the service's sandboxes: one key for each episode."""
+"""Model endpoints for agents outside of the service's sandboxes, each with a key for one episode."""
 
 from typing import Any
 
@@ -18,21 +18,22 @@ def add_endpoint(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/episodes/{episode_id:path}/endpoint")
     async def open_endpoint(episode_id: str, request: Request) -> EndpointView:
-        """Open a model endpoint for the caller's agent: OpenAI Chat Completions, OpenAI Responses and
-        Anthropic Messages. Its answers are the episode's tokens."""
+        """Open a model endpoint for the caller's agent. It supports OpenAI Chat Completions, OpenAI Responses
+        and Anthropic Messages. Its answers are recorded as the episode's tokens."""
         model = await service.episodes.endpoint(episode_id)
         base = f"{str(request.base_url).rstrip('/')}{PREFIX}"
         return EndpointView(key=model.key, anthropic_base_url=base, openai_base_url=f"{base}/v1")
 
-    app.add_middleware(EndpointDoor, service=service)
+    app.add_middleware(EndpointMiddleware, service=service)
 
 
-class EndpointDoor:
-    """Outermost middleware: requests below `PREFIX` carry an endpoint key instead of a token.
+class EndpointMiddleware:
+    """Middleware that answers requests below `PREFIX`, which contain an endpoint key instead of a token. It
+    must be the outermost middleware.
 
     Args:
         app: answers all other requests.
-        service: has the episodes.
+        service: the service with the episodes.
     """
 
     def __init__(self, app: ASGIApp, service: RolloutService) -> None:
@@ -40,5 +41,5 @@ class EndpointDoor:
         self._endpoints = EndpointApp(service.episodes.model, prefix=PREFIX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
-        ours = scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/")
-        await (self._endpoints if ours else self._app)(scope, receive, send)
+        is_endpoint = scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/")
+        await (self._endpoints if is_endpoint else self._app)(scope, receive, send)

@@ -13,11 +13,13 @@ from prorl_envs.rollout.service.service import RolloutService
 
 def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
     """Add the routes."""
-    most = settings.max_wait_s
-    Wait = Annotated[float, Query(ge=0, le=most, allow_inf_nan=False, description="Seconds to wait for it.")]
+    max_wait_s = settings.max_wait_s
+    Wait = Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False, description="Seconds to wait.")]
 
     @app.post("/v1/episodes", response_model=EpisodeView)
-    async def start_episode(body: EpisodeRequest, caller: CurrentCaller, wait_s: Wait = most) -> Response:
+    async def start_episode(
+        body: EpisodeRequest, caller: CurrentCaller, wait_s: Wait = max_wait_s
+    ) -> Response:
         """Start an episode that the caller drives. It does not survive the service, and is closed after
         `idle_s` seconds without a request."""
         caller.check_ids(body.id)
@@ -25,19 +27,19 @@ def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings
 
     @app.get("/v1/episodes/{episode_id:path}", response_model=EpisodeView)
     async def get_episode(episode_id: str, wait_s: Wait = 0.0) -> Response:
-        """Return the state of an episode; waits for a running operation."""
+        """Return the state of an episode. Waits up to `wait_s` seconds for a running operation."""
         return _json(await service.episodes.view(episode_id, wait_s=wait_s))
 
     @app.post("/v1/episodes/{episode_id:path}/run", response_model=EpisodeView)
     async def run_episode(
-        episode_id: str, body: Annotated[StepRequest, Body()], wait_s: Wait = most
+        episode_id: str, body: Annotated[StepRequest, Body()], wait_s: Wait = max_wait_s
     ) -> Response:
-        """Take a step: `tool_calls`, or `ids` that the caller's model sampled, or `agent`, which runs the
-        service's own agent loop."""
+        """Run a step: `tool_calls`; or `ids`, an answer that the caller's model sampled; or `agent`, which
+        runs the service's own agent loop."""
         return _json(await service.episodes.step(episode_id, body, wait_s=wait_s))
 
     @app.post("/v1/episodes/{episode_id:path}/eval", response_model=EpisodeView)
-    async def evaluate_episode(episode_id: str, wait_s: Wait = most) -> Response:
+    async def evaluate_episode(episode_id: str, wait_s: Wait = max_wait_s) -> Response:
         """Grade an episode, and close its sandbox."""
         return _json(await service.episodes.evaluate(episode_id, wait_s=wait_s))
 
@@ -49,5 +51,6 @@ def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings
 
 
 def _json(view: EpisodeView) -> Response:
-    """Serialise a view once: it may hold a long trajectory."""
+    """Return the response for a view. The view is serialised without a second validation, since it may
+    contain a long trajectory."""
     return Response(view.model_dump_json(), media_type="application/json")

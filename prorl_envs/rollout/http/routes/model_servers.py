@@ -1,4 +1,4 @@
-"""The routes of the model servers."""
+"""Routes of the model servers."""
 
 from typing import Annotated
 
@@ -38,16 +38,16 @@ def add_models(app: FastAPI, service: RolloutService, settings: ServerSettings) 
         url: Annotated[str, Query(max_length=2000)],
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
     ) -> ModelServerList:
-        """Remove a model server: it gets no more turns, and disappears once those in flight have finished.
-        `wait_s` waits for that; repeating the request for a draining server continues to wait."""
+        """Remove a model server. It receives no more turns, and is removed once its turns in flight have
+        finished. Waits up to `wait_s` seconds for them. Repeat the request to wait longer."""
         return await servers.remove(url, wait_s)
 
     @app.post("/v1/model_servers/pause")
     async def pause_model_servers(
         body: Annotated[PauseRequest, Body()] = _DEFAULT_PAUSE,
     ) -> PauseView:
-        """Hold turns during a weight update: no turn starts, and none fails. Repeating the request continues
-        to wait."""
+        """Hold turns during a weight update: no turn starts, and held turns do not fail. Repeat the request
+        to wait longer for calls in flight."""
         return await servers.pause(body.model_copy(update={"wait_s": min(body.wait_s, max_wait_s)}))
 
     @app.post("/v1/model_servers/resume")

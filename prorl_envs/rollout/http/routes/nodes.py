@@ -1,4 +1,4 @@
-"""The routes of the nodes."""
+"""Routes of the nodes."""
 
 from typing import Annotated
 
@@ -30,12 +30,12 @@ def add_nodes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/v1/nodes/{name}/drain")
     async def drain_node(name: _Name) -> NodeList:
-        """Send a node no further jobs; it finishes its jobs, and stays until it is stopped or resumed."""
+        """Stop sending jobs to a node. It finishes its jobs, and stays connected until it is stopped."""
         fleet().drain(name)
         return listed()
 
     @app.post("/v1/nodes/{name}/resume")
     async def resume_node(name: _Name) -> NodeList:
-        """Send a node jobs again."""
+        """Resume sending jobs to a node."""
         fleet().undrain(name)
         return listed()

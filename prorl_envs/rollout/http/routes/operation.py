@@ -14,8 +14,8 @@ class ServicePauseRequest(BaseModel):
     """Request to pause a service.
 
     Args:
-        mode: `hold` holds every stage: a running stage finishes, and its job waits with its sandbox; `finish`
-            holds INIT alone: jobs that have started run to their results.
+        mode: `hold`: no stage starts; a running stage finishes, and its job then waits with its sandbox.
+            `finish`: no INIT starts; jobs that have started run to completion.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,8 +29,8 @@ def add_operation(app: FastAPI, service: RolloutService, settings: ServerSetting
 
     @app.post("/v1/pause")
     async def pause(body: ServicePauseRequest | None = None) -> StatusView:
-        """Keep accepting groups, but hold jobs back. Waiting counts against no deadline. Lasts until
-        `resume`, or until the service stops."""
+        """Accept groups, but start no stages. Deadlines do not count this time. Lasts until `resume`, or
+        until the service stops."""
         service.pause((body or ServicePauseRequest()).mode)
         return service.status()
 
@@ -44,7 +44,7 @@ def add_operation(app: FastAPI, service: RolloutService, settings: ServerSetting
     async def drain(
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
     ) -> StatusView:
-        """Accept nothing more and finish the accepted jobs, waiting up to `wait_s` seconds for that. It is
-        done when `unfinished` is 0. Lasts until `resume`."""
+        """Accept no more work and finish the accepted jobs. Waits up to `wait_s` seconds for them; all are
+        finished when `unfinished` is 0. Lasts until `resume`."""
         await service.drain(wait_s)
         return service.status()

@@ -1,10 +1,10 @@
 """Routes of the ProRL Agent paper (arXiv 2603.18815), so that clients of its server work here.
 
-Shapes follow NVIDIA-NeMo/ProRL-Agent-Server: `scripts/start_server.py` for the routes,
-`openhands/nvidia/utils.py` for the result. Three things differ on purpose. `/stop` cancels rollouts of
-`/process` and nothing else. Cancelling is no server error. And `input_ids` of a message is always null, since
-every answer would carry the whole context again: `token_ids` are a message's own, and concatenated they are
-the trajectory.
+Requests and responses have the form of NVIDIA-NeMo/ProRL-Agent-Server ("the reference"): see
+`scripts/start_server.py` for the routes, and `openhands/nvidia/utils.py` for the result. Three differences
+are intended. `/stop` cancels rollouts of `/process` only. A cancelled rollout is not a server error.
+`input_ids` of a message is always null, since it would repeat the whole context for each answer. Instead,
+`token_ids` has the tokens of one message, and all of them concatenated are the trajectory.
 """
 
 import math
@@ -36,23 +36,24 @@ from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.strict_json import json_problem
 
-#: The environment of an instance that names none, as in the reference.
+#: Environment of an instance without `data_source`, as in the reference.
 DEFAULT_SOURCE = "swebench"
 #: Seconds between two checks of a job that a request waits for.
-_LOOK_S = 60.0
+_CHECK_S = 60.0
 
 _Name = Annotated[str, Field(min_length=1, max_length=180, pattern=rf"^{ID_PART}(?:/{ID_PART})*$")]
 
 
 class ProcessRequest(BaseModel):
-    """One rollout.
+    """Request for one rollout.
 
     Args:
-        instance: a data row; `data_source` names the environment (see `paper_sources`), `trajectory_id` is
-            returned.
-        sampling_params: `temperature`, `top_p`, `max_tokens` or `max_output_tokens`, `seed` and
-            `max_iterations` are used. The rest is set by the service, and an API key is not stored.
-        job_id: the caller's; the same id again is the same rollout.
+        instance: a data row. `data_source` names the environment (see `paper_sources`); `trajectory_id` is
+            returned in the response.
+        sampling_params: sampling parameters. Only `temperature`, `top_p`, `max_tokens` or
+            `max_output_tokens`, `seed` and `max_iterations` are used. Others are ignored and not stored, also
+            an API key.
+        job_id: the caller's id of the rollout. A second request with this id gets the same rollout.
     """
 
     instance: dict[str, Any]
@@ -73,7 +74,7 @@ class LlmServerRequest(BaseModel):
 
 
 class PaperAnswer(BaseModel):
-    """Answer that names the action done."""
+    """Response that names the completed action."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -87,12 +88,12 @@ class PaperErrorBody(BaseModel):
 
 
 class PaperError(Exception):
-    """An error of these routes: a status and a sentence.
+    """Error of these routes.
 
     Args:
-        status: of HTTP.
-        detail: describes the problem.
-        retry_after_s: seconds, if the request may be repeated.
+        status: HTTP status.
+        detail: description of the problem.
+        retry_after_s: seconds after which the request may be repeated; 0 if it should not be repeated.
     """
 
     def __init__(self, status: int, detail: str, retry_after_s: int = 0) -> None:
@@ -105,16 +106,16 @@ def add_paper_routes(app: FastAPI, service: RolloutService, sources: Mapping[str
 
     Args:
         app: the application.
-        service: carries out the rollouts.
-        sources: further names of data sources: `server.paper_sources`.
+        service: runs the rollouts.
+        sources: the operator's own names of data sources (`server.paper_sources`).
 
     Raises:
-        InputError: an environment in `sources` is not on offer.
+        InputError: the service does not have an environment in `sources`.
     """
     for name, environment in sources.items():
         if environment not in service.groups.environments:
             raise InputError(
-                f"server.paper_sources: {name!r} stands for {environment!r}, which is not on offer",
+                f"server.paper_sources: {name!r} stands for {environment!r}, which is not available",
                 hint="name one of the service's environments",
             )
 
@@ -126,16 +127,16 @@ def add_paper_routes(app: FastAPI, service: RolloutService, sources: Mapping[str
     _add_routes(app, _Paper(service, sources), service.model_servers)
 
 
-def _answers() -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of these routes, in their own form or, from the middleware, in the
-    service's."""
+def _error_responses() -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI error responses of these routes. Errors of the middleware have the service's form,
+    all others the form of these routes."""
     described = {400: "invalid, or out of order", **{wire.status: wire.name for wire in WIRE_ERRORS}}
     model = PaperErrorBody | ErrorBody
     return {status: {"model": model, "description": text} for status, text in described.items()}
 
 
 def _add_routes(app: FastAPI, paper: "_Paper", servers: ModelServers) -> None:
-    described: dict[str, Any] = {"tags": ["paper"], "responses": _answers()}
+    described: dict[str, Any] = {"tags": ["paper"], "responses": _error_responses()}
 
     @app.post("/start", **described)
     async def paper_start() -> PaperAnswer:
@@ -145,7 +146,7 @@ def _add_routes(app: FastAPI, paper: "_Paper", servers: ModelServers) -> None:
 
     @app.post("/stop", **described)
     async def paper_stop() -> PaperAnswer:
-        """Accept no more rollouts, and cancel those that run."""
+        """Accept no more rollouts, and cancel running ones."""
         await paper.stop()
         return PaperAnswer(status="stopped")
 
@@ -156,7 +157,7 @@ def _add_routes(app: FastAPI, paper: "_Paper", servers: ModelServers) -> None:
 
     @app.post("/process", response_model=dict[str, Any], **described)
     async def paper_process(body: ProcessRequest, background: BackgroundTasks) -> dict[str, Any]:
-        """Run one rollout and return its result, which is read when it was sent."""
+        """Run one rollout and return its result. The result is marked as read once it is sent."""
         result, answer = await paper.process(body)
         background.add_task(paper.read, result)
         return answer
@@ -198,7 +199,7 @@ class _dialect:
 
 
 class _Paper:
-    """The rollouts of these routes."""
+    """Rollouts of these routes."""
 
     def __init__(self, service: RolloutService, sources: Mapping[str, str]) -> None:
         self._service = service
@@ -208,7 +209,7 @@ class _Paper:
 
     def start(self) -> None:
         if self._running:
-            raise PaperError(400, "the server runs already")
+            raise PaperError(400, "the server is running already")
         self._running = True
 
     async def stop(self) -> None:
@@ -236,7 +237,7 @@ class _Paper:
         if not self._service.model_servers.can_sample():
             raise PaperError(503, "there is no model server; add one first", 5)
         # A row of a merged table has a null or, from pandas, a NaN in the columns of other data sets.
-        instance = {key: value for key, value in body.instance.items() if not _missing(value)}
+        instance = {key: value for key, value in body.instance.items() if not _is_missing(value)}
         with _dialect():
             group = self._group(body, instance)
             self._pending[group.id] = self._pending.get(group.id, 0) + 1
@@ -250,19 +251,23 @@ class _Paper:
         return result, paper_result(result, instance)
 
     async def _finished(self, job: str) -> Result:
-        while not (await self._service.job(job, wait_s=_LOOK_S)).state.final:
+        while not (await self._service.job(job, wait_s=_CHECK_S)).state.final:
             if self._service.state is ServiceState.STOPPED:
                 raise Unavailable("the service has stopped")
         return await self._service.store.result(job)
 
     def _group(self, body: ProcessRequest, instance: dict[str, Any]) -> GroupRequest:
-        """Return the rollout as a group of one sample; `instance` is without its empty columns.
+        """Return the rollout as a group of one sample.
+
+        Args:
+            body: the request.
+            instance: its data row without empty columns.
 
         Raises:
             InputError: the environment, the row or a sampling parameter is wrong.
         """
         if json_problem(instance):
-            raise InputError("instance: not JSON: a NaN, an infinity or a lone surrogate is in it")
+            raise InputError("instance: not JSON: it contains a NaN, an infinity or a lone surrogate")
         row = {key: value for key, value in instance.items() if key not in ("data_source", "trajectory_id")}
         source = str(instance.get("data_source") or DEFAULT_SOURCE)
         environment = environment_of(source, self._service.groups.environments, self._sources)
@@ -274,7 +279,7 @@ class _Paper:
                 id=_group_id(body.job_id or uuid.uuid4().hex),
                 environment=environment,
                 task=self._service.groups.environments.row_of(environment, row),
-                sampling=Sampling.model_validate(_only(params, Sampling)),
+                sampling=Sampling.model_validate(_known_fields(params, Sampling)),
                 limits=AgentLimits(max_turns=params.get("max_iterations", AgentLimits().max_turns)),
             )
         except ValidationError as error:
@@ -287,11 +292,11 @@ class _Paper:
 
 
 def paper_result(result: Result, instance: dict[str, Any]) -> dict[str, Any]:
-    """Return a result in the shape of the paper's server.
+    """Return a result in the form of the paper's server.
 
     Args:
-        result: of the job.
-        instance: as it was sent, or without its empty columns.
+        result: the job's result.
+        instance: the data row that was sent, with or without empty columns.
     """
     failure, timings = result.failure, result.timings
     spent = {"init_time": timings.init_s, "run_time": timings.run_s, "eval_time": timings.eval_s}
@@ -325,28 +330,28 @@ def paper_result(result: Result, instance: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(result: Result) -> Iterator[dict[str, Any]]:
-    """Yield the messages, each with its tokens. Tokens between two answers belong to no single message: the
-    first message between the answers gets all of them."""
+    """Yield the messages, each with its tokens. Tokens between two answers cannot be assigned to single
+    messages, so the first message between the answers gets all of them."""
     ids = [number for row in result.rows for number in row.ids]
     logprobs = [number for row in result.rows for number in row.logprobs]
     starts = accumulate((len(row.ids) for row in result.rows), initial=0)
     rows = zip(result.rows, starts, strict=False)
     spans = [(start + turn.start, start + turn.end) for row, start in rows for turn in row.turns]
-    at = answers = 0
+    position = answers = 0
     for message in result.messages:
-        own: dict[str, Any] = {**message, "input_ids": None, "logprobs": None}
+        shown: dict[str, Any] = {**message, "input_ids": None, "logprobs": None}
         if calls := message.get("tool_calls"):
-            own["tool_calls"] = [call["function"] for call in calls]
+            shown["tool_calls"] = [call["function"] for call in calls]
         start, end = spans[answers] if answers < len(spans) else (len(ids), len(ids))
         if message["role"] == "assistant" and answers < len(spans):
-            own |= {"token_ids": ids[start:end], "logprobs": logprobs[start:end]}
-            at, answers = end, answers + 1
+            shown |= {"token_ids": ids[start:end], "logprobs": logprobs[start:end]}
+            position, answers = end, answers + 1
         else:
-            own["token_ids"], at = ids[at:start], start
-        yield own
+            shown["token_ids"], position = ids[position:start], start
+        yield shown
 
 
-def _missing(value: object) -> bool:
+def _is_missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -354,5 +359,5 @@ def _group_id(name: str) -> str:
     return f"process/{name}"
 
 
-def _only(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def _known_fields(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in model.model_fields}

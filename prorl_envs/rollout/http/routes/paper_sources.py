@@ -4,9 +4,9 @@ from collections.abc import Container, Mapping
 
 from prorl_envs.errors import InputError
 
-#: Environment by `data_source`. A final `*` matches any ending.
+#: Environment by `data_source`. A final `*` matches any ending. "The reference" is the paper's server.
 SOURCES: Mapping[str, str] = {
-    # names that the reference registers, and the data sets of Eurus, DAPO and verl that its scripts read
+    # names that the reference registers, and data sets of Eurus, DAPO and verl that its scripts read
     "deepscaler*": "math",
     "numina_*": "math",
     "aime*": "math",
@@ -21,7 +21,7 @@ SOURCES: Mapping[str, str] = {
     "codecontests": "code",
     "codeforces": "code",
     "taco": "code",
-    # the reference registers swebench alone, which is our name too; the others are its data sets' own names
+    # the reference registers only swebench, which is our name too; these are names of its data sets
     "swe-bench*": "swebench",
     "SWE-bench/*": "swebench",
     "princeton-nlp/SWE-bench*": "swebench",
@@ -38,19 +38,19 @@ SOURCES: Mapping[str, str] = {
 def environment_of(source: str, offered: Container[str], further: Mapping[str, str]) -> str:
     """Return the environment for a `data_source`.
 
-    The name of an environment on offer stands for itself. Otherwise `further` is searched before `SOURCES`,
-    and in each an exact name before the longest matching pattern.
+    A name of one of the service's environments stands for itself. Otherwise `further` is searched, then
+    `SOURCES`. In each table an exact name has priority over patterns, and longer patterns over shorter ones.
 
     Args:
-        source: as the client sent it.
-        offered: environments of the service.
+        source: the `data_source` that the client sent.
+        offered: names of the service's environments.
         further: the operator's own names, in the form of `SOURCES`.
 
     Returns:
-        its environment, or `source` itself if no name matches.
+        The environment, or `source` itself if no name matches.
 
     Raises:
-        InputError: the name stands for an environment that is not on offer.
+        InputError: the name stands for an environment that the service does not have.
     """
     if source in offered:
         return source
@@ -59,15 +59,15 @@ def environment_of(source: str, offered: Container[str], further: Mapping[str, s
             environment = table[name]
             if environment not in offered:
                 raise InputError(
-                    f"data_source {source!r} stands for the environment {environment!r}, not on offer",
-                    hint="offer it (environments), or choose another (server.paper_sources)",
+                    f"data_source {source!r} stands for environment {environment!r}, which is not available",
+                    hint="add it to the setting environments, or map the name with server.paper_sources",
                 )
             return environment
     return source
 
 
 def _match(source: str, table: Mapping[str, str]) -> str:
-    """Return the key of the table that matches best; empty if none does."""
+    """Return the key of the table that matches best, or "" if no key matches."""
     if source in table:
         return source
     prefixes = (key for key in table if key.endswith("*") and source.startswith(key[:-1]))

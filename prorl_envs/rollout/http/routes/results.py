@@ -16,15 +16,15 @@ from prorl_envs.rollout.http.auth import CurrentCaller
 from prorl_envs.rollout.service.gate import ServiceState
 from prorl_envs.rollout.service.service import RolloutService
 
-#: Seconds without results after which a stream sends a heartbeat, so that a dead reader is noticed.
+#: Seconds without results after which a stream sends a heartbeat, so that a broken connection is detected.
 HEARTBEAT_S = 15.0
-#: Results that a stream reads from the store at once.
+#: Maximum number of results that a stream reads from the store at once.
 STREAM_PAGE = 64
 #: Maximum number of values of one filter.
 MAX_VALUES = 100
 
 _LINES, _EVENTS = "application/x-ndjson", "text/event-stream"
-_NO_CACHE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # for proxies: do not buffer
+_NO_CACHE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must not buffer streams
 
 _Names = list[Annotated[str, StringConstraints(max_length=200)]]
 _Final = Literal["done", "failed", "cancelled"]
@@ -33,15 +33,15 @@ _After = Annotated[
 ]
 _LastEventId = Annotated[
     int | None,
-    Header(alias="Last-Event-ID", ge=0, le=2**63 - 1, description="Resumes events; wins over `after`."),
+    Header(alias="Last-Event-ID", ge=0, le=2**63 - 1, description="Cursor to resume after, before `after`."),
 ]
 
 
 async def _selection(
     caller: CurrentCaller,
-    group: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these groups.")] = [],  # noqa: B006
-    environment: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these.")] = [],  # noqa: B006
-    state: Annotated[list[_Final], Query(max_length=3, description="Only these.")] = [],  # noqa: B006
+    group: Annotated[_Names, Query(max_length=MAX_VALUES, description="Group ids.")] = [],  # noqa: B006
+    environment: Annotated[_Names, Query(max_length=MAX_VALUES, description="Names.")] = [],  # noqa: B006
+    state: Annotated[list[_Final], Query(max_length=3, description="Final states.")] = [],  # noqa: B006
 ) -> Selection:
     return Selection(
         prefix=caller.prefix,
@@ -53,7 +53,7 @@ async def _selection(
 
 _Only = Annotated[Selection, Depends(_selection)]
 _Acknowledge = Annotated[
-    bool, Query(description="The reader has processed what it was sent up to `after`: it is read.")
+    bool, Query(description="Mark the results up to `after` that were sent to this reader as read.")
 ]
 
 
@@ -69,8 +69,8 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
         limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
         acknowledge: _Acknowledge = True,
     ) -> Response:
-        """Return results after a cursor, waiting up to `wait_s` seconds for the first. `next` skips
-        filtered-out results."""
+        """Return results after a cursor. Waits up to `wait_s` seconds for the first result. The cursor `next`
+        skips results that do not pass the filters."""
         return json_response(
             await service.results(after, limit=limit, wait_s=wait_s, only=only, acknowledge=acknowledge)
         )
@@ -91,23 +91,23 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
         "/v1/results/stream",
         response_class=StreamingResponse,
         responses={
-            200: {"content": {_LINES: {}, _EVENTS: {}}, "description": "One result a line, or event."}
+            200: {"content": {_LINES: {}, _EVENTS: {}}, "description": "One result per line or event."}
         },
     )
     async def stream_results(
         only: _Only,
         after: _After = 0,
         last_event_id: _LastEventId = None,
-        accept: Annotated[str, Header(description=f"{_EVENTS} asks for server-sent events.")] = _LINES,
+        accept: Annotated[str, Header(description=f"{_EVENTS} selects server-sent events.")] = _LINES,
         acknowledge: _Acknowledge = True,
     ) -> StreamingResponse:
-        """Stream results after a cursor as they arrive, until the service stops: one JSON object a line, with
-        empty lines as heartbeats, or server-sent events, whose ids are cursors. Each result is sent at least
-        once; to resume, request the results after the last cursor read."""
+        """Stream results after a cursor as they arrive, until the service stops. The stream has one JSON
+        object per line, with empty lines as heartbeats. Or it has server-sent events, whose ids are cursors.
+        Each result is sent at least once. To resume, request the results after the last received cursor."""
         after = after if last_event_id is None else last_event_id
         if acknowledge:
             service.feed.readers.confirmed(only, after)
-        # An expired cursor is an error, not an empty stream.
+        # This raises CursorExpired before the response starts; afterwards the stream could only end.
         await service.results(after, limit=1, only=only, acknowledge=False)
         pages = _pages(service, after, only, acknowledge=acknowledge)
         if _EVENTS in accept.lower():
@@ -124,19 +124,20 @@ async def _lines(pages: AsyncIterator[ResultPage]) -> AsyncIterator[str]:
 
 
 async def _events(pages: AsyncIterator[ResultPage]) -> AsyncIterator[str]:
-    """Yield server-sent events (HTML standard, section 9.2). JSON has no line breaks: each result is one
-    `data` line."""
+    """Yield server-sent events (HTML standard, section 9.2). Each result is one `data` line, since its JSON
+    has no line breaks."""
     async for page in pages:
         for result in page.results:
             yield f"id: {result.cursor}\nevent: result\ndata: {result.model_dump_json()}\n\n"
-        if not page.results:  # an event without data is not shown, but moves the reader's last id
+        if not page.results:  # clients ignore an event without data, but update their last event id
             yield f"id: {page.next}\n\n"
 
 
 async def _pages(
     service: RolloutService, after: int, only: Selection, *, acknowledge: bool
 ) -> AsyncIterator[ResultPage]:
-    """Yield pages of results, each when the reader has taken the previous one. Empty ones are heartbeats."""
+    """Yield pages of results. Each is read when the client has taken the previous one. Empty pages are
+    heartbeats."""
     start = after
     while True:
         stopped = service.state is ServiceState.STOPPED
@@ -144,20 +145,22 @@ async def _pages(
             page = await service.results(
                 after, limit=STREAM_PAGE, wait_s=HEARTBEAT_S, only=only, acknowledge=False
             )
-        except CursorExpired:  # the reader is too slow; its next request gets the error
+        except CursorExpired:  # the reader was too slow; its next request gets the error
             return
         if stopped and not page.results:
             return
-        if acknowledge:  # a connection may break: the results are read when the reader comes back
+        if acknowledge:  # results of a broken connection become read when the reader requests the next ones
             service.feed.readers.sent(only, start, page)
         yield page
         after = page.next
 
 
 def json_response(body: ResultPage | Result, after: BackgroundTask | None = None) -> Response:
-    """Serialise a body once, without a second validation: results are large and already validated.
+    """Return the response for a result or a page. It is serialised without a second validation, since results
+    are large and already validated.
 
     Args:
-        after: runs when the body was sent.
+        body: the result or page.
+        after: a task that runs after the body was sent.
     """
     return Response(body.model_dump_json(), media_type="application/json", background=after)

@@ -12,23 +12,23 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.viewer.episodes import MAX_QUERY
 
 #: Maximum number of results that one request searches.
-MOST_LOOKED_AT = 1000
+MAX_RESULTS = 1000
 
 
 def add_search(app: FastAPI, service: RolloutService) -> None:
     """Add the route."""
-    one_at_a_time = asyncio.Lock()  # result readers then wait for at most one search step
+    search_lock = asyncio.Lock()  # so that readers of results wait for at most one search step
 
     @app.get("/v1/search")
     async def search(
         caller: CurrentCaller,
         text: Annotated[str, Query(min_length=1, max_length=MAX_QUERY)],
         after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MOST_LOOKED_AT)] = MOST_LOOKED_AT,
+        limit: Annotated[int, Query(ge=1, le=MAX_RESULTS)] = MAX_RESULTS,
     ) -> SearchPage:
-        """Return the jobs whose result contains a text in a string, exactly as written; tokens are not
-        searched. One request searches `limit` results at most: repeat it after `next`, until that stays the
-        same."""
-        async with one_at_a_time:
+        """Return the jobs whose result contains a text in one of its strings, exactly as written. Tokens are
+        not searched. One request searches at most `limit` results. Repeat it with `after` set to `next` until
+        `next` no longer changes."""
+        async with search_lock:
             hits = await service.store.search(text, after, limit, only=Selection(prefix=caller.prefix))
         return SearchPage(jobs=hits.jobs, next=hits.next)
