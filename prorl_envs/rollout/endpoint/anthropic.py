@@ -1,5 +1,5 @@
 """Anthropic's Messages interface (https://docs.anthropic.com/en/api/messages and /messages-streaming).
-Signatures of thinking are empty: the endpoint does not check them.
+Signatures of thinking blocks are empty, since the endpoint does not check them.
 """
 
 import json
@@ -17,13 +17,13 @@ from prorl_envs.rollout.endpoint.types import (
     EndpointRequest,
     RefusalReason,
     RequestRefused,
-    an_object,
     as_item,
-    most_tokens,
+    check_object,
     objects,
-    opened,
-    text_at,
+    parse_body,
+    text_field,
     text_of,
+    token_limit,
     tool,
 )
 from prorl_envs.tools.types import JsonObject, ToolSpec
@@ -58,28 +58,28 @@ class Messages:
 
     def open(self, data: bytes) -> Body:
         """See `Shape.open`."""
-        body = opened(data, _Request)
+        body = parse_body(data, _Request)
         choice = body.tool_choice
         none = isinstance(choice, Mapping) and choice.get("type") == "none"
-        asked = EndpointRequest(
-            max_tokens=most_tokens(max_tokens=body.max_tokens),
+        request = EndpointRequest(
+            max_tokens=token_limit(max_tokens=body.max_tokens),
             stream=body.stream is True,
             model=str(body.model or "")[:200],
         )
         items = [as_item("system", body.system), *map(bytes, body.messages)]
-        return Body(items, b"[]" if none else bytes(body.tools), asked)
+        return Body(items, b"[]" if none else bytes(body.tools), request)
 
     def item(self, item: Any) -> Sequence[Message]:
         """See `Shape.item`."""
-        return _messages(an_object(item, "messages"))
+        return _messages(check_object(item, "messages"))
 
-    def tools(self, given: Any) -> Sequence[ToolSpec]:
+    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
         """See `Shape.tools`."""
-        return _tools(given)
+        return _tools(raw_tools)
 
-    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
+    def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
-        turn = answered.turn
+        turn = answer.turn
         content: list[JsonObject] = []
         if turn.reasoning:
             content.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
@@ -90,23 +90,23 @@ class Messages:
             for call in turn.tool_calls
         ]
         return {
-            **_head(answered.number, asked),
+            **_head(answer.number, request),
             "content": content,
-            "stop_reason": _stop(answered),
-            "usage": _usage(answered),
+            "stop_reason": _stop(answer),
+            "usage": _usage(answer),
         }
 
-    def telling(self, asked: EndpointRequest, number: int) -> "MessagesTelling":
-        """See `Shape.telling`."""
-        return MessagesTelling(_head(number, asked))
+    def stream(self, request: EndpointRequest, number: int) -> "MessagesStream":
+        """See `Shape.stream`."""
+        return MessagesStream(_head(number, request))
 
-    def error(self, refused: RequestRefused) -> JsonObject:
+    def error(self, refusal: RequestRefused) -> JsonObject:
         """See `Shape.error`."""
-        kind = _KINDS.get(refused.why, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+        kind = _KINDS.get(refusal.reason, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 
 
-class MessagesTelling:
+class MessagesStream:
     """Implements `AnswerStream`."""
 
     def __init__(self, head: JsonObject) -> None:
@@ -121,33 +121,33 @@ class MessagesTelling:
 
     def reasoning(self, text: str) -> bytes:
         """See `AnswerStream.reasoning`."""
-        opened = self._switch({"type": "thinking", "thinking": "", "signature": ""})
-        return opened + self._delta({"type": "thinking_delta", "thinking": text})
+        started = self._switch({"type": "thinking", "thinking": "", "signature": ""})
+        return started + self._delta({"type": "thinking_delta", "thinking": text})
 
     def content(self, text: str) -> bytes:
         """See `AnswerStream.content`."""
         return self._switch({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": text})
 
-    def end(self, answered: EndpointAnswer) -> bytes:
+    def end(self, answer: EndpointAnswer) -> bytes:
         """See `AnswerStream.end`."""
-        said = b""
-        if not answered.turn.tool_calls and self._open != "text":
-            said += self._switch({"type": "text", "text": ""})
-        for call in answered.turn.tool_calls:
-            said += self._close()
-            said += self._switch({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            said += self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments)})
-        said += self._close()
-        delta = {"stop_reason": _stop(answered), "stop_sequence": None}
-        said += _event({"type": "message_delta", "delta": delta, "usage": _usage(answered)})
-        return said + _event({"type": "message_stop"})
+        events = b""
+        if not answer.turn.tool_calls and self._open != "text":
+            events += self._switch({"type": "text", "text": ""})
+        for call in answer.turn.tool_calls:
+            events += self._close()
+            events += self._switch({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            events += self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments)})
+        events += self._close()
+        delta = {"stop_reason": _stop(answer), "stop_sequence": None}
+        events += _event({"type": "message_delta", "delta": delta, "usage": _usage(answer)})
+        return events + _event({"type": "message_stop"})
 
-    def fail(self, refused: RequestRefused) -> bytes:
+    def fail(self, refusal: RequestRefused) -> bytes:
         """See `AnswerStream.fail`."""
-        return _event(Messages().error(refused))
+        return _event(Messages().error(refusal))
 
     def _switch(self, block: JsonObject) -> bytes:
-        """Start a content block, unless one of the same kind is open."""
+        """Start a content block, unless a block of the same type is open."""
         if self._open == block["type"]:
             return b""
         closed = self._close()
@@ -170,7 +170,7 @@ def _event(data: JsonObject) -> bytes:
 
 
 def _messages(item: Mapping[str, Any]) -> list[Message]:
-    """Convert one message to chat messages: first the tool results, one message each, then the text."""
+    """Convert one message to chat messages: a message for each tool result, then a message with the text."""
     role, content = item.get("role"), item.get("content")
     if role == "system":
         text = text_of(content, "system")
@@ -185,28 +185,30 @@ def _messages(item: Mapping[str, Any]) -> list[Message]:
     results: list[Message] = [
         {
             "role": "tool",
-            "tool_call_id": text_at(block, "tool_use_id", "tool_result"),
+            "tool_call_id": text_field(block, "tool_use_id", "tool_result"),
             "content": text_of(block.get("content"), "tool_result"),
         }
         for block in blocks
         if block.get("type") == "tool_result"
     ]
-    said = [block for block in blocks if block.get("type") != "tool_result"]
-    if said or not results:
+    others = [block for block in blocks if block.get("type") != "tool_result"]
+    if others or not results:
         results.append(
-            {"role": "user", "content": "\n\n".join(text_of([block], "content") for block in said)}
+            {"role": "user", "content": "\n\n".join(text_of([block], "content") for block in others)}
         )
     return results
 
 
 def _assistant(blocks: list[Mapping[str, Any]]) -> Message:
-    said = [block for block in blocks if block.get("type") == "text"]
-    message: Message = {"role": "assistant", "content": text_of(said, "content")}
-    thought = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
-    if thought:
-        message["reasoning_content"] = "\n".join(thought)
+    texts = [block for block in blocks if block.get("type") == "text"]
+    message: Message = {"role": "assistant", "content": text_of(texts, "content")}
+    thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     calls = [
-        call_of(text_at(block, "id", "tool_use"), text_at(block, "name", "tool_use"), block.get("input"))
+        call_of(
+            text_field(block, "id", "tool_use"), text_field(block, "name", "tool_use"), block.get("input")
+        )
         for block in blocks
         if block.get("type") == "tool_use"
     ]
@@ -215,8 +217,8 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> Message:
     return message
 
 
-def _tools(given: Any) -> list[ToolSpec]:
-    offered = () if given is None else objects(given, "tools")
+def _tools(raw_tools: Any) -> list[ToolSpec]:
+    offered = () if raw_tools is None else objects(raw_tools, "tools")
     # Tools without a schema run on Anthropic's own servers.
     return [
         tool(item.get("name"), item.get("description"), item["input_schema"])
@@ -225,28 +227,28 @@ def _tools(given: Any) -> list[ToolSpec]:
     ]
 
 
-def _head(number: int, asked: EndpointRequest) -> JsonObject:
+def _head(number: int, request: EndpointRequest) -> JsonObject:
     return {
         "id": f"msg_{number:08}",
         "type": "message",
         "role": "assistant",
-        "model": asked.model,
+        "model": request.model,
         "stop_reason": None,
         "stop_sequence": None,
     }
 
 
-def _stop(answered: EndpointAnswer) -> str:
-    if answered.turn.tool_calls:
+def _stop(answer: EndpointAnswer) -> str:
+    if answer.turn.tool_calls:
         return "tool_use"
-    return "max_tokens" if answered.finish == "length" else "end_turn"
+    return "max_tokens" if answer.finish == "length" else "end_turn"
 
 
-def _usage(answered: EndpointAnswer) -> JsonObject:
-    cached = answered.cached_tokens
+def _usage(answer: EndpointAnswer) -> JsonObject:
+    cached = answer.cached_tokens
     return {
-        "input_tokens": answered.prompt_tokens - cached,
+        "input_tokens": answer.prompt_tokens - cached,
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": answered.completion_tokens,
+        "output_tokens": answer.completion_tokens,
     }

@@ -1,7 +1,7 @@
-"""Model endpoint over HTTP: three vendors' interfaces, one session per key.
+"""Model endpoint over HTTP: the interfaces of three vendors, with one session per key.
 
-Plain ASGI: a call costs a fraction of a millisecond here, and most checks of a framework would concern
-formats that the vendors define. The key is checked before a byte of the body is read.
+This is a plain ASGI application, so a call costs a fraction of a millisecond. A web framework would not help,
+since the vendors define the formats. The key is checked before the first byte of the body is read.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ _SHAPES: Mapping[str, Shape] = {
     "/messages": _MESSAGES,
     "/messages/count_tokens": _MESSAGES,
 }
-#: Seconds between two reads of a growing answer: tokens that arrive in between are sent together.
-_PACE_S = 0.02
-#: Timeout in seconds for a client to read the data sent.
-_READ_S = 120.0
+#: Minimum seconds between two events of a streamed answer. Tokens that arrive in between are sent together.
+_MIN_EVENT_S = 0.02
+#: Timeout in seconds for sending data to a client that does not read.
+_SEND_TIMEOUT_S = 120.0
 
 
 class _Gone(Exception):
@@ -52,8 +52,8 @@ class EndpointApp:
     """ASGI application of the endpoint.
 
     Args:
-        find: returns the session of a key, or None.
-        model: name of the model in lists.
+        find: returns the session with a key, or None.
+        model: name of the model in the list of models.
         prefix: prefix of all paths, without a trailing slash.
     """
 
@@ -71,9 +71,9 @@ class EndpointApp:
             session = self._session(scope)
             await self._serve(session, scope["method"], path, shape, receive, send)
         except RequestRefused as refused:
-            if session is not None and refused.why is not RefusalReason.ENDED:
+            if session is not None and refused.reason is not RefusalReason.ENDED:
                 session.count_refused()
-            await _answer(send, refused.status, shape.error(refused))
+            await _respond(send, refused.status, shape.error(refused))
         except _Gone:
             pass
 
@@ -84,38 +84,40 @@ class EndpointApp:
         for key in keys:
             if key and (session := self.find(key.strip().decode("latin-1"))):
                 return session
-        raise RequestRefused(RefusalReason.KEY, "this key is none, or its rollout has ended")
+        raise RequestRefused(RefusalReason.KEY, "the key is unknown, or its rollout has ended")
 
     async def _serve(
         self, session: ModelSession, method: str, path: str, shape: Shape, receive: Receive, send: Send
     ) -> None:
         if method in ("GET", "HEAD"):
-            await _answer(send, 200, self._about(path))
+            await _respond(send, 200, self._get_response(path))
             return
         if method != "POST" or path not in _SHAPES:
             raise RequestRefused(RefusalReason.ROUTE, f"there is no {method} {path[:100]}")
         if session.reason is not None:
             raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {session.reason}")
         data = await _body(receive, session.bounds)
-        asked = await session.reader.read(shape, data)
+        request = await session.reader.read(shape, data)
         if path.endswith("/count_tokens"):
-            await _answer(send, 200, {"input_tokens": session.count_tokens(asked)})
+            await _respond(send, 200, {"input_tokens": session.count_tokens(request)})
             return
-        leaving = asyncio.create_task(_left(receive))
+        disconnected = asyncio.create_task(_until_disconnect(receive))
         try:
-            if asked.stream:
-                await _tell(session, asked, shape.telling(asked, next(_numbers)), leaving, send)
+            if request.stream:
+                await _stream_answer(
+                    session, request, shape.stream(request, next(_numbers)), disconnected, send
+                )
             else:
-                answered = await _unless(leaving, asyncio.create_task(session.call(asked)))
-                await _answer(send, 200, shape.write(answered, asked))
+                answer = await _answer_unless_gone(disconnected, asyncio.create_task(session.call(request)))
+                await _respond(send, 200, shape.write(answer, request))
         finally:
-            leaving.cancel()
+            disconnected.cancel()
 
-    def _about(self, path: str) -> dict[str, Any]:
-        """Return the response to a GET request: health, or the only model.
+    def _get_response(self, path: str) -> dict[str, Any]:
+        """Return the response to a GET request: the health, or the only model.
 
         Raises:
-            RequestRefused: there is no such path.
+            RequestRefused: the path is unknown.
         """
         model = {
             "id": self.model,
@@ -129,8 +131,8 @@ class EndpointApp:
         if path in ("", "/", "/health"):
             return {"status": "ok"}
         if path == "/models":
-            ends = {"has_more": False, "first_id": self.model, "last_id": self.model}
-            return {"object": "list", "data": [model], **ends}
+            page = {"has_more": False, "first_id": self.model, "last_id": self.model}
+            return {"object": "list", "data": [model], **page}
         if path.startswith("/models/"):
             return {**model, "id": path.removeprefix("/models/")[:200]}
         raise RequestRefused(RefusalReason.ROUTE, f"there is no GET {path[:100]}")
@@ -140,7 +142,7 @@ _numbers = itertools.count()
 
 
 def _path(path: str) -> str:
-    """Return the path without `/v1`, which some clients send and some do not."""
+    """Return the path without the prefix `/v1`, which only some clients send."""
     return path.removeprefix("/v1").rstrip("/")
 
 
@@ -148,7 +150,7 @@ async def _body(receive: Receive, bounds: EndpointLimits) -> bytes:
     """Return the body of a request.
 
     Raises:
-        RequestRefused: it is too large, or does not arrive in time.
+        RequestRefused: the body is too large, or does not arrive in time.
     """
     data = bytearray()
     try:
@@ -165,49 +167,52 @@ async def _body(receive: Receive, bounds: EndpointLimits) -> bytes:
                 if not message.get("more_body", False):
                     return bytes(data)
     except TimeoutError:
-        raise RequestRefused(RefusalReason.INVALID, "the body did not come in time") from None
+        raise RequestRefused(RefusalReason.INVALID, "the body did not arrive in time") from None
 
 
-async def _left(receive: Receive) -> None:
-    """Return once the client closes the connection."""
+async def _until_disconnect(receive: Receive) -> None:
+    """Wait until the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _unless(leaving: asyncio.Task[None], call: asyncio.Task[EndpointAnswer]) -> EndpointAnswer:
-    """Return the answer; if the client leaves before, cancel the generation.
+async def _answer_unless_gone(
+    disconnected: asyncio.Task[None], call: asyncio.Task[EndpointAnswer]
+) -> EndpointAnswer:
+    """Return the answer of a call. If the client closes the connection before, cancel the call.
 
     Raises:
-        RequestRefused: as the call.
+        RequestRefused: the call was refused, or the rollout has ended.
+        _Gone: the client closed the connection.
     """
     try:
-        await asyncio.wait({leaving, call}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({disconnected, call}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
             raise _Gone
         if call.cancelled():
             raise RequestRefused(RefusalReason.ENDED, "this rollout has ended")
         return call.result()
     finally:
-        await _end(call)
+        await _stop_call(call)
 
 
-async def _tell(
+async def _stream_answer(
     session: ModelSession,
-    asked: EndpointRequest,
-    telling: AnswerStream,
-    leaving: asyncio.Task[None],
+    request: EndpointRequest,
+    stream: AnswerStream,
+    disconnected: asyncio.Task[None],
     send: Send,
 ) -> None:
-    """Stream the answer. A refusal before the first sampled token is sent as an ordinary error response."""
+    """Stream an answer. A refusal before the first event is sent as an ordinary error response."""
     live = LiveAnswer()
-    call = asyncio.create_task(session.call(asked, live))
+    call = asyncio.create_task(session.call(request, live))
     started = False
 
-    async def say(data: bytes) -> None:
+    async def send_events(data: bytes) -> None:
         nonlocal started
         if not started:
             started = True
-            data = telling.begin() + data
+            data = stream.begin() + data
             await _send(send, _start(200, b"text/event-stream"))
         if data:
             await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
@@ -216,40 +221,42 @@ async def _tell(
         while not call.done():
             changed = asyncio.create_task(live.changed.wait())
             try:
-                await asyncio.wait({leaving, call, changed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({disconnected, call, changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
-            if leaving.done():
+            if disconnected.done():
                 raise _Gone
             if not call.done():
                 live.changed.clear()
-                if any(more := live.more()):
-                    await say(_pieces(telling, *more))
-                await asyncio.wait({leaving, call}, timeout=_PACE_S, return_when=asyncio.FIRST_COMPLETED)
-        answered = await _unless(leaving, call)
-        rest = live.unfolding.rest(answered.turn) if live.unfolding else ("", "")
-        await say(_pieces(telling, *rest) + telling.end(answered))
+                if any(new_text := live.new_text()):
+                    await send_events(_events(stream, *new_text))
+                await asyncio.wait(
+                    {disconnected, call}, timeout=_MIN_EVENT_S, return_when=asyncio.FIRST_COMPLETED
+                )
+        answer = await _answer_unless_gone(disconnected, call)
+        rest = live.parser.remaining(answer.turn) if live.parser else ("", "")
+        await send_events(_events(stream, *rest) + stream.end(answer))
     except RequestRefused as refused:
         if not started:
             raise
         session.count_refused()
-        await say(telling.fail(refused))
+        await send_events(stream.fail(refused))
     finally:
-        await _end(call)
+        await _stop_call(call)
     await _send(send, {"type": "http.response.body", "body": b""})
 
 
-def _pieces(telling: AnswerStream, reasoning: str, content: str) -> bytes:
-    said = telling.reasoning(reasoning) if reasoning else b""
-    return said + (telling.content(content) if content else b"")
+def _events(stream: AnswerStream, reasoning: str, content: str) -> bytes:
+    events = stream.reasoning(reasoning) if reasoning else b""
+    return events + (stream.content(content) if content else b"")
 
 
-async def _end(call: asyncio.Task[EndpointAnswer]) -> None:
+async def _stop_call(call: asyncio.Task[EndpointAnswer]) -> None:
     if not call.done():
         call.cancel()
         await asyncio.wait({call})
     if not call.cancelled():
-        call.exception()  # retrieve the exception, since the caller may have left
+        call.exception()  # mark the exception as retrieved, or asyncio would log it
 
 
 def _start(status: int, kind: bytes, length: int | None = None) -> Message:
@@ -259,7 +266,7 @@ def _start(status: int, kind: bytes, length: int | None = None) -> Message:
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
-async def _answer(send: Send, status: int, body: Mapping[str, Any]) -> None:
+async def _respond(send: Send, status: int, body: Mapping[str, Any]) -> None:
     data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
     await _send(send, _start(status, b"application/json", len(data)))
     await _send(send, {"type": "http.response.body", "body": data})
@@ -272,7 +279,7 @@ async def _send(send: Send, message: Message) -> None:
         _Gone: the client does not read.
     """
     try:
-        async with asyncio.timeout(_READ_S):
+        async with asyncio.timeout(_SEND_TIMEOUT_S):
             await send(message)
     except (TimeoutError, OSError):
         raise _Gone from None

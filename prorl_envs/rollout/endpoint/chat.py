@@ -1,5 +1,5 @@
-"""OpenAI's Chat Completions interface (https://platform.openai.com/docs/api-reference/chat). Reasoning is in
-`reasoning_content`, as in vLLM.
+"""OpenAI's Chat Completions interface (https://platform.openai.com/docs/api-reference/chat). As in vLLM,
+reasoning is in the field `reasoning_content`.
 """
 
 import json
@@ -18,18 +18,18 @@ from prorl_envs.rollout.endpoint.types import (
     EndpointRequest,
     RefusalReason,
     RequestRefused,
-    an_object,
-    most_tokens,
+    check_object,
     objects,
-    opened,
-    text_at,
+    parse_body,
+    text_field,
     text_of,
+    token_limit,
     tool,
 )
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 _ROLES = {"developer": "system", "function": "tool"}
-_SYSTEM_ROLES = ("system", "user", "assistant", "tool")
+_KNOWN_ROLES = ("system", "user", "assistant", "tool")
 
 
 class _Request(msgspec.Struct):
@@ -53,12 +53,12 @@ class ChatCompletions:
 
     def open(self, data: bytes) -> Body:
         """See `Shape.open`."""
-        body = opened(data, _Request)
+        body = parse_body(data, _Request)
         if body.n not in (None, 1):
-            raise RequestRefused(RefusalReason.INVALID, "n: a request has one answer here")
+            raise RequestRefused(RefusalReason.INVALID, "n: only one answer per request is supported")
         options = body.stream_options
-        asked = EndpointRequest(
-            max_tokens=most_tokens(
+        request = EndpointRequest(
+            max_tokens=token_limit(
                 max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens
             ),
             stream=body.stream is True,
@@ -66,19 +66,19 @@ class ChatCompletions:
             model=str(body.model or "")[:200],
         )
         tools = b"[]" if body.tool_choice == "none" else bytes(body.tools)
-        return Body([bytes(item) for item in body.messages], tools, asked)
+        return Body([bytes(item) for item in body.messages], tools, request)
 
     def item(self, item: Any) -> Sequence[Message]:
         """See `Shape.item`."""
-        return [_message(an_object(item, "messages"))]
+        return [_message(check_object(item, "messages"))]
 
-    def tools(self, given: Any) -> Sequence[ToolSpec]:
+    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
         """See `Shape.tools`."""
-        return _tools(given)
+        return _tools(raw_tools)
 
-    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
+    def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
-        turn = answered.turn
+        turn = answer.turn
         message: JsonObject = {"role": "assistant", "content": turn.content or None, "refusal": None}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
@@ -86,24 +86,24 @@ class ChatCompletions:
             message["tool_calls"] = [openai_call(call) for call in turn.tool_calls]
         else:
             message["content"] = turn.content
-        choice = {"index": 0, "message": message, "finish_reason": _finish(answered), "logprobs": None}
-        head = _head("chat.completion", answered.number, asked)
-        return {**head, "choices": [choice], "usage": _usage(answered)}
+        choice = {"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}
+        head = _head("chat.completion", answer.number, request)
+        return {**head, "choices": [choice], "usage": _usage(answer)}
 
-    def telling(self, asked: EndpointRequest, number: int) -> "ChatTelling":
-        """See `Shape.telling`."""
-        return ChatTelling(asked, _head("chat.completion.chunk", number, asked))
+    def stream(self, request: EndpointRequest, number: int) -> "ChatStream":
+        """See `Shape.stream`."""
+        return ChatStream(request, _head("chat.completion.chunk", number, request))
 
-    def error(self, refused: RequestRefused) -> JsonObject:
+    def error(self, refusal: RequestRefused) -> JsonObject:
         """See `Shape.error`."""
-        return openai_error(refused)
+        return openai_error(refusal)
 
 
-class ChatTelling:
+class ChatStream:
     """Implements `AnswerStream`."""
 
-    def __init__(self, asked: EndpointRequest, head: JsonObject) -> None:
-        self._asked = asked
+    def __init__(self, request: EndpointRequest, head: JsonObject) -> None:
+        self._request = request
         self._head = head
 
     def begin(self) -> bytes:
@@ -118,20 +118,20 @@ class ChatTelling:
         """See `AnswerStream.content`."""
         return self._chunk({"content": text})
 
-    def end(self, answered: EndpointAnswer) -> bytes:
+    def end(self, answer: EndpointAnswer) -> bytes:
         """See `AnswerStream.end`."""
-        said = b""
-        if answered.turn.tool_calls:
-            calls = [{"index": i, **openai_call(call)} for i, call in enumerate(answered.turn.tool_calls)]
-            said = self._chunk({"tool_calls": calls})
-        said += self._chunk({}, _finish(answered))
-        if self._asked.usage:
-            said += sse({**self._head, "choices": [], "usage": _usage(answered)})
-        return said + b"data: [DONE]\n\n"
+        events = b""
+        if answer.turn.tool_calls:
+            calls = [{"index": i, **openai_call(call)} for i, call in enumerate(answer.turn.tool_calls)]
+            events = self._chunk({"tool_calls": calls})
+        events += self._chunk({}, _finish(answer))
+        if self._request.usage:
+            events += sse({**self._head, "choices": [], "usage": _usage(answer)})
+        return events + b"data: [DONE]\n\n"
 
-    def fail(self, refused: RequestRefused) -> bytes:
+    def fail(self, refusal: RequestRefused) -> bytes:
         """See `AnswerStream.fail`."""
-        return sse(openai_error(refused))
+        return sse(openai_error(refusal))
 
     def _chunk(self, delta: JsonObject, finish: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
@@ -144,29 +144,25 @@ def sse(data: JsonObject, event: str = "") -> bytes:
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
 
 
-def openai_error(refused: RequestRefused) -> JsonObject:
+def openai_error(refusal: RequestRefused) -> JsonObject:
     """Return a refusal as an error of OpenAI's interfaces."""
-    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
-    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.why.value}}
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    return {"error": {"message": refusal.message, "type": kind, "param": None, "code": refusal.reason.value}}
 
 
 def _message(item: Mapping[str, Any]) -> Message:
     role = item.get("role")
     role = _ROLES.get(role, role) if isinstance(role, str) else role
-    if role not in _SYSTEM_ROLES:
+    if role not in _KNOWN_ROLES:
         raise RequestRefused(RefusalReason.INVALID, f"messages: unknown role {str(role)[:50]!r}")
     message: Message = {"role": role, "content": text_of(item.get("content"), "messages")}
     if role == "tool":
         message["tool_call_id"] = str(item.get("tool_call_id") or item.get("name") or "")
     if role != "assistant":
         return message
-    calls = (
-        []
-        if item.get("tool_calls") is None
-        else [_call(c) for c in objects(item["tool_calls"], "tool_calls")]
-    )
-    if calls:
-        message["tool_calls"] = calls
+    calls = item.get("tool_calls")
+    if parsed := [_call(call) for call in objects([] if calls is None else calls, "tool_calls")]:
+        message["tool_calls"] = parsed
     reasoning = item.get("reasoning_content") or item.get("reasoning")
     if isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
@@ -176,15 +172,15 @@ def _message(item: Mapping[str, Any]) -> Message:
 def _call(item: Mapping[str, Any]) -> JsonObject:
     function = item.get("function")
     if not isinstance(function, Mapping):
-        raise RequestRefused(RefusalReason.INVALID, "tool_calls: one has no function")
+        raise RequestRefused(RefusalReason.INVALID, "tool_calls: a call has no function")
     return call_of(
-        str(item.get("id") or ""), text_at(function, "name", "tool_calls"), function.get("arguments")
+        str(item.get("id") or ""), text_field(function, "name", "tool_calls"), function.get("arguments")
     )
 
 
 def call_of(id_: str, name: str, arguments: Any) -> JsonObject:
-    """Return a tool call of a message in a request. Arguments other than a JSON object become one argument,
-    as templates only accept objects."""
+    """Return a tool call of a message in OpenAI's format. Chat templates accept only JSON objects as
+    arguments, so any other value becomes the value of a single argument."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
     if not _is_object(text):
         text = json.dumps({"arguments": arguments}) if arguments else "{}"
@@ -198,30 +194,30 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _tools(given: Any) -> list[ToolSpec]:
+def _tools(raw_tools: Any) -> list[ToolSpec]:
     tools = []
-    for item in () if given is None else objects(given, "tools"):
+    for item in () if raw_tools is None else objects(raw_tools, "tools"):
         function = item.get("function")
         if item.get("type") != "function" or not isinstance(function, Mapping):
-            raise RequestRefused(RefusalReason.INVALID, "tools: only functions are offered to the model")
+            raise RequestRefused(RefusalReason.INVALID, "tools: only functions are supported")
         tools.append(tool(function.get("name"), function.get("description"), function.get("parameters")))
     return tools
 
 
-def _head(kind: str, number: int, asked: EndpointRequest) -> JsonObject:
-    return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(kind: str, number: int, request: EndpointRequest) -> JsonObject:
+    return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _finish(answered: EndpointAnswer) -> str:
-    if answered.turn.tool_calls:
+def _finish(answer: EndpointAnswer) -> str:
+    if answer.turn.tool_calls:
         return "tool_calls"
-    return "length" if answered.finish == "length" else "stop"
+    return "length" if answer.finish == "length" else "stop"
 
 
-def _usage(answered: EndpointAnswer) -> JsonObject:
+def _usage(answer: EndpointAnswer) -> JsonObject:
     return {
-        "prompt_tokens": answered.prompt_tokens,
-        "completion_tokens": answered.completion_tokens,
-        "total_tokens": answered.prompt_tokens + answered.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": answered.cached_tokens},
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
     }

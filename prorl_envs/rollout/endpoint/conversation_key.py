@@ -1,7 +1,7 @@
-"""Keys of conversations: equal for requests with the same content, up to each message.
+"""Keys of conversations. Two requests have equal keys up to a message if their content is equal up to it.
 
-For answers, only their text and calls count. The ids of calls, surrounding white space, the spelling of JSON
-and the reasoning, which harnesses may drop, are ignored.
+A key covers only the text and the tool calls of answers. It ignores what harnesses may change: the ids of
+calls, surrounding white space, the formatting of JSON, and the reasoning.
 """
 
 import json
@@ -14,7 +14,7 @@ from prorl_envs.tools.types import ToolSpec
 
 
 def keys_of(messages: Sequence[Message]) -> list[bytes]:
-    """Return, for each message, the key of the conversation up to it."""
+    """Return, for each message, the key of the conversation up to and including this message."""
     keys: list[bytes] = []
     for message in messages:
         keys.append(key_of(keys[-1] if keys else b"", message))
@@ -25,15 +25,15 @@ def key_of(before: bytes, message: Message) -> bytes:
     """Return the key of a conversation with one more message.
 
     Args:
-        before: the key of the messages before; empty if there are none.
-        message: the last one.
+        before: key of the previous messages; empty if there are none.
+        message: the new message.
     """
     role, content = message["role"], message["content"]
     if role != "assistant":
         return _digest(content, before + role.encode())
     calls = [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
-    said = _digest(content.strip(), before + role.encode())
-    return _digest(json.dumps(calls, sort_keys=True), said) if calls else said
+    text_key = _digest(content.strip(), before + role.encode())
+    return _digest(json.dumps(calls, sort_keys=True), text_key) if calls else text_key
 
 
 def key_of_tools(tools: Sequence[ToolSpec]) -> bytes:
@@ -46,7 +46,7 @@ def _digest(text: str, before: bytes = b"") -> bytes:
 
 
 def _arguments(call: Message) -> Any:
-    """Return the parsed arguments of a call if possible: clients format JSON differently."""
+    """Return the arguments of a call: parsed if possible, since clients format JSON differently."""
     try:
         return json.loads(call["function"]["arguments"])
     except (ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""RUN with a harness in the sandbox, which calls the rollout's model endpoint on the sandbox's loopback."""
+"""RUN stage with a harness in the sandbox. The harness calls the rollout's model endpoint on the sandbox's
+loopback."""
 
 import asyncio
 import hmac
@@ -20,12 +21,12 @@ from prorl_envs.tools.types import Completed
 
 log = logging.getLogger(__name__)
 
-#: Limits of the endpoint in one sandbox. Clients beyond them wait: all belong to one harness.
+#: Limits of the endpoint in one sandbox. Further connections wait, since all belong to one harness.
 INSIDE = ConnectionLimits(connections=64, head_s=30.0, keep_alive_s=30.0, refuse=False)
-#: Seconds that a harness has to exit once its model answers no further calls.
+#: Seconds for a harness to exit after a limit was reached and no further calls are answered.
 GRACE_S = 10.0
-#: Characters of its output that a failure quotes.
-_SAID = 1500
+#: Number of characters of the harness's output that a failure quotes.
+_QUOTED = 1500
 
 
 async def play(
@@ -33,42 +34,42 @@ async def play(
     environment: HarnessedEnvironment[Any],
     prompt: Prompt,
     transcript: Transcript,
-    **how: Unpack[EpisodeSettings],
+    **settings: Unpack[EpisodeSettings],
 ) -> StopReason:
-    """Run the environment's harness until it exits, or reaches a limit.
+    """Run the environment's harness until it exits or reaches a limit.
 
-    Args: as of `Agent.play`.
+    Args: see `Agent.play`.
 
     Raises:
-        ModelError: its model failed, and the harness did not recover.
+        ModelError: the last model call failed.
         AgentFault: the harness failed, or never called its model.
-        SandboxError, ToolError, EnvironmentFault: our infrastructure failed.
+        SandboxError, ToolError, EnvironmentFault: the infrastructure failed.
     """
-    limits = how["limits"]
-    model = ModelSession(agent, transcript, limits, how["sampling"], how["session"])
-    app = EndpointApp(lambda key: model if _same(key, model.key) else None, MODEL)
+    limits = settings["limits"]
+    model = ModelSession(agent, transcript, limits, settings["sampling"], settings["session"])
+    app = EndpointApp(lambda key: model if _keys_equal(key, model.key) else None, MODEL)
     listener = HttpListener(app, await environment.listen_inside(), INSIDE)
     endpoint = Endpoint(port=listener.port, key=model.key)
     running = asyncio.create_task(environment.run_harness(prompt, endpoint, timeout_s=limits.run_s))
     try:
-        done = await _until_end(agent, model, transcript, running, limits.run_s)
+        done = await _wait_for_exit(agent, model, transcript, running, limits.run_s)
     finally:
         running.cancel()
         await asyncio.wait({running})
         await model.aclose()
         await listener.aclose()
-        agent.forget(how["session"])
-    return _judge(environment.harness.exits, model, done, limits.run_s)
+        agent.forget(settings["session"])
+    return _stop_reason(environment.harness.exits, model, done, limits.run_s)
 
 
-async def _until_end(
+async def _wait_for_exit(
     agent: Agent,
     model: ModelSession,
     transcript: Transcript,
     running: asyncio.Task[Completed],
     seconds: float,
 ) -> Completed | None:
-    """Wait for the harness; return its outcome, or None if it must be killed."""
+    """Wait for the harness to exit. Return its outcome, or None if it must be killed."""
     held = transcript.held
     exhausted = asyncio.create_task(model.exhausted.wait())
     try:
@@ -85,33 +86,37 @@ async def _until_end(
     return running.result() if running.done() else None
 
 
-def _judge(exits: frozenset[int], model: ModelSession, done: Completed | None, seconds: float) -> StopReason:
-    said = _said(done, seconds)
-    log.debug("a harness %s", said)
+def _stop_reason(
+    exits: frozenset[int], model: ModelSession, done: Completed | None, seconds: float
+) -> StopReason:
+    exit_text = _exit_text(done, seconds)
+    log.debug("a harness %s", exit_text)
     if model.failure is not None:
         raise model.failure
     if model.recording.turns == 0:
         hint = "does it use the given base URL and key?"
-        raise AgentFault(f"the harness asked its model nothing, and {said}", hint=hint)
+        raise AgentFault(f"the harness made no model call, and {exit_text}", hint=hint)
     if model.limit is not None:
         return model.limit
     if done is None or done.timed_out:
         return StopReason.TIME_LIMIT
     if done.exit_code in exits:
         return StopReason.FINISHED
-    if model.full:
+    if model.context_full:
         return StopReason.TOKEN_LIMIT
-    raise AgentFault(f"the harness {said}", hint="if that is an end in order, name it: exits")
+    raise AgentFault(
+        f"the harness {exit_text}", hint="if this exit status is normal, add it to the setting exits"
+    )
 
 
-def _said(done: Completed | None, seconds: float) -> str:
-    """Return how the harness exited, and the end of its output."""
+def _exit_text(done: Completed | None, seconds: float) -> str:
+    """Return a description of the harness's exit, with the end of its output."""
     if done is None:
-        return f"did not end in {seconds:g} s"
-    how = f"ended with exit status {done.exit_code}" if not done.timed_out else "did not end in time"
-    words = printable(done.output[-_SAID:].decode("utf-8", "replace")).strip()
-    return f"{how}: {words}" if words else f"{how}, without a word"
+        return f"did not exit in {seconds:g} s"
+    status = "did not exit in time" if done.timed_out else f"exited with status {done.exit_code}"
+    output = printable(done.output[-_QUOTED:].decode("utf-8", "replace")).strip()
+    return f"{status}: {output}" if output else f"{status}, without output"
 
 
-def _same(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode())
+def _keys_equal(received: str, key: str) -> bool:
+    return hmac.compare_digest(received.encode("utf-8", "replace"), key.encode())

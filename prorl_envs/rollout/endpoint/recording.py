@@ -1,10 +1,10 @@
 """Recording of the requests and answers of a model endpoint, as rows of the token ledger.
 
-Each answer defines a state: the ids up to its end. A request that starts with the messages of a state,
-including its answer, continues with the state's own ids; new messages are bridged to them as in the agent
-loop. Sampled tokens are never tokenised again. A request that rewrites its history continues from the last
-state that it still starts with; its other messages are context. So the rows form a tree. An answer is trained
-on in one row only: in rows that branch off after it, it is context.
+Each answer defines a state: the ids of the conversation up to the end of the answer. A request whose first
+messages are those of a state, including its answer, continues with the ids of the state. New messages are
+appended as in the agent loop. Sampled tokens are never tokenised again. A request that rewrites its history
+continues from the latest state that still matches; its other messages are context. So the rows form a tree.
+An answer is trained on in one row only; in rows that branch off after it, it is context.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,16 +22,16 @@ from prorl_envs.rollout.api.types import Trajectory
 from prorl_envs.rollout.endpoint.conversation_key import key_of, key_of_tools, keys_of
 from prorl_envs.tools.types import ToolCall, ToolSpec
 
-#: Ids at the end of a prompt that show if the reasoning starts in the prompt.
+#: Number of ids at the end of a prompt that are enough to see whether the reasoning starts in the prompt.
 PROMPT_END = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
     ledger: Ledger
-    latest: int  # number of its last answer
+    latest: int  # number of the row's last answer
     parent: "_Row | None" = None
-    shared: int = 0  # ids in common with the parent
+    shared: int = 0  # number of ids in common with the parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class _State:
     context: Context
     sampled: Sampled
     messages: Sequence[Message]
-    at: float
+    ended_at: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,10 +51,10 @@ class Pending:
 
     Args:
         ids: the whole context.
-        messages: the same, with the recorded answers in place of the request's.
+        messages: messages of the context. Recorded answers replace those of the request.
         tools: available tools.
         tools_key, key: keys of the tools and of the conversation.
-        parent: the state whose ids are a prefix of `ids`; None for a new conversation.
+        parent: the state from which the request continues; None for a new conversation.
         shared: number of ids in common with the state.
     """
 
@@ -72,15 +72,18 @@ class Recording:
     """Conversations of one rollout. Implements `agent_loop.Record`.
 
     Args:
-        renderer: of the model.
-        reasoning: handling of earlier reasoning when a conversation continues.
+        renderer: tokenizer and chat template of the model.
+        reasoning: whether later prompts keep the reasoning of earlier turns.
+
+    Attributes:
+        turns: number of recorded answers, including unfinished ones.
     """
 
     renderer: Renderer
     reasoning: Reasoning = "keep"
     turns: int = field(default=0, init=False)
     _rows: list[_Row] = field(default_factory=list, init=False)
-    _abandoned: list[_Row] = field(default_factory=list, init=False)
+    _unfinished: list[_Row] = field(default_factory=list, init=False)
     _states: dict[bytes, _State] = field(default_factory=dict, init=False)
     _call_ids: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -93,41 +96,44 @@ class Recording:
         keys: Sequence[bytes] = (),
         tools_key: bytes = b"",
     ) -> Pending:
-        """Return the ids of a request. Changes nothing, so it may run in its own thread.
+        """Return the prompt of a request. Changes nothing, so it may run in a thread.
 
-        Args: as of `EndpointRequest`.
+        Args: see `EndpointRequest`.
 
         Raises:
             InputError: the chat template refuses the conversation.
         """
         keys, tools_key = keys or keys_of(messages), tools_key or key_of_tools(tools)
-        for index, state in self._known(messages, keys, tools_key):
-            given = [*state.messages, *map(self._own_ids, messages[index + 1 :])]
+        for index, state in self._recorded_answers(messages, keys, tools_key):
+            conversation = [*state.messages, *map(self._with_model_ids, messages[index + 1 :])]
             known = len(state.messages)
-            if (found := self._continued(state, given, known, tools)) is not None:
-                return Pending(found[0], given, tools, tools_key, keys[-1], state, found[1])
-        given = [self._own_ids(message) for message in messages]
-        return Pending(Context(self.renderer.prompt(given, tools)), given, tools, tools_key, keys[-1], None)
+            if (found := self._continue_state(state, conversation, known, tools)) is not None:
+                return Pending(found[0], conversation, tools, tools_key, keys[-1], state, found[1])
+        conversation = [self._with_model_ids(message) for message in messages]
+        return Pending(
+            Context(self.renderer.prompt(conversation, tools)), conversation, tools, tools_key, keys[-1], None
+        )
 
     def new_text(self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes) -> int:
-        """Return the number of characters of a request that are not known as ids.
+        """Return the number of characters in a request that must be tokenised.
 
-        Args: as of `EndpointRequest`.
+        Args: see `EndpointRequest`.
         """
-        known = next((index for index, _ in self._known(messages, keys, tools_key)), -1)
+        known = next((index for index, _ in self._recorded_answers(messages, keys, tools_key)), -1)
         return sum(len(message["content"]) for message in messages[known + 1 :])
 
-    def _known(
+    def _recorded_answers(
         self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes
     ) -> Iterator[tuple[int, _State]]:
-        """Yield the answers among the messages up to which the conversation is recorded, last one first."""
+        """Yield the index and the state of each recorded answer with which the conversation matches. The last
+        answer comes first."""
         for index in range(len(messages) - 2, -1, -1):
             if messages[index]["role"] == "assistant" and (
                 state := self._states.get(tools_key + keys[index])
             ):
                 yield index, state
 
-    def answered(
+    def record_answer(
         self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float
     ) -> tuple[AssistantTurn, Sequence[Message]]:
         """Record an answer.
@@ -135,10 +141,11 @@ class Recording:
         Args:
             pending: the prompt.
             sampled: the answer.
-            asked_at, now: monotonic seconds.
+            asked_at, now: time of the request and of the answer, in monotonic seconds.
 
         Returns:
-            the parsed answer, its tool call ids unique in the rollout; and the conversation with it.
+            The parsed answer, with tool call ids that are unique in the rollout, and all messages of the
+            conversation.
         """
         number, self.turns = self.turns, self.turns + 1
         row = self._row_for(pending, number, asked_at)
@@ -146,43 +153,51 @@ class Recording:
         row.ledger.sampled(sampled, now - asked_at)
         row.latest = number
         turn = self.renderer.parse(sampled.ids, pending.tools, prompt_ids=pending.ids[-PROMPT_END:])
-        said = assistant_message(self.renderer, turn, sampled)
+        message = assistant_message(self.renderer, turn, sampled)
         if turn.malformed and turn.tool_calls:
-            said = {**said, "tool_calls": [openai_call(call) for call in turn.tool_calls]}
-        messages = [*pending.messages, said]
+            message = {**message, "tool_calls": [openai_call(call) for call in turn.tool_calls]}
+        messages = [*pending.messages, message]
         context = pending.ids.fork()
         context.extend(sampled.ids)
-        key = pending.tools_key + key_of(pending.key, said)
+        key = pending.tools_key + key_of(pending.key, message)
         self._states[key] = _State(row, context, sampled, messages, now)
-        return self._told(turn, said, number), messages
+        return self._for_harness(turn, message, number), messages
 
-    def abandoned(self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float) -> None:
-        """Record the sampled part of an answer that its client did not wait for.
+    def record_unfinished(self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float) -> None:
+        """Record the sampled part of an answer whose client did not wait for it.
 
-        Args: as of `answered`; the answer may be incomplete.
+        Args: see `record_answer`; the answer may be incomplete.
         """
         self.turns += 1
         row = _Row(Ledger(pending.ids), 0, pending.parent.row if pending.parent else None, pending.shared)
         row.ledger.sent(pending.ids)
         row.ledger.sampled(sampled, now - asked_at)
-        self._abandoned.append(row)
+        self._unfinished.append(row)
 
     def _row_for(self, pending: Pending, number: int, asked_at: float) -> _Row:
-        """Return the row that ends with the prompt; starts a new row if necessary."""
+        """Return a row that ends with the prompt: the parent's row if the prompt continues it, else a new
+        row."""
         parent = pending.parent
         if parent is not None and pending.shared == len(parent.context) == len(parent.row.ledger):
-            parent.row.ledger.tools_took(max(asked_at - parent.at, 0.0))
+            parent.row.ledger.tools_took(max(asked_at - parent.ended_at, 0.0))
             parent.row.ledger.observed(pending.ids[pending.shared :])
             return parent.row
         row = _Row(Ledger(pending.ids), number, parent.row if parent else None, pending.shared)
         self._rows.append(row)
         return row
 
-    def _continued(
+    def _continue_state(
         self, state: _State, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]
     ) -> tuple[Context, int] | None:
-        """Return the context of a state with the new messages, and how many of its ids are the state's own;
-        None if the template cannot render the new messages."""
+        """Return the context of a state with new messages appended, and the number of ids that it has in
+        common with the state. Return None if the chat template cannot render the new messages.
+
+        Args:
+            state: the state.
+            messages: messages of the state, and new messages.
+            known: number of messages of the state.
+            tools: available tools.
+        """
         ids, new = state.context.fork(), messages[known:]
         try:
             if all(message["role"] != "assistant" for message in new):
@@ -193,25 +208,25 @@ class Recording:
                     return Context(step.ids), 0
                 ids.extend(step.ids)
             else:
-                self._graft(ids, state.sampled, new)
+                self._append_rewritten(ids, state.sampled, new)
         except InputError:
             return None
         return ids, len(state.context)
 
-    def _graft(self, context: Context, last: Sampled, new: Sequence[Message]) -> None:
-        """Append messages to a context, among them answers that differ from the recorded ones."""
+    def _append_rewritten(self, context: Context, last: Sampled, new: Sequence[Message]) -> None:
+        """Append messages to a context. They contain answers that are not recorded, so these are rendered."""
         observations: list[Message] = []
         for message in new:
             if message["role"] != "assistant":
                 observations.append(message)
                 continue
-            said = self.renderer.assistant(message)
-            context.extend(self.renderer.bridge(last, observations) + said)
-            last, observations = Sampled(tuple(said), (), "stop", "", ""), []
+            ids = self.renderer.assistant(message)
+            context.extend(self.renderer.bridge(last, observations) + ids)
+            last, observations = Sampled(tuple(ids), (), "stop", "", ""), []
         context.extend(self.renderer.bridge(last, observations))
 
-    def _own_ids(self, message: Message) -> Message:
-        """Return a message with the tool call ids that the model's template received."""
+    def _with_model_ids(self, message: Message) -> Message:
+        """Return a message with the model's own tool call ids in place of those that the harness received."""
         if message["role"] == "tool":
             id_ = message["tool_call_id"]
             return {**message, "tool_call_id": self._call_ids.get(id_, id_)}
@@ -222,21 +237,22 @@ class Recording:
             }
         return message
 
-    def _told(self, turn: AssistantTurn, said: Message, number: int) -> AssistantTurn:
-        """Return a turn as the harness receives it. If a call is unreadable, the text is the whole turn."""
+    def _for_harness(self, turn: AssistantTurn, message: Message, number: int) -> AssistantTurn:
+        """Return a turn as the harness receives it, with unique tool call ids. If a call is unreadable, the
+        content is the text of the whole turn."""
         calls = []
         for index, call in enumerate(turn.tool_calls):
             id_ = f"call_{number}_{index}_{blake2b(call.id.encode(), digest_size=4).hexdigest()}"
             self._call_ids[id_] = call.id
             calls.append(ToolCall(id_, call.name, call.arguments))
         if turn.malformed:
-            return AssistantTurn(said["content"], tuple(calls), turn.malformed)
-        return AssistantTurn(said["content"], tuple(calls), (), said.get("reasoning_content", ""))
+            return AssistantTurn(message["content"], tuple(calls), turn.malformed)
+        return AssistantTurn(message["content"], tuple(calls), (), message.get("reasoning_content", ""))
 
     # Rows for training.
 
     def __len__(self) -> int:
-        """Return the number of tokens of all rows."""
+        """Return the number of tokens in all rows."""
         return sum(len(row.ledger) for row in self._rows)
 
     @property
@@ -246,15 +262,15 @@ class Recording:
 
     @property
     def forks(self) -> list[Trajectory]:
-        """All rows but that of the last answer."""
+        """All rows except the row of the last answer."""
         rows = self.ordered
         return [_trajectory(row, rows) for row in rows[:-1]]
 
     @property
     def unfinished_answers(self) -> list[Trajectory]:
-        """Context and sampled tokens of each answer that its client did not wait for."""
+        """Context and sampled tokens of each answer whose client did not wait for it."""
         rows = self.ordered
-        return [_trajectory(row, rows) for row in self._abandoned]
+        return [_trajectory(row, rows) for row in self._unfinished]
 
     def trajectory(self) -> Trajectory | None:
         """Return the row of the last answer; None before the first answer."""
@@ -263,11 +279,11 @@ class Recording:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(row.ledger.sampled_tokens for row in (*self._rows, *self._abandoned))
+        return sum(row.ledger.sampled_tokens for row in (*self._rows, *self._unfinished))
 
     @property
     def model_s(self) -> float:
-        return sum(row.ledger.model_s for row in (*self._rows, *self._abandoned))
+        return sum(row.ledger.model_s for row in (*self._rows, *self._unfinished))
 
     @property
     def tools_s(self) -> float:
@@ -275,7 +291,7 @@ class Recording:
 
 
 def _trajectory(row: _Row, rows: Sequence[_Row]) -> Trajectory:
-    own = row.ledger.trajectory()
+    trajectory = row.ledger.trajectory()
     if row.parent is None or not row.shared:
-        return own
-    return own.model_copy(update={"parent": rows.index(row.parent), "shared_prefix_len": row.shared})
+        return trajectory
+    return trajectory.model_copy(update={"parent": rows.index(row.parent), "shared_prefix_len": row.shared})

@@ -1,7 +1,7 @@
 """OpenAI's Responses interface (https://platform.openai.com/docs/api-reference/responses and
-/responses-streaming). Nothing is stored under an id: a request carries its whole conversation, as with
-`store: false`. Tools that run on OpenAI's own servers are not offered to the model; free-form tools take one
-text.
+/responses-streaming). Responses are not stored: each request contains its whole conversation, as with
+`store: false`. Tools that run on OpenAI's own servers are not available to the model. Free-form tools have
+one argument, a text.
 """
 
 import json
@@ -20,13 +20,13 @@ from prorl_envs.rollout.endpoint.types import (
     EndpointRequest,
     RefusalReason,
     RequestRefused,
-    an_object,
     as_item,
-    most_tokens,
+    check_object,
     objects,
-    opened,
-    text_at,
+    parse_body,
+    text_field,
     text_of,
+    token_limit,
     tool,
 )
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
@@ -62,46 +62,50 @@ class Responses:
 
     def open(self, data: bytes) -> Body:
         """See `Shape.open`."""
-        body = opened(data, _Request)
+        body = parse_body(data, _Request)
         if body.previous_response_id is not None:
             raise RequestRefused(
-                RefusalReason.INVALID, "previous_response_id: nothing is kept here; send the conversation"
+                RefusalReason.INVALID,
+                "previous_response_id: responses are not stored; send the whole conversation",
             )
         if body.background is True:
-            raise RequestRefused(RefusalReason.INVALID, "background: answers are given at once here")
-        asked = EndpointRequest(
-            max_tokens=most_tokens(max_output_tokens=body.max_output_tokens),
+            raise RequestRefused(RefusalReason.INVALID, "background: not supported")
+        request = EndpointRequest(
+            max_tokens=token_limit(max_output_tokens=body.max_output_tokens),
             stream=body.stream is True,
             model=str(body.model or "")[:200],
         )
-        said = body.input
-        given = [as_item("user", said)] if isinstance(said, str) else [bytes(item) for item in said]
+        text_or_items = body.input
+        if isinstance(text_or_items, str):
+            items = [as_item("user", text_or_items)]
+        else:
+            items = [bytes(item) for item in text_or_items]
         tools = b"[]" if body.tool_choice == "none" else bytes(body.tools)
-        return Body([as_item("system", body.instructions), *given], tools, asked)
+        return Body([as_item("system", body.instructions), *items], tools, request)
 
     def item(self, item: Any) -> Sequence[Message]:
         """See `Shape.item`."""
-        message = _read(an_object(item, "input"))
+        message = _read(check_object(item, "input"))
         return [] if message is None else [message]
 
-    def tools(self, given: Any) -> Sequence[ToolSpec]:
+    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
         """See `Shape.tools`."""
-        return _tools(given)
+        return _tools(raw_tools)
 
-    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
+    def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
-        return _whole(_head(asked, answered.number), answered, _items(answered, _free(asked)))
+        return _response(_head(request, answer.number), answer, _items(answer, _free(request)))
 
-    def telling(self, asked: EndpointRequest, number: int) -> "ResponsesTelling":
-        """See `Shape.telling`."""
-        return ResponsesTelling(_head(asked, number), number, _free(asked))
+    def stream(self, request: EndpointRequest, number: int) -> "ResponsesStream":
+        """See `Shape.stream`."""
+        return ResponsesStream(_head(request, number), number, _free(request))
 
-    def error(self, refused: RequestRefused) -> JsonObject:
+    def error(self, refusal: RequestRefused) -> JsonObject:
         """See `Shape.error`."""
-        return openai_error(refused)
+        return openai_error(refusal)
 
 
-class ResponsesTelling:
+class ResponsesStream:
     """Implements `AnswerStream`."""
 
     def __init__(self, head: JsonObject, number: int, free: frozenset[str]) -> None:
@@ -121,62 +125,62 @@ class ResponsesTelling:
 
     def reasoning(self, text: str) -> bytes:
         """See `AnswerStream.reasoning`."""
-        said = self._switch("reasoning")
+        events = self._switch("reasoning")
         self._text += text
-        return said + self._event("response.reasoning_text.delta", delta=text, **self._place())
+        return events + self._event("response.reasoning_text.delta", delta=text, **self._place())
 
     def content(self, text: str) -> bytes:
         """See `AnswerStream.content`."""
-        said = self._switch("message")
+        events = self._switch("message")
         self._text += text
-        return said + self._event("response.output_text.delta", delta=text, logprobs=[], **self._place())
+        return events + self._event("response.output_text.delta", delta=text, logprobs=[], **self._place())
 
-    def end(self, answered: EndpointAnswer) -> bytes:
+    def end(self, answer: EndpointAnswer) -> bytes:
         """See `AnswerStream.end`."""
-        said = self._switch("message") if not self._told(answered) else b""
-        said += self._close()
-        for index, call in enumerate(answered.turn.tool_calls):
-            said += self._call(_call_item(call, self._number, index, self._free))
-        whole = _whole(self._head, answered, self._done)
-        return said + self._event(f"response.{whole['status']}", response=whole)
+        events = b"" if self._has_output(answer) else self._switch("message")
+        events += self._close()
+        for index, call in enumerate(answer.turn.tool_calls):
+            events += self._call(_call_item(call, self._number, index, self._free))
+        response = _response(self._head, answer, self._done)
+        return events + self._event(f"response.{response['status']}", response=response)
 
-    def fail(self, refused: RequestRefused) -> bytes:
+    def fail(self, refusal: RequestRefused) -> bytes:
         """See `AnswerStream.fail`."""
-        error = {"code": "server_error", "message": refused.message}
+        error = {"code": "server_error", "message": refusal.message}
         failed = {**self._head, "status": "failed", "error": error, "output": self._done}
         return self._event("response.failed", response=failed)
 
-    def _told(self, answered: EndpointAnswer) -> bool:
-        said = any(item["type"] == "message" for item in self._done)
-        said = said or (self._open is not None and self._open["type"] == "message")
-        return said or bool(answered.turn.tool_calls)
+    def _has_output(self, answer: EndpointAnswer) -> bool:
+        """Return True if the stream has a message or will have a tool call. Otherwise it needs a message."""
+        items = self._done if self._open is None else [*self._done, self._open]
+        return any(item["type"] == "message" for item in items) or bool(answer.turn.tool_calls)
 
     def _call(self, item: JsonObject) -> bytes:
         key, kind = ("arguments", "function_call_arguments")
         if item["type"] == "custom_tool_call":
             key, kind = ("input", "custom_tool_call_input")
         place = {"item_id": item["id"], "output_index": len(self._done)}
-        begun = {**item, key: "", "status": "in_progress"}
-        said = self._event("response.output_item.added", output_index=len(self._done), item=begun)
-        said += self._event(f"response.{kind}.delta", delta=item[key], **place)
-        named = {"name": item["name"]} if key == "arguments" else {}
-        said += self._event(f"response.{kind}.done", **{key: item[key]}, **named, **place)
-        said += self._event("response.output_item.done", output_index=len(self._done), item=item)
+        started = {**item, key: "", "status": "in_progress"}
+        events = self._event("response.output_item.added", output_index=len(self._done), item=started)
+        events += self._event(f"response.{kind}.delta", delta=item[key], **place)
+        name = {"name": item["name"]} if key == "arguments" else {}
+        events += self._event(f"response.{kind}.done", **{key: item[key]}, **name, **place)
+        events += self._event("response.output_item.done", output_index=len(self._done), item=item)
         self._done.append(item)
-        return said
+        return events
 
     def _switch(self, kind: str) -> bytes:
-        """Start an output item, unless one of the same kind is open."""
+        """Start an output item, unless an item of the same kind is open."""
         if self._open is not None and self._open["type"] == kind:
             return b""
-        said = self._close()
+        events = self._close()
         index = len(self._done)
         self._open = _text_item(kind, "", self._number, status="in_progress")
         part = self._open["content"][0]
-        said += self._event(
+        events += self._event(
             "response.output_item.added", output_index=index, item={**self._open, "content": []}
         )
-        return said + self._event("response.content_part.added", part=part, **self._place())
+        return events + self._event("response.content_part.added", part=part, **self._place())
 
     def _close(self) -> bytes:
         if self._open is None:
@@ -185,14 +189,14 @@ class ResponsesTelling:
         item = _text_item(kind, text, self._number)
         place = self._place()
         if kind == "message":
-            said = self._event("response.output_text.done", text=text, logprobs=[], **place)
+            events = self._event("response.output_text.done", text=text, logprobs=[], **place)
         else:
-            said = self._event("response.reasoning_text.done", text=text, **place)
-        said += self._event("response.content_part.done", part=item["content"][0], **place)
-        said += self._event("response.output_item.done", output_index=len(self._done), item=item)
+            events = self._event("response.reasoning_text.done", text=text, **place)
+        events += self._event("response.content_part.done", part=item["content"][0], **place)
+        events += self._event("response.output_item.done", output_index=len(self._done), item=item)
         self._done.append(item)
         self._open, self._text = None, ""
-        return said
+        return events
 
     def _place(self) -> JsonObject:
         assert self._open is not None
@@ -204,7 +208,8 @@ class ResponsesTelling:
 
 
 def _read(item: Mapping[str, Any]) -> Message | None:
-    """Convert one item of a conversation to a message or a part of one; None if it is empty."""
+    """Return an item of a conversation as a message, or as a part of a message. Return None for an item
+    without content."""
     kind = item.get("type", "message")
     match kind:
         case "message":
@@ -216,18 +221,20 @@ def _read(item: Mapping[str, Any]) -> Message | None:
             text = text_of(item.get("content"), "input")
             return {"role": role, "content": text} if text or role != "system" else None
         case "function_call":
-            return _called(text_at(item, "call_id", kind), text_at(item, "name", kind), item.get("arguments"))
+            return _called(
+                text_field(item, "call_id", kind), text_field(item, "name", kind), item.get("arguments")
+            )
         case "custom_tool_call":
-            arguments = {FREE_TEXT: text_at(item, "input", kind)}
-            return _called(text_at(item, "call_id", kind), text_at(item, "name", kind), arguments)
+            arguments = {FREE_TEXT: text_field(item, "input", kind)}
+            return _called(text_field(item, "call_id", kind), text_field(item, "name", kind), arguments)
         case "function_call_output" | "custom_tool_call_output":
             output = text_of(item.get("output"), kind)
-            return {"role": "tool", "tool_call_id": text_at(item, "call_id", kind), "content": output}
+            return {"role": "tool", "tool_call_id": text_field(item, "call_id", kind), "content": output}
         case "reasoning":
             return None  # the recorded answer contains it
         case _:
             raise RequestRefused(
-                RefusalReason.INVALID, f"input: items of type {str(kind)[:50]!r} are not known here"
+                RefusalReason.INVALID, f"input: items of type {str(kind)[:50]!r} are not supported"
             )
 
 
@@ -235,9 +242,9 @@ def _called(id_: str, name: str, arguments: Any) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call_of(id_, name, arguments)]}
 
 
-def _tools(given: Any) -> list[ToolSpec]:
+def _tools(raw_tools: Any) -> list[ToolSpec]:
     tools = []
-    for item in () if given is None else objects(given, "tools"):
+    for item in () if raw_tools is None else objects(raw_tools, "tools"):
         if item.get("type") == "function":
             tools.append(tool(item.get("name"), item.get("description"), item.get("parameters")))
         elif item.get("type") == "custom":
@@ -245,13 +252,13 @@ def _tools(given: Any) -> list[ToolSpec]:
     return tools
 
 
-def _free(asked: EndpointRequest) -> frozenset[str]:
+def _free(request: EndpointRequest) -> frozenset[str]:
     """Return the names of free-form tools."""
-    return frozenset(tool.name for tool in asked.tools if tool.parameters is _FREE)
+    return frozenset(tool.name for tool in request.tools if tool.parameters is _FREE)
 
 
-def _items(answered: EndpointAnswer, free: frozenset[str]) -> list[JsonObject]:
-    turn, number = answered.turn, answered.number
+def _items(answer: EndpointAnswer, free: frozenset[str]) -> list[JsonObject]:
+    turn, number = answer.turn, answer.number
     items = []
     if turn.reasoning:
         items.append(_text_item("reasoning", turn.reasoning, number))
@@ -284,12 +291,12 @@ def _call_item(call: ToolCall, number: int, index: int, free: frozenset[str]) ->
     return {"id": f"fc_{number}_{index}", "type": "function_call", **item, "arguments": arguments}
 
 
-def _head(asked: EndpointRequest, number: int) -> JsonObject:
+def _head(request: EndpointRequest, number: int) -> JsonObject:
     return {
         "id": f"resp_{number}",
         "object": "response",
         "created_at": int(time.time()),
-        "model": asked.model,
+        "model": request.model,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
@@ -305,18 +312,18 @@ def _head(asked: EndpointRequest, number: int) -> JsonObject:
     }
 
 
-def _whole(head: JsonObject, answered: EndpointAnswer, items: list[JsonObject]) -> JsonObject:
-    cut = answered.finish == "length"
+def _response(head: JsonObject, answer: EndpointAnswer, items: list[JsonObject]) -> JsonObject:
+    cut = answer.finish == "length"
     return {
         **head,
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": items,
         "usage": {
-            "input_tokens": answered.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answered.cached_tokens},
-            "output_tokens": answered.completion_tokens,
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": answer.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
     }

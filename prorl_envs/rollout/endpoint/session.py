@@ -1,5 +1,4 @@
-"""Model session of one rollout: answers HTTP calls of harnesses by the token protocol, and records every
-id."""
+"""Model session of one rollout: answers calls of a harness with the model servers, and records all ids."""
 
 import asyncio
 import logging
@@ -19,9 +18,9 @@ from prorl_envs.rollout.endpoint.types import EndpointAnswer, EndpointRequest, R
 
 log = logging.getLogger(__name__)
 
-#: Prefix of keys, by which a leaked key can be recognised.
+#: Prefix of keys. It makes leaked keys recognisable.
 KEY_PREFIX = "sk-prorl-"
-#: Upper bound of the JSON bytes per token, except for runs of white space.
+#: Maximum number of JSON bytes per token, except for long runs of white space.
 _BYTES_PER_TOKEN = 64
 
 
@@ -30,10 +29,10 @@ class EndpointLimits:
     """Limits of one rollout's endpoint, in addition to `AgentLimits`.
 
     Args:
-        parallel: concurrent calls; further ones wait.
-        waiting: most waiting calls.
-        refused: refused requests after which no further request is answered.
-        body_bytes: most bytes of a request.
+        parallel: maximum number of concurrent calls; further calls wait.
+        waiting: maximum number of waiting calls.
+        refused: number of refused requests after which no further request is answered.
+        body_bytes: maximum size of a request in bytes.
         body_s: timeout in seconds for receiving a body.
     """
 
@@ -45,16 +44,16 @@ class EndpointLimits:
 
 
 class ModelSession:
-    """Model endpoint of one rollout. Its key grants model calls as this rollout only.
+    """Model endpoint of one rollout. Its key permits only model calls as this rollout.
 
     Args:
-        agent: tokenizer, template and model servers.
+        agent: has the tokenizer, the chat template and the model servers.
         transcript: filled as calls are answered.
-        limits: `max_turns` limits the calls, `max_tokens` each context with its answer.
-        sampling: sampling settings. A request can ask for fewer tokens; temperature and the like are fixed,
-            as a trainer's computations depend on them.
+        limits: `max_turns` limits the number of calls, `max_tokens` each context with its answer.
+        sampling: sampling settings. A request can reduce `max_tokens`. Its other sampling parameters, such as
+            the temperature, are ignored, since a trainer's computations depend on fixed ones.
         session: session name; the model servers treat its calls as one conversation.
-        bounds: protection against floods of requests.
+        bounds: limits that protect against too many or too large requests.
     """
 
     def __init__(
@@ -69,19 +68,20 @@ class ModelSession:
         self.key = KEY_PREFIX + secrets.token_urlsafe(32)
         self.bounds = bounds
         self.recording = Recording(agent.renderer, agent.reasoning)
-        self.reader = RequestCache()
-        #: Set once a limit is reached: no further call is answered.
+        self.request_cache = RequestCache()
+        #: Set once a limit is reached. Then no further call is answered.
         self.exhausted = asyncio.Event()
+        #: Reason why no further call is answered, or None.
         self.reason: StopReason | None = None
         #: The limit that was reached, or None.
         self.limit: StopReason | None = None
         #: The failure of the last call, or None.
         self.failure: ModelError | None = None
-        #: True if the last call was refused because its context was full.
-        self.full = False
+        #: True if the last call was refused because its prompt was too long.
+        self.context_full = False
         self.refused = 0
-        self.aborted = 0
-        self.touched = agent.clock.monotonic()
+        self.cancelled_calls = 0
+        self.last_used = agent.clock.monotonic()
         self._agent = agent
         self._transcript = transcript
         self._limits = limits
@@ -94,59 +94,59 @@ class ModelSession:
 
     @property
     def calls(self) -> int:
-        """Number of calls that are being answered or waiting."""
+        """Number of unfinished calls, including waiting ones."""
         return len(self._calls)
 
     @property
-    def lives(self) -> list[LiveAnswer]:
-        """Answers in progress of these calls."""
+    def answers(self) -> list[LiveAnswer]:
+        """Answers of the unfinished calls."""
         return list(self._calls.values())
 
-    async def call(self, asked: EndpointRequest, live: LiveAnswer | None = None) -> EndpointAnswer:
-        """Answer one request. Cancelling the call stops the generation; the tokens sampled before are kept as
-        an unfinished answer, if the model server streams them (`Streaming`).
+    async def call(self, request: EndpointRequest, live: LiveAnswer | None = None) -> EndpointAnswer:
+        """Answer one request. If the call is cancelled, sampling stops. The tokens sampled so far are recorded
+        as an unfinished answer, if the model server streams them.
 
         Args:
-            asked: the request.
+            request: the request.
             live: receives the answer while it is sampled; None if the client does not stream.
 
         Raises:
             RequestRefused: a limit is reached, the conversation cannot be rendered, or the model failed.
         """
-        self.touched = self._agent.clock.monotonic()
+        self.last_used = self._agent.clock.monotonic()
         if self.reason is not None:
             raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {self.reason}")
         if len(self._calls) >= self.bounds.parallel + self.bounds.waiting:
-            raise RequestRefused(RefusalReason.BUSY, "too many requests of this rollout at a time")
+            raise RequestRefused(RefusalReason.BUSY, "this rollout has too many unfinished requests")
         task, live = asyncio.current_task(), live or LiveAnswer()
         assert task is not None
         self._calls[task] = live
         try:
             async with self._slots:
-                return await self._call(asked, live)
+                return await self._call(request, live)
         except asyncio.CancelledError:
-            self.aborted += 1
+            self.cancelled_calls += 1
             self.count_refused()
             raise
         finally:
             del self._calls[task]
-            self.touched = self._agent.clock.monotonic()
+            self.last_used = self._agent.clock.monotonic()
 
-    def count_tokens(self, asked: EndpointRequest) -> int:
-        """Return the number of tokens of a request's prompt.
+    def count_tokens(self, request: EndpointRequest) -> int:
+        """Return the number of tokens in a request's prompt.
 
         Raises:
             RequestRefused: the conversation cannot be rendered.
         """
-        self._check_size(asked)
+        self._check_size(request)
         try:
-            given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
-            return len(self.recording.prompt(*given).ids)
+            arguments = (request.messages, request.tools, request.keys, request.tools_key)
+            return len(self.recording.prompt(*arguments).ids)
         except InputError as error:
             raise RequestRefused(RefusalReason.INVALID, str(error)) from error
 
     async def aclose(self) -> None:
-        """Refuse further calls, and cancel the current ones. Idempotent."""
+        """Refuse further calls, and cancel unfinished calls. Idempotent."""
         self.reason = self.reason or StopReason.FINISHED
         calls = [call for call in self._calls if call is not asyncio.current_task()]
         for call in calls:
@@ -155,20 +155,20 @@ class ModelSession:
             await asyncio.wait(calls)
 
     def end(self, reason: StopReason) -> None:
-        """Stop the session at a limit: refuse further calls, but finish the current ones."""
+        """Stop the session at a limit: refuse further calls, but answer unfinished calls."""
         self.reason = self.limit = self.reason or reason
         self.exhausted.set()
 
     def count_refused(self) -> None:
-        """Count a refused or cancelled request. Too many stop the session: no working agent causes so
-        many."""
+        """Count a refused or cancelled request. Stop the session if there are more than a working agent would
+        cause."""
         self.refused += 1
         if self.refused >= self.bounds.refused:
             self.end(StopReason.TURN_LIMIT)
 
     # Steps.
 
-    async def _call(self, asked: EndpointRequest, live: LiveAnswer) -> EndpointAnswer:
+    async def _call(self, request: EndpointRequest, live: LiveAnswer) -> EndpointAnswer:
         if self.reason is not None:
             raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {self.reason}")
         if self._started_turns >= self._limits.max_turns:
@@ -179,23 +179,23 @@ class ModelSession:
         self._started_turns += 1
         pending, asked_at = None, 0.0
         try:
-            pending = await self._pending(asked)
-            live.unfolding = IncrementalParser(self._agent.renderer, asked.tools, pending.ids[-PROMPT_END:])
+            pending = await self._pending(request)
+            live.parser = IncrementalParser(self._agent.renderer, request.tools, pending.ids[-PROMPT_END:])
             asked_at = self._agent.clock.monotonic()
-            sampled = await self._sample(asked, pending, live)
+            sampled = await self._sample(request, pending, live)
         except asyncio.CancelledError:
-            if pending is None or not self._keep(pending, live.partial, asked_at):
+            if pending is None or not self._record_unfinished(pending, live.partial, asked_at):
                 self._started_turns -= 1
             raise
         except BaseException:
-            # The agent may try again; `refused` and the time limit bound the retries.
+            # The call does not count, so that the agent may try again. `bounds.refused` limits the retries.
             self._started_turns -= 1
             raise
         now = self._agent.clock.monotonic()
-        turn, messages = self.recording.answered(pending, sampled, asked_at=asked_at, now=now)
+        turn, messages = self.recording.record_answer(pending, sampled, asked_at=asked_at, now=now)
         self._transcript.messages[:] = messages
         self._transcript.tools = pending.tools
-        self.failure, self.full = None, False
+        self.failure, self.context_full = None, False
         return EndpointAnswer(
             number=self.recording.turns - 1,
             turn=turn,
@@ -205,39 +205,40 @@ class ModelSession:
             cached_tokens=sampled.cached_tokens or 0,
         )
 
-    def _keep(self, pending: Pending, partial: Partial | None, asked_at: float) -> bool:
-        """Record the sampled tokens of an answer without a waiting client. Returns True if there were any."""
+    def _record_unfinished(self, pending: Pending, partial: Partial | None, asked_at: float) -> bool:
+        """Record the sampled tokens of a cancelled answer. Return False if there are no tokens."""
         if partial is None or not partial.ids:
             return False
         ids, logprobs = tuple(partial.ids), tuple(partial.logprobs)
         sampled = Sampled(ids, logprobs, "abort", partial.weight_version, partial.server)
         now = self._agent.clock.monotonic()
-        self.recording.abandoned(pending, sampled, asked_at=asked_at, now=now)
+        self.recording.record_unfinished(pending, sampled, asked_at=asked_at, now=now)
         return True
 
-    async def _pending(self, asked: EndpointRequest) -> Pending:
-        self._check_size(asked)
-        given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
+    async def _pending(self, request: EndpointRequest) -> Pending:
+        self._check_size(request)
+        arguments = (request.messages, request.tools, request.keys, request.tools_key)
         try:
-            new = self.recording.new_text(asked.messages, asked.keys, asked.tools_key)
-            return await run_in_thread_if_long(new, partial(self.recording.prompt, *given))
+            new = self.recording.new_text(request.messages, request.keys, request.tools_key)
+            return await run_in_thread_if_long(new, partial(self.recording.prompt, *arguments))
         except InputError as error:
             raise RequestRefused(RefusalReason.INVALID, str(error)) from error
 
-    def _check_size(self, asked: EndpointRequest) -> None:
-        """Check that a request is not much larger than the context.
+    def _check_size(self, request: EndpointRequest) -> None:
+        """Check that a request is not so large that it cannot fit into the context. Tokenising it would take
+        long.
 
         Raises:
-            RequestRefused: it is, so that tokenising it would be a waste.
+            RequestRefused: the request is too large.
         """
-        if asked.size > self._limits.max_tokens * _BYTES_PER_TOKEN:
-            raise self._too_long(asked.size // 4)
+        if request.size > self._limits.max_tokens * _BYTES_PER_TOKEN:
+            raise self._too_long(request.size // 4)
 
-    async def _sample(self, asked: EndpointRequest, pending: Pending, live: LiveAnswer) -> Sampled:
+    async def _sample(self, request: EndpointRequest, pending: Pending, live: LiveAnswer) -> Sampled:
         room = self._limits.max_tokens - len(pending.ids)
         if room < 1:
             raise self._too_long(len(pending.ids))
-        tokens = min(self._sampling.max_tokens, room, asked.max_tokens or room)
+        tokens = min(self._sampling.max_tokens, room, request.max_tokens or room)
         sampling = self._sampling.model_copy(update={"max_tokens": tokens})
         try:
             with tracing.model_call(len(pending.ids)) as span:
@@ -245,7 +246,7 @@ class ModelSession:
                 tracing.note_sampled(span, sampled)
             check_sampled(sampled, tokens)
             if live.restarted and live.partly_sent:
-                raise ModelError("the model server was lost during an answer that was already sent in part")
+                raise ModelError("the model server failed after a part of the answer was sent to the client")
         except ModelError as error:
             self.failure = error
             log.info("session %s: the model failed: %s", self._session, error)
@@ -256,21 +257,21 @@ class ModelSession:
         model = self._agent.model
         if not isinstance(model, RoutedModelClient):
             return await model.generate(pending.ids, sampling, session=self._session)
-        said = Conversation(pending.messages, pending.tools)
+        conversation = Conversation(pending.messages, pending.tools)
         with self._transcript.held.counting(model.paused_s):
             return await model.generate(
                 pending.ids,
                 sampling,
                 session=self._session,
-                conversation=said,
-                heard=live.heard,
+                conversation=conversation,
+                heard=live.receive,
             )
 
     def _too_long(self, tokens: int) -> RequestRefused:
-        most = self._limits.max_tokens
-        self.full = True
+        limit = self._limits.max_tokens
+        self.context_full = True
         return RequestRefused(
             RefusalReason.CONTEXT,
-            f"prompt is too long: this model's maximum context length is {most} tokens, and the messages "
+            f"prompt is too long: this model's maximum context length is {limit} tokens, and the messages "
             f"have {tokens}",
         )

@@ -1,4 +1,4 @@
-"""Common types of a model endpoint's interfaces: requests, answers, refusals."""
+"""Common types of the endpoint's interfaces: requests, answers, refusals."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ from prorl_envs.env.base import Message
 from prorl_envs.model.types import AssistantTurn, FinishReason
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-NOT_JSON = "the body is no JSON object"
+NOT_JSON = "the body is not a JSON object"
 #: Value of a missing field.
 NULL = msgspec.Raw(b"null")
-#: Replaces content that has no tokens: images, documents, sound.
-LEFT_OUT = "[left out: the model reads text alone]"
+#: Replaces content other than text: images, documents, sound.
+OMITTED = "[omitted: the model only reads text]"
 
 
 class RefusalReason(StrEnum):
@@ -50,17 +50,17 @@ class RequestRefused(Exception):
 
     Args:
         why: the reason.
-        message: text for the caller.
+        message: text for the client.
     """
 
-    def __init__(self, why: RefusalReason, message: str) -> None:
+    def __init__(self, reason: RefusalReason, message: str) -> None:
         super().__init__(message)
-        self.why = why
+        self.reason = reason
         self.message = message
 
     @property
     def status(self) -> int:
-        return STATUS[self.why]
+        return STATUS[self.reason]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class EndpointRequest:
     """Request for an answer, independent of the interface.
 
     Args:
-        messages: in OpenAI's Chat Completions shape, content as text; a system message can only be the
-            first, and the last message is not the model's.
+        messages: conversation in OpenAI's Chat Completions format, with content as text. Only the first
+            message can be a system message, and the last message is not the model's.
         tools: available tools.
-        max_tokens: most tokens of the answer, or None.
+        max_tokens: maximum number of tokens in the answer, or None.
         stream: stream the answer while it is sampled.
-        usage: a stream includes the token counts, if the interface makes this optional.
-        model: name from the caller; returned, but otherwise ignored.
-        size: bytes of the request.
-        keys, tools_key: keys of messages and tools, see `conversation_key`; empty if not known.
+        usage: a stream includes the token counts, if this is optional in the interface.
+        model: name of the model in the request; returned, but otherwise ignored.
+        size: size of the request in bytes.
+        keys, tools_key: keys of messages and tools, see `conversation_key`; empty if unknown.
     """
 
     messages: Sequence[Message] = ()
@@ -95,14 +95,14 @@ class Body:
     """Request whose conversation is not parsed yet.
 
     Args:
-        items: items of the conversation, JSON each.
-        tools: available tools, JSON.
-        asked: the rest.
+        items: items of the conversation, each as JSON.
+        tools: available tools as JSON.
+        request: all other fields.
     """
 
     items: Sequence[bytes]
     tools: bytes
-    asked: EndpointRequest
+    request: EndpointRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,41 +139,41 @@ class AnswerStream(Protocol):
         """Return events for more content."""
         ...
 
-    def end(self, answered: EndpointAnswer) -> bytes:
-        """Return the tool calls and the final events. Unsent text must be sent before, with the two
-        methods above."""
+    def end(self, answer: EndpointAnswer) -> bytes:
+        """Return events for the tool calls, and the final events. All text must be sent before, with
+        `reasoning` and `content`."""
         ...
 
-    def fail(self, refused: RequestRefused) -> bytes:
-        """Return the events for a failure after the start of the stream."""
+    def fail(self, refusal: RequestRefused) -> bytes:
+        """Return the events for a failure during the stream."""
         ...
 
 
 class Shape(Protocol):
-    """Interface of one vendor."""
+    """Wire format of one vendor's interface."""
 
     @property
     def joins(self) -> bool:
-        """True if consecutive items of an answer form one message."""
+        """True if consecutive items of the model form one message."""
         ...
 
     def open(self, data: bytes) -> Body:
-        """Parse a request except for its conversation.
+        """Parse a request except for its conversation and tools.
 
         Raises:
-            RequestRefused: it is malformed, or needs an unsupported feature.
+            RequestRefused: the request is malformed, or needs an unsupported feature.
         """
         ...
 
     def item(self, item: Any) -> Sequence[Message]:
-        """Return the messages of an item of the conversation.
+        """Return the messages in one item of the conversation.
 
         Raises:
-            RequestRefused: it is malformed.
+            RequestRefused: the item is malformed.
         """
         ...
 
-    def tools(self, given: Any) -> Sequence[ToolSpec]:
+    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
         """Return the available tools.
 
         Raises:
@@ -181,24 +181,24 @@ class Shape(Protocol):
         """
         ...
 
-    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
+    def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         """Return an answer as one JSON response."""
         ...
 
-    def telling(self, asked: EndpointRequest, number: int) -> AnswerStream:
-        """Return a writer for a streamed answer; its id contains `number`."""
+    def stream(self, request: EndpointRequest, number: int) -> AnswerStream:
+        """Return the writer of a streamed answer, whose id contains `number`."""
         ...
 
-    def error(self, refused: RequestRefused) -> JsonObject:
+    def error(self, refusal: RequestRefused) -> JsonObject:
         """Return the body of a refusal."""
         ...
 
 
-def opened[BodyT](data: bytes, kind: type[BodyT]) -> BodyT:
+def parse_body[BodyT](data: bytes, kind: type[BodyT]) -> BodyT:
     """Parse a body into the fields of `kind`.
 
     Raises:
-        RequestRefused: it is not JSON, or does not match `kind`.
+        RequestRefused: the body is not JSON, or does not match `kind`.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -206,17 +206,18 @@ def opened[BodyT](data: bytes, kind: type[BodyT]) -> BodyT:
         raise RequestRefused(RefusalReason.INVALID, str(error)) from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         pass
-    try:  # half a surrogate pair, which is valid in JSON but not in text
-        mended = json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace")
-        return msgspec.json.decode(mended, type=kind)
+    try:  # replace lone surrogates: Python's parser accepts them, msgspec does not
+        replaced = json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace")
+        return msgspec.json.decode(replaced, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError):  # includes UnicodeDecodeError
         raise RequestRefused(RefusalReason.INVALID, NOT_JSON) from None
 
 
 def as_item(role: str, content: msgspec.Raw | str) -> bytes:
-    """Return content from outside the conversation as an item of it.
+    """Return content that a request has outside its conversation, such as instructions, as a JSON item.
 
     Args:
+        role: role of the item.
         content: JSON, or a text.
     """
     return msgspec.json.encode({"role": role, "content": content})
@@ -226,7 +227,7 @@ def text_of(content: Any, where: str) -> str:
     """Return the text of a message's content: a string, or the text parts of a list.
 
     Raises:
-        RequestRefused: it is neither.
+        RequestRefused: the content is neither a string nor a list of parts.
     """
     if content is None:
         return ""
@@ -241,73 +242,73 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise RequestRefused(RefusalReason.INVALID, f"{where}: a part of the content is no object")
+        raise RequestRefused(RefusalReason.INVALID, f"{where}: a part of the content is not an object")
     for key in ("text", "refusal"):
         if isinstance(part.get(key), str):
             return str(part[key])
-    return LEFT_OUT
+    return OMITTED
 
 
 def objects(value: Any, where: str) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of a list.
 
     Raises:
-        RequestRefused: it is not a list of objects.
+        RequestRefused: the value is not a list of objects.
     """
     if not isinstance(value, list):
-        raise RequestRefused(RefusalReason.INVALID, f"{where} is no list")
+        raise RequestRefused(RefusalReason.INVALID, f"{where} is not a list")
     for item in value:
-        yield an_object(item, where)
+        yield check_object(item, where)
 
 
-def an_object(value: Any, where: str) -> Mapping[str, Any]:
-    """Return the value unchanged.
+def check_object(value: Any, where: str) -> Mapping[str, Any]:
+    """Return the value if it is a JSON object.
 
     Raises:
-        RequestRefused: it is not an object.
+        RequestRefused: the value is not an object.
     """
     if not isinstance(value, Mapping):
-        raise RequestRefused(RefusalReason.INVALID, f"{where} holds what is no object")
+        raise RequestRefused(RefusalReason.INVALID, f"{where}: an item is not an object")
     return value
 
 
-def text_at(value: Mapping[str, Any], key: str, where: str) -> str:
+def text_field(value: Mapping[str, Any], key: str, where: str) -> str:
     """Return the text under a key.
 
     Raises:
-        RequestRefused: there is none.
+        RequestRefused: the key is missing, or its value is not text.
     """
-    found = value.get(key)
-    if not isinstance(found, str):
-        raise RequestRefused(RefusalReason.INVALID, f"{where}: {key} is missing, or no text")
-    return found
+    text = value.get(key)
+    if not isinstance(text, str):
+        raise RequestRefused(RefusalReason.INVALID, f"{where}: {key} is missing or not text")
+    return text
 
 
-def most_tokens(**given: Any) -> int | None:
-    """Return the first of several token limits, by name, that is set.
+def token_limit(**fields: Any) -> int | None:
+    """Return the first of these fields that is set, or None. Each is a limit of tokens.
 
     Raises:
-        RequestRefused: it is not a number of tokens.
+        RequestRefused: the field is not a positive integer.
     """
-    for key, value in given.items():
+    for key, value in fields.items():
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise RequestRefused(RefusalReason.INVALID, f"{key} is no number of tokens")
+            raise RequestRefused(RefusalReason.INVALID, f"{key} is not a number of tokens")
         return value
     return None
 
 
 def tool(name: Any, description: Any, parameters: Any) -> ToolSpec:
-    """Return an available tool.
+    """Return the specification of a tool.
 
     Raises:
-        RequestRefused: it has no name, or its parameters are not a schema.
+        RequestRefused: the tool has no name, or its parameters are not a schema.
     """
     if not isinstance(name, str) or not name:
-        raise RequestRefused(RefusalReason.INVALID, "tools: one has no name")
+        raise RequestRefused(RefusalReason.INVALID, "tools: a tool has no name")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise RequestRefused(RefusalReason.INVALID, f"tools: the parameters of {name[:100]} are no schema")
+        raise RequestRefused(RefusalReason.INVALID, f"tools: the parameters of {name[:100]} are not a schema")
     return ToolSpec(name, description if isinstance(description, str) else "", parameters)

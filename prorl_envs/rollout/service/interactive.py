@@ -314,7 +314,7 @@ class InteractiveEpisodes:
             if episode.model is not None:
                 now = self._clock.monotonic()
                 episode.last_used = max(
-                    episode.last_used, now if episode.model.calls else episode.model.touched
+                    episode.last_used, now if episode.model.calls else episode.model.last_used
                 )
             seconds_left = episode.last_used + episode.idle_s - self._clock.monotonic()
             if seconds_left <= 0:

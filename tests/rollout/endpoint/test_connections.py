@@ -67,7 +67,7 @@ async def test_a_missing_body_is_refused() -> None:
         async with connected(step.port) as (reader, writer):
             writer.write(request(served.key)[:-5])
             said = await end(reader)
-            assert b" 400 " in said and b"did not come in time" in said
+            assert b" 400 " in said and b"did not arrive in time" in said
         assert served.session.refused == 1 and served.rows == []
         assert (await ask(step.port, served.key)).status_code == 200
 

@@ -196,11 +196,11 @@ def toy(play: Any) -> ToyModel:
     [
         (
             "print('no model for me')",
-            "asked its model nothing, and ended with exit status 0: no model for me",
+            "made no model call, and exited with status 0: no model for me",
         ),
-        (CALL + "ask(messages); print('oh'); sys.exit(3)", "ended with exit status 3: oh"),
+        (CALL + "ask(messages); print('oh'); sys.exit(3)", "exited with status 3: oh"),
         (CALL + "ask(messages, 'sk-prorl-guessed')", "HTTP Error 401"),
-        ("import os; os.kill(os.getpid(), 9)", "asked its model nothing"),
+        ("import os; os.kill(os.getpid(), 9)", "made no model call"),
     ],
 )
 async def test_a_failing_harness_has_no_reward(node: Node, script: str, says: str) -> None:

@@ -36,7 +36,7 @@ class Talk:
         ids = says if isinstance(says, list) else self.renderer.assistant(says)
         sampled = Sampled(tuple(ids), (-0.5,) * len(ids), "stop", "1", "here")
         self.prompts.append(list(pending.ids))
-        turn, _ = self.recording.answered(pending, sampled, asked_at=1.0, now=2.0)
+        turn, _ = self.recording.record_answer(pending, sampled, asked_at=1.0, now=2.0)
         said: Message = {"role": "assistant", "content": turn.content}
         if turn.tool_calls:
             said["tool_calls"] = [
@@ -158,7 +158,7 @@ def test_time_between_an_answer_and_the_next_request_counts_as_tool_time() -> No
     history, says = [user("a")], Sampled(tuple(renderer.assistant(text("b"))), (), "stop", "", "")
     for asked_at, now in ((1.0, 3.0), (7.0, 8.0), (7.5, 9.0)):
         pending = recording.prompt(tidied(history), TOOLS)
-        _, messages = recording.answered(pending, says, asked_at=asked_at, now=now)
+        _, messages = recording.record_answer(pending, says, asked_at=asked_at, now=now)
         history = [*messages, user("more")]
     trajectory = recording.trajectory()
     assert trajectory is not None
@@ -172,7 +172,7 @@ def test_answers_without_a_waiting_client_are_rows_of_their_own() -> None:
     said = talk.ask([user("a")], says=text("b"))
     pending = talk.recording.prompt(tidied([user("a"), said, user("c")]), TOOLS)
     half = Sampled((5, 6), (-0.1, -0.2), "abort", "1", "here")
-    talk.recording.abandoned(pending, half, asked_at=1.0, now=4.0)
+    talk.recording.record_unfinished(pending, half, asked_at=1.0, now=4.0)
     (kept,) = talk.rows
     (aborted,) = talk.recording.unfinished_answers
     assert len(kept.turns) == 1 and talk.recording.turns == 2
@@ -297,7 +297,7 @@ def test_parallel_calls_of_one_state_are_two_rows() -> None:
     for pending, answer in ((two, "two"), (one, "one")):
         ids = tuple(talk.renderer.assistant(text(answer)))
         sampled = Sampled(ids, (-1.0,) * len(ids), "stop", "1", "here")
-        talk.recording.answered(pending, sampled, asked_at=0.0, now=1.0)
+        talk.recording.record_answer(pending, sampled, asked_at=0.0, now=1.0)
     first, second = talk.rows
     assert (len(first.turns), len(second.turns)) == (2, 1)
     assert first.ids[: first.turns[1].start] == list(two.ids) and second.ids[: second.turns[0].start] == list(

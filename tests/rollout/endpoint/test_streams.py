@@ -59,8 +59,8 @@ async def test_streams_and_unstreamed_answers_are_one_row() -> None:
             for turn in range(3):
                 async with client.messages.stream(
                     model="m", max_tokens=900, messages=messages, tools=[{"name": "ls", "input_schema": LS}]
-                ) as told:
-                    said = await told.get_final_message()
+                ) as sent:
+                    said = await sent.get_final_message()
                 messages.append({"role": "assistant", "content": said.content})
                 results: list[Any] = [
                     {"type": "tool_result", "tool_use_id": block.id, "content": f"result {turn}"}
@@ -106,7 +106,7 @@ async def test_tokens_sampled_for_a_disconnected_client_are_kept_apart(stream: b
 
 async def _sampled(served: Served) -> None:
     """Return once tokens were sampled."""
-    while not any(live.partial and live.partial.ids for live in served.session.lives):  # noqa: ASYNC110
+    while not any(live.partial and live.partial.ids for live in served.session.answers):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -150,10 +150,10 @@ def test_streamed_text_is_a_prefix_of_the_answer(family: str) -> None:
     }
     ids = renderer.assistant(message)
     whole = renderer.parse(ids)
-    unfolding = IncrementalParser(renderer, (), ())
-    told = ""
+    parser = IncrementalParser(renderer, (), ())
+    sent = ""
     for end in range(1, len(ids)):
-        told += unfolding.grown(ids[:end])[1]
-        assert whole.content.startswith(told), (end, told)
-    told += unfolding.rest(whole)[1]
-    assert told == whole.content
+        sent += parser.new_text(ids[:end])[1]
+        assert whole.content.startswith(sent), (end, sent)
+    sent += parser.remaining(whole)[1]
+    assert sent == whole.content
