@@ -1,7 +1,7 @@
 """Tool sets of agents: which tools of a family an agent gets, under which names, with which arguments.
 
-A model performs best with the tools that it was trained on. An agent is a choice of tools with its own names;
-several agents may share a family with its tools, sandbox and grader.
+A model performs best with the tools that it was trained on. An agent selects tools of a family and renames
+them; several agents may share a family with its sandbox and grader.
 
 The built-in agent `codeact` has the tool set and names of the CodeAct agent of OpenHands, with which the
 ProRL Agent paper (arXiv 2603.18815) trained.
@@ -19,7 +19,7 @@ from prorl_envs.tools.schemas import APPLY_PATCH, EDITOR, THINK
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 
 _UNREAD: JsonObject = {"type": "string", "description": "Not read."}
-_TRUTH = {"true": True, "false": False}
+_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Offer:
 
     Args:
         tool: the family's own name of the tool; or `think`, or `apply_patch` if the family has an editor.
-        description: replaces the tool's own description.
-        arguments: the tool's arguments for the agent, each with the tool's own name of it, or None for an
-            argument that is accepted and ignored. Empty: the tool's own.
+        description: replaces the tool's own description; None keeps it.
+        arguments: maps the argument names that the model sees to the tool's own names, or to None for
+            arguments that are accepted and ignored. Empty: the tool's own arguments.
         optional: skip this tool if the family does not have it.
     """
 
@@ -58,15 +58,15 @@ BUILT_IN: Mapping[str, Offers] = {"codeact": CODEACT}
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """Tool of an agent: its spec for the model, its translation, and whether it finishes the episode."""
+    """Tool of an agent: its spec for the model, the family's own tool, and the names of the arguments."""
 
     spec: ToolSpec
     own: ToolSpec
     arguments: Mapping[str, str | None]
-    ends: bool
+    finishes: bool
 
     @classmethod
-    def of(cls, name: str, offer: Offer, own: ToolSpec, *, ends: bool) -> "_Tool":
+    def of(cls, name: str, offer: Offer, own: ToolSpec, *, finishes: bool) -> "_Tool":
         properties: JsonObject = own.parameters["properties"]
         arguments = offer.arguments or {argument: argument for argument in properties}
         known = {argument for argument in arguments.values() if argument is not None}
@@ -85,25 +85,25 @@ class _Tool:
             "required": [offered for offered, argument in arguments.items() if argument in required],
         }
         description = own.description if offer.description is None else offer.description
-        return cls(ToolSpec(name, description, parameters), own, arguments, ends)
+        return cls(ToolSpec(name, description, parameters), own, arguments, finishes)
 
     def translated(self, call: ToolCall) -> ToolCall | str:
-        """Return the call of the family's own tool, or an error message for the model."""
+        """Return the equivalent call of the family's own tool, or an error message for the model."""
         given = dict(call.arguments)
         for name, value in given.items():
             properties = self.spec.parameters["properties"]
             if name in properties and properties[name].get("type") == "boolean" and isinstance(value, str):
-                given[name] = _TRUTH.get(value.lower(), value)  # some tool sets write booleans as texts
-        # An unread argument may be of any type; so may an answer, which the family parses itself.
+                given[name] = _BOOLEANS.get(value.lower(), value)  # some agents write booleans as text
+        # An ignored argument may have any type. So may an answer, because the family parses it itself.
         read = {name: value for name, value in given.items() if self.arguments.get(name, "") is not None}
-        checked = dict.fromkeys(read, "") if self.ends else read
+        checked = dict.fromkeys(read, "") if self.finishes else read
         if wrong := complaint(self.spec, checked):
             return wrong
         return ToolCall(call.id, self.own.name, {str(self.arguments[name]): read[name] for name in read})
 
-    def spelled(self, call: ReferenceCall) -> ReferenceCall:
-        """Translate a reference call of the family's own tool into this agent's form. Arguments that the
-        agent does not have are kept, and refused at replay."""
+    def reference_call(self, call: ReferenceCall) -> ReferenceCall:
+        """Translate a reference call of the family's own tool into a call of this tool. An argument that this
+        tool lacks is kept, so that a replay refuses it."""
         names = {own: offered for offered, own in self.arguments.items()}
         given = {names.get(name, name): value for name, value in call.arguments.items()}
         return ReferenceCall(tool=self.spec.name, arguments=given)
@@ -114,7 +114,7 @@ def with_tools(base: type[Environment[Any]], offers: Offers, where: str) -> type
 
     Args:
         base: the family.
-        offers: by the name that the model calls.
+        offers: tool definitions by the tool name that the model sees.
         where: prefix of error messages, such as `agents.codeact.tools`.
 
     Raises:
@@ -126,9 +126,9 @@ def with_tools(base: type[Environment[Any]], offers: Offers, where: str) -> type
     more = (THINK, APPLY_PATCH) if EDITOR.name in own else (THINK,)
     known = {**{spec.name: spec for spec in more}, **own}
     try:
-        ends = base.finish_spec.name
+        finish_name = base.finish_spec.name
         tools = {
-            name: _Tool.of(name, offer, _known(known, offer.tool, base), ends=offer.tool == ends)
+            name: _Tool.of(name, offer, _known(known, offer.tool, base), finishes=offer.tool == finish_name)
             for name, offer in offers.items()
             if offer.tool in known or not offer.optional
         }
@@ -166,7 +166,7 @@ def _subclass(
 
     def load(cls: type[SandboxedEnvironment[Any]], row: Mapping[str, Any]) -> Task:
         task = base.load.__func__(cls, row)  # type: ignore[attr-defined]  # the class decides the task's type
-        calls = [by_own[one.tool].spelled(one) if one.tool in by_own else one for one in task.reference]
+        calls = [by_own[c.tool].reference_call(c) if c.tool in by_own else c for c in task.reference]
         return task.model_copy(update={"reference": tuple(calls)})  # type: ignore[no-any-return]
 
     finish = by_own.get(base.finish_spec.name)

@@ -1,7 +1,7 @@
-"""Comparison of answers from a hostile author: numbers, sets of numbers, expressions, words.
+"""Comparison of untrusted answers: numbers, sets of numbers, expressions, words.
 
-All functions are pure, total and bounded: no answer is evaluated as code, takes long, or raises. No sandbox
-is needed.
+All functions are pure and take bounded time. No answer is evaluated as code or causes an exception, so no
+sandbox is needed.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prorl_envs.env.expressions import Expression, ExpressionError, Measured, parse_expression
 
-#: Longest answer that is parsed as one number, and most numbers parsed from one answer.
+#: Maximum characters of an answer that is parsed as one number, and maximum numbers parsed from one answer.
 MAX_NUMBER_CHARS = 64
 MAX_NUMBERS = 10_000
 #: Default absolute tolerance if the number 0 is expected.
@@ -28,7 +28,7 @@ _SEPARATORS = re.compile(r"[\s,;]+")
 _POINTS = 24
 _MIN_DEFINED = 8
 _REL_TOL = 1e-9
-#: Rounding error of double precision, relative to the largest terms of a sum, with a margin for its steps.
+#: Rounding error of double precision, relative to the largest terms of a sum, with a margin for error growth.
 _ROUNDING = 1e-12
 
 
@@ -44,8 +44,8 @@ def parse_number(text: str) -> float | None:
         size = int(mixed[2]) + int(mixed[3]) / int(mixed[4])
         return -size if mixed[1] == "-" else size
     if fraction := _FRACTION.fullmatch(text):
-        above, below = (float(part) for part in fraction.groups())
-        value = above / below if below else math.nan
+        numerator, denominator = (float(part) for part in fraction.groups())
+        value = numerator / denominator if denominator else math.nan
     else:
         value = float(text) if _ONE_NUMBER.fullmatch(text) else math.nan
     return value if math.isfinite(value) else None
@@ -64,7 +64,7 @@ def is_close(value: float, expected: float, *, rel_tol: float, abs_tol: float | 
     """Return true if `value` is within `abs_tol`, or within `rel_tol` of the expected magnitude.
 
     Args:
-        abs_tol: None for `ZERO_TOL` if 0 is expected, else 0: no other value is too small to be told from 0.
+        abs_tol: None takes `ZERO_TOL` if 0 is expected, else 0: even a tiny expected value is not 0.
     """
     if abs_tol is None:
         abs_tol = 0.0 if expected else ZERO_TOL
@@ -82,8 +82,8 @@ def same_numbers(
     """Return true if both hold the same numbers, equally often, within tolerance.
 
     Args:
-        ordered: False compares as multisets. Sorting both is then exact: on a line, if any pairing stays
-            within tolerance, the sorted one does for equal absolute tolerances.
+        ordered: False compares as multisets: the sorted numbers, pair by pair. With one absolute tolerance
+            this is exact: if any pairing is within tolerance, the sorted pairing is too.
     """
     if len(values) != len(expected):
         return False
@@ -106,13 +106,13 @@ def same_expression(
 
     Both are evaluated at seeded random points, in complex double precision: two different analytic
     expressions agree at all of them with negligible probability. The tolerance is relative, however small
-    the value; only 0 is compared within the rounding errors of the answer. Unlike the simplification of a
-    computer algebra system, no answer can make this comparison expensive.
+    the value; only 0 is compared within the rounding errors of the answer. No answer can make this
+    comparison expensive, as it could make the simplification of a computer algebra system.
 
     Args:
         text: the answer; unreadable text counts as different.
         expected: the right expression.
-        variables: the names both may use.
+        variables: names that both expressions may use.
         domain: open interval that every variable is drawn from.
         seed: seed of the points.
 
@@ -133,7 +133,7 @@ def same_expression(
 
 
 def _agree(answer: Expression, point: dict[str, float], expected: Measured) -> bool:
-    """Compare relatively to the expected value, however small; only for 0, to the terms that cancel."""
+    """Compare values at a point. The tolerance is relative to the expected value, or for 0 to its terms."""
     measured = answer.measure(point)
     if measured is None:
         return False

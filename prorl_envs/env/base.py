@@ -5,7 +5,7 @@ server and through the rollout service. It follows the task handlers of the ProR
     env = BashEnvironment(node)
     prompt = await env.init(task)          # start the sandbox, prepare the workspace
     result = await env.call(ToolCall(...)) # any number of times
-    env.on_transcript(messages)                   # the transcript, for graders that judge it
+    env.on_transcript(messages)            # the transcript, for graders that judge it
     grade  = await env.eval()              # a grader the agent could not tamper with
     await env.close()                      # release everything
 """
@@ -60,7 +60,7 @@ class Prompt:
     """Start of an episode: the first messages and the available tools.
 
     Raises:
-        EnvironmentFault: it cannot be sent as JSON.
+        EnvironmentFault: the prompt cannot be sent as JSON.
     """
 
     messages: Sequence[Message]
@@ -146,7 +146,7 @@ class Environment[TaskT: Task](ABC):
         """Return why sandboxes of a driver cannot run this family, or "" if they can.
 
         Args:
-            driver: its name, or the setting `driver`.
+            driver: name of the driver, or value of the setting `driver`.
         """
         if cls.needs_isolation and driver == "local":
             return f"{cls.name} tasks need isolated sandboxes, which the driver `local` does not offer"
@@ -157,7 +157,7 @@ class Environment[TaskT: Task](ABC):
         """Return why this machine cannot run `task` in sandboxes of a driver, or "" if it can. May block.
 
         Args:
-            driver: as of `driver_obstacle`.
+            driver: as in `driver_obstacle`.
         """
         return cls.driver_obstacle(driver) or cls.unavailable(task)
 
@@ -177,12 +177,11 @@ class Environment[TaskT: Task](ABC):
     @property
     @abstractmethod
     def tools(self) -> Sequence[ToolSpec]:
-        """Available tools; fixed per family. If the tasks bring their own tools: those of the initialised
-        task."""
+        """Available tools: fixed per family, or those of the initialised task if tasks bring their own."""
 
     def prompt(self, task: TaskT) -> Prompt:
-        """Return the prompt that `init` returns for `task`, without starting anything. Data files of other
-        frameworks are rendered from it. A family overrides this method if its prompt holds more than the
+        """Return the prompt that `init` returns for `task`, without starting anything. Exports to data files
+        of other frameworks use it. A family overrides this method if its prompt holds more than the
         instruction."""
         return Prompt(messages=[{"role": "user", "content": task.instruction}], tools=self.tools)
 

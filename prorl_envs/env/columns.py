@@ -25,14 +25,14 @@ def user_text(value: Any, field: str) -> str:
         field: name of the column, for the error.
 
     Raises:
-        InputError: the value is neither, or empty.
+        InputError: the value is neither a text nor a chat with a user message, or the text is empty.
     """
     messages = decoded(value)
     if isinstance(messages, list | tuple) and (messages is value or _is_chat(messages)):
         asked = [m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "user"]
         value = asked[-1] if asked else None
     if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{field}: neither a text nor chat messages with a user's")
+        raise InputError(f"{field}: neither a text nor chat messages with a user message")
     return value
 
 

@@ -8,7 +8,7 @@ from prorl_envs.tools.types import ToolCall, ToolResult
 
 
 class MessageLog:
-    """Messages of one episode, in the form that the rollout service keeps.
+    """Messages of one episode, in the format of the rollout service.
 
     Args:
         prompt: start of the episode.
@@ -22,7 +22,7 @@ class MessageLog:
         return tuple(self._messages)
 
     def said(self, text: str) -> None:
-        """Record an answer of the model without a call."""
+        """Record an answer of the model that contains no tool call."""
         self._messages.append({"role": "assistant", "content": text})
 
     def called(self, call: ToolCall, result: ToolResult) -> None:

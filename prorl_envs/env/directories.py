@@ -8,6 +8,7 @@ sent to a service like any other row. A family that supports such rows converts 
 """
 
 import base64
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -34,14 +35,16 @@ def directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         OSError: something cannot be read.
     """
     found = (
-        [path] if is_task_directory(path) else sorted(one for one in path.iterdir() if is_task_directory(one))
+        [path]
+        if is_task_directory(path)
+        else sorted(inner for inner in path.iterdir() if is_task_directory(inner))
     )
     for number, task in enumerate(found, start=1):
         yield number, {"id": task.resolve().name, "directory": _files(task)}
 
 
 def is_task_directory(path: Path) -> bool:
-    """Return True if the directory holds a task's file of settings."""
+    """Return True if the directory holds a file that marks a task."""
     return any((path / mark).is_file() for mark in MARKS)
 
 
@@ -51,22 +54,20 @@ def _files(task: Path) -> dict[str, Content]:
     for folder, _, names in sorted(os.walk(task)):
         for name in sorted(names):
             path = Path(folder, name)
-            shown = str(path.relative_to(task))
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
-                raise InputError(f"{path}: no regular file", hint="a task holds files and folders alone")
+                raise InputError(f"{path}: not a regular file", hint="a task may hold only files and folders")
             size += status.st_size
             if size > MAX_BYTES or len(files) >= MAX_FILES:
                 raise InputError(f"{task}: more than {MAX_BYTES} bytes, or {MAX_FILES} files")
-            files[shown] = _content(path.read_bytes(), executable=bool(status.st_mode & 0o100))
+            content = _content(path.read_bytes(), executable=bool(status.st_mode & 0o100))
+            files[str(path.relative_to(task))] = content
     return files
 
 
 def _content(data: bytes, *, executable: bool) -> Content:
-    try:
+    with contextlib.suppress(UnicodeDecodeError):
         text = data.decode()
-    except UnicodeDecodeError:
-        return {"base64": base64.b64encode(data).decode(), "executable": executable}
-    if "\0" in text:
-        return {"base64": base64.b64encode(data).decode(), "executable": executable}
-    return {"text": text, "executable": True} if executable else text
+        if "\0" not in text:
+            return {"text": text, "executable": True} if executable else text
+    return {"base64": base64.b64encode(data).decode(), "executable": executable}

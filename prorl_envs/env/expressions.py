@@ -21,14 +21,14 @@ MAX_CHARS = 2_000
 MAX_DEPTH = 60
 #: Values of this size and above count as undefined.
 MAX_SIZE = 1e300
-#: Relative change of an argument, by which the rounding error of a function is estimated.
+#: Relative change of an argument, to estimate the rounding error of a function.
 _STEP = 1e-8
 
 _TOKEN = re.compile(r"\s*(?:(?P<number>\d+\.?\d*(?:[eE][+-]?\d{1,4})?|\.\d+(?:[eE][+-]?\d{1,4})?)"
                     r"|(?P<name>[A-Za-z_]\w*)|(?P<sign>\*\*|[-+*/^(),]))", re.ASCII)  # fmt: skip
 
 type Point = Mapping[str, float]
-#: A value, and the size that its rounding error is relative to: larger than the value where terms cancel.
+#: A value, and the scale of its rounding error. The scale is larger than the value if terms cancel.
 type Measured = tuple[complex, float]
 type Node = Callable[[Point], Measured]
 
@@ -67,16 +67,17 @@ class Expression:
         return None if measured is None else measured[0]
 
     def measure(self, point: Point) -> Measured | None:
-        """Return the value at `point`, and the size of the terms that it is the sum of; None as above.
+        """Return the value at `point` and the scale of its rounding error; None if the value is undefined or
+        too large.
 
-        In `sin(x)**2 + cos(x)**2 - 1`, they are 0 and 2: the value has the rounding errors of the latter.
+        For `sin(x)**2 + cos(x)**2 - 1`, the value is 0 and the scale is 2, the total size of the terms.
         """
         try:
             value, scale = self._node(point)
             size = abs(value)
         except (ArithmeticError, ValueError):
             return None
-        # The comparison is false for nan, and leaves room to subtract two values.
+        # The comparison is false for nan. The limit leaves room to subtract two values without overflow.
         return (value, scale) if size < MAX_SIZE else None
 
 

@@ -24,7 +24,7 @@ from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.pool.warm_pool import WarmPool
 
-#: Default of `max_concurrent_starts`: a start mostly needs a processor, and at times waits for a disk.
+#: Default of `max_concurrent_starts`, per processor. It exceeds 1 because a start sometimes waits for a disk.
 STARTS_PER_PROCESSOR = 4
 
 
@@ -36,10 +36,11 @@ class NodeUse:
         open: open sandboxes, including idle ones in the warm pool.
         warm: open sandboxes that are idle in the warm pool.
         handed_out: sandboxes handed out with their tools.
-        seconds: sum over all of them of the time from request to handover.
+        seconds: total time from request to handover, over all handed-out sandboxes.
         from_pool: handed-out sandboxes that came from the warm pool.
         failed: requests that failed.
-        starting: sandboxes that start now; `waiting`: sandboxes that wait for permission to start.
+        starting: sandboxes that start now.
+        waiting: requests that wait for permission to start a sandbox.
     """
 
     open: int
@@ -57,7 +58,8 @@ class MemoryUse:
     """Bytes of memory that count towards the limits of sandboxes, by sandbox id, as far as measurable.
 
     Args:
-        busy: sandboxes in use; `warm`: idle sandboxes in the warm pool.
+        busy: memory of sandboxes in use.
+        warm: memory of idle sandboxes in the warm pool.
     """
 
     busy: Mapping[str, int] = field(default_factory=dict)
@@ -69,15 +71,15 @@ class Node:
 
     Args:
         driver: the sandbox driver of this machine. The node closes it.
-        cache_dir: node-local directory for built trees and environments; survives the process.
+        cache_dir: node-local directory for built trees and environments; kept after the process exits.
         warm_pool_size: maximum number of idle sandboxes in the warm pool; see `WarmPool`.
         search: settings of the search back end; None uses the defaults.
-        max_concurrent_starts: sandboxes that may start at once; None is four for each processor.
+        max_concurrent_starts: maximum number of sandboxes that start at once; None: four per processor.
         images: creates the image builder, given a progress callback; None keeps images in the cache
             directory.
         dockerfiles: creates the builder of Dockerfiles, given the driver; None keeps layers in the cache
             directory, and reaches no network.
-        limits: those that the driver gives to sandboxes without limits of their own.
+        limits: limits that the driver sets for a sandbox whose spec has none.
     """
 
     def __init__(
@@ -106,8 +108,8 @@ class Node:
 
     @classmethod
     def local(cls, *, cache_dir: Path | None = None) -> Self:
-        """Create the node of this machine with the driver that `$PRORL_DRIVER` names, else one that works
-        here.
+        """Create the node of this machine, with the driver that `$PRORL_DRIVER` names, else a driver that
+        works here.
 
         Call it in the event loop that will use the node. Blocks for some milliseconds.
 
@@ -188,11 +190,11 @@ class Node:
     async def memory(self) -> MemoryUse:
         """Measure the memory of the sandboxes in a thread; takes some tenths of a millisecond per sandbox."""
         sandboxes, warm = tuple(self.driver.sandboxes), self._pool.ready_sandboxes
-        held = await asyncio.to_thread(lambda: {one.id: one.memory() for one in sandboxes})
-        found = {name: size for name, size in held.items() if size is not None}
+        measured = await asyncio.to_thread(lambda: {sandbox.id: sandbox.memory() for sandbox in sandboxes})
+        sizes = {name: size for name, size in measured.items() if size is not None}
         return MemoryUse(
-            busy={name: size for name, size in found.items() if name not in warm},
-            warm={name: size for name, size in found.items() if name in warm},
+            busy={name: size for name, size in sizes.items() if name not in warm},
+            warm={name: size for name, size in sizes.items() if name in warm},
         )
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""Variants of a family under their own names, with another system prompt, Python or other sandboxes."""
+"""Variants of a family: subclasses with another name, system prompt, Python engine, sandbox or options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,8 +24,8 @@ class Options:
         default_limits: limits of the node's sandboxes.
         network: replaces the sandbox's network.
         image: a directory or SIF file, as in `SandboxSpec`.
-        python: a `PythonEngine`, of the Python tool; a family without that tool gets it.
-        own: the family's own options.
+        python: engine of the Python tool, a `PythonEngine`. The tool is added to a family without it.
+        own: values of the family's own options.
     """
 
     system_prompt: str | None = None
@@ -37,15 +37,15 @@ class Options:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def of_sandbox(self) -> frozenset[str]:
+    def sandbox_changes(self) -> frozenset[str]:
         """Names of the sandbox properties that these options change."""
-        given = {
+        values = {
             "limits": self.limits, "network": self.network, "image": self.image, "python": self.python,
         }  # fmt: skip
-        return frozenset(name for name, value in given.items() if value)
+        return frozenset(name for name, value in values.items() if value)
 
     def applied(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return `spec` with the differences applied."""
+        """Return `spec` with these options applied."""
         if self.limits:
             spec = replace(spec, limits=replace(spec.limits or self.default_limits, **self.limits))
         if self.network is not None:
@@ -66,19 +66,19 @@ def with_options(name: str, base: type[Environment[Any]], options: Options) -> t
     fields: dict[str, Any] = {"name": name, "__module__": base.__module__, "__doc__": base.__doc__}
     if options.own:
         fields["options"] = _own(name, base, options.own)
-    wanted = options.of_sandbox
+    wanted = options.sandbox_changes
     if not (options.system_prompt or wanted):
         return type(base.__name__, (base,), fields)
     if not issubclass(base, SandboxedEnvironment):
         raise InputError(
             f"environments.{name}: {base.name} has no system prompt and no sandbox to change",
-            hint="its families of one sandbox do; remove system_prompt, python and sandbox",
+            hint="remove system_prompt, python and sandbox",
         )
     if refused := wanted - base.sandbox_options:
         allowed = ", ".join(sorted(base.sandbox_options)) or "nothing"
         raise InputError(
             f"environments.{name}: {base.name} does not allow another {' or '.join(sorted(refused))}",
-            hint=f"of its sandboxes may be changed: {allowed}",
+            hint=f"allowed changes of its sandboxes: {allowed}",
         )
 
     def sandbox_spec(self: SandboxedEnvironment[Any], task: Task) -> SandboxSpec:

@@ -1,8 +1,8 @@
 """Reader for rows of Parquet files, a common format of published data sets. Needs pyarrow: the extra
 `parquet`.
 
-A Parquet file has one column per field, so a field that some rows lack is null in them. Nulls are dropped at
-every depth of objects; elements of lists stay.
+A Parquet file has one column per field, so a field that is missing in a row is null there. Null fields of
+objects are dropped at every depth; nulls in lists are kept.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from typing import Any
 from prorl_envs.errors import InputError
 from prorl_envs.extras import install_extras
 
-#: Rows decoded at a time: a row of a code data set can have megabytes.
+#: Rows decoded at a time. It is small because a row of a code data set can have megabytes.
 _BATCH_ROWS = 32
 
 
@@ -23,7 +23,7 @@ def parquet_rows(path: Path, longest: int) -> Iterator[tuple[int, dict[str, Any]
     """Yield the rows with their numbers, from 1.
 
     Args:
-        longest: most characters that a row may have as JSON.
+        longest: maximum characters of a row as JSON.
 
     Raises:
         InputError: pyarrow is not installed; the file is damaged; a value has no JSON equivalent.
@@ -44,8 +44,8 @@ def parquet_rows(path: Path, longest: int) -> Iterator[tuple[int, dict[str, Any]
                     number += 1
                     yield number, _plain_row(path, number, row, longest)
     except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
-        at = f"after row {number}: " if number else ""
-        raise InputError(f"{path}: {at}not parquet: {str(error)[:300]}") from error
+        where = f"after row {number}: " if number else ""
+        raise InputError(f"{path}: {where}not parquet: {str(error)[:300]}") from error
 
 
 def _plain_row(path: Path, number: int, row: Mapping[str, Any], longest: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _plain_row(path: Path, number: int, row: Mapping[str, Any], longest: int) ->
             if value is not None:
                 plain[name] = _plain(value)
         except TypeError as error:
-            raise InputError(f"{path}:{number}: {name}: {error}", hint="JSON has nothing like it") from None
+            raise InputError(f"{path}:{number}: {name}: {error}", hint="JSON has no such type") from None
     if len(json.dumps(plain, ensure_ascii=False)) > longest:
         raise InputError(f"{path}:{number}: row: longer than {longest} characters as JSON")
     return plain

@@ -34,7 +34,7 @@ type Family = type[Environment[Any]]
 
 
 class Families(Mapping[str, Family]):
-    """Families by name, imported on access: listing them costs nothing."""
+    """Families by name. A family is imported on access, so listing the names imports nothing."""
 
     def __init__(self, targets: Mapping[str, EntryPoint]) -> None:
         self._targets = dict(targets)
@@ -46,7 +46,7 @@ class Families(Mapping[str, Family]):
         except (ImportError, AttributeError) as error:
             raise InputError(
                 f"environment {name!r} cannot be imported from {target.value}: {error}",
-                hint="install what its package asks for",
+                hint="install the dependencies of its package",
             ) from error
         if not (inspect.isclass(family) and issubclass(family, Environment)):
             raise InputError(f"environment {name!r}: {target.value} is not a subclass of Environment")
@@ -121,7 +121,7 @@ def example_path(name: str) -> Path:
 
 
 def examples_of(name: str, chosen: Family) -> Path:
-    """Return the path of the example data of a class; `name` is for the message.
+    """Return the path of the example data of the class `chosen`; the error message shows `name`.
 
     Raises:
         NoExampleData: the class ships no example data.

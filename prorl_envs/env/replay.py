@@ -1,8 +1,8 @@
 """Replay of a recorded conversation without a model, to grade it with the current grader.
 
 The tool calls run again in a fresh sandbox, in their order, and the grader receives the recorded messages.
-Results of calls may differ from the recorded ones (times, process ids), and the reward with them: the
-differences are counted.
+Results of calls may differ from the recorded ones (times, process ids), so the reward may differ too. The
+replay counts the results that differ.
 """
 
 import json
@@ -16,7 +16,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import ToolCall
 
-#: Part of the line with which the agent loop replaces the text that it cut from an observation.
+#: Part of the line that the agent loop writes in place of the text that it cut from an observation.
 _CUT = "characters left out]"
 
 
@@ -50,28 +50,28 @@ async def replay[TaskT: Task](
         family: the environment class that runs the calls.
         node: where the episode runs.
         task: the task of the conversation.
-        messages: as in a result: the prompt first.
+        messages: all messages of a result, the prompt first.
         offered: names of the tools that were available in the recording.
-        tool_timeout_s: seconds a call may take; None takes the family's.
+        tool_timeout_s: seconds a call may take; None takes the family's default.
 
     Raises:
-        InputError: a message is not one that an agent loop writes, or a tool is not available today, or the
-            calls were a harness's.
+        InputError: a message does not have the format of the agent loop, a tool of the recording is not
+            available, or a harness solved the task.
         RolloutFailure: the episode failed.
     """
     if (harness := harness_of(family)) is not None:
         raise InputError(
-            f"the harness {harness.name} worked on it with tools of its own, which are not called again",
-            hint="roll it out anew",
+            f"the harness {harness.name} used its own tools, whose calls cannot be replayed",
+            hint="run the task again",
         )
     made = differing = 0
     recorded = list(calls_of(messages))
     async with family(node) as environment:
         prompt = await environment.init(task)
-        if gone := set(offered) - {tool.name for tool in prompt.tools}:
+        if missing := set(offered) - {tool.name for tool in prompt.tools}:
             raise InputError(
-                f"there is no tool {min(gone)!r} today",
-                hint="give the settings that it was run with: --config",
+                f"the tool {min(missing)!r} of the recording is not available",
+                hint="give the settings of the recorded run: --config",
             )
         for call, observed in recorded:
             result = await environment.call(call, timeout_s=tool_timeout_s)
@@ -96,8 +96,8 @@ def calls_of(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str | None
         shown = iter(_observations(messages[number + 1 :]))
         if not isinstance(message["tool_calls"], list):
             raise InputError(f"messages.{number}.tool_calls: a list is expected")
-        for place, call in enumerate(message["tool_calls"]):
-            yield _call(call, f"messages.{number}.tool_calls.{place}"), next(shown, None)
+        for index, call in enumerate(message["tool_calls"]):
+            yield _call(call, f"messages.{number}.tool_calls.{index}"), next(shown, None)
 
 
 def _observations(messages: Sequence[Message]) -> Iterator[str]:

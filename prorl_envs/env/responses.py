@@ -60,7 +60,7 @@ def _read_item(messages: list[Message], item: object, where: str) -> None:
         case "reasoning":
             pass
         case other:
-            raise InputError(f"{where}.type: {other!r} is not known", hint="messages and function calls are")
+            raise InputError(f"{where}.type: {other!r} is not known", hint="messages and calls are")
 
 
 def _add(messages: list[Message], message: Message) -> None:
@@ -116,13 +116,13 @@ def _tool(tool: object, where: str) -> ToolSpec:
 def output_items(messages: Sequence[Message], observed: Sequence[str] | None = None) -> list[JsonObject]:
     """Return the model's answers and the results of its calls as `response.output`.
 
-    Notes to the model (that its call could not be parsed, say) have no equivalent among a response's items
-    and are omitted; the answer that caused the note is included as a message.
+    Notes to the model, for example about a call that could not be parsed, have no equivalent in a response
+    and are omitted. The answer that caused the note is included as a message.
 
     Args:
         messages: the conversation after its prompt.
-        observed: the result of each call, in the order of the calls, if it is known better than from
-            `messages`: an episode may finish before its last observations are shown to the model.
+        observed: the result of each call, in the order of the calls. None takes the results from `messages`,
+            which lack the last results if the episode finished before the model was shown them.
     """
     if observed is None:
         observed = [str(message["content"]) for message in messages if message["role"] == "tool"]
@@ -133,15 +133,15 @@ def output_items(messages: Sequence[Message], observed: Sequence[str] | None = N
         if message["role"] != "assistant":
             continue
         calls = [_call_item(call, taken) for call in message.get("tool_calls", ())]
-        items += _said(str(message.get("content") or ""), number, always=not calls)
+        items += _answer_items(str(message.get("content") or ""), number, always=not calls)
         items += calls
         for call, output in zip(calls, results, strict=False):
             items.append({"type": "function_call_output", "call_id": call["call_id"], "output": output})
     return items
 
 
-def _said(content: str, number: int, *, always: bool) -> Iterator[JsonObject]:
-    """Yield an answer's text with its reasoning separated, as servers with a reasoning parser return it."""
+def _answer_items(content: str, number: int, *, always: bool) -> Iterator[JsonObject]:
+    """Yield an answer's reasoning and text as separate items, as servers with a reasoning parser do."""
     thought, ended, answer = content.partition(_THOUGHT_END)
     if not ended:
         thought, answer = "", content
@@ -157,7 +157,7 @@ def _said(content: str, number: int, *, always: bool) -> Iterator[JsonObject]:
 
 
 def _call_item(call: Mapping[str, Any], taken: set[str]) -> JsonObject:
-    """Return a call item with an id that no earlier call of the response has."""
+    """Return the item of a call, with an id that is not in `taken`; add the id to `taken`."""
     wanted = str(call.get("id") or "call")
     unique = wanted if wanted not in taken else f"{wanted}_{len(taken)}"
     taken.add(unique)

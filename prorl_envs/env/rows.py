@@ -16,9 +16,9 @@ from prorl_envs.errors import InputError
 #: Maximum bytes of one line of a data file, and maximum rows of one file.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ROWS = 1_000_000
-#: Maximum bytes of a file that is one JSON array: it is read as a whole.
+#: Maximum bytes of a file that is one JSON array, because it is read into memory at once.
 MAX_ARRAY_BYTES = 2**29
-#: Kinds of files that are parsed as JSON. For a text file, the error names its first line.
+#: Kinds of files that are parsed as JSON. Text files are included so that the error names a line.
 _READ = frozenset({FileKind.TASKS, FileKind.JSON, FileKind.TEXT})
 
 
@@ -51,7 +51,7 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
     Args:
         load: converts a row to a task and raises InputError.
         path: the file; JSONL (UTF-8, one JSON object per line, blank lines ignored), or one JSON array of
-            objects, or Parquet if its name ends so; or a directory of tasks (see `directories.py`).
+            objects, or Parquet; or a directory of tasks (see `directories.py`).
 
     Raises:
         InputError: `file:line: field: problem`, for unreadable files, bad JSON, bad rows, repeated ids and
@@ -119,7 +119,7 @@ def _array_rows(path: Path, text: bytes) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def _parse(where: str, text: bytes) -> Any:
-    # ValueError covers bad JSON, bad UTF-8 and over-long integers; RecursionError deep nesting.
+    # ValueError covers bad JSON, bad UTF-8 and too long integers; RecursionError covers deep nesting.
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

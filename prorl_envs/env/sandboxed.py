@@ -18,7 +18,7 @@ from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
-#: Longest answer of a finish call, in characters; longer answers are refused, not cut.
+#: Maximum characters of an answer in a finish call; longer answers are refused, not cut.
 MAX_ANSWER_CHARS = 20_000
 #: Characters kept of an answer without a tool call, from its end.
 MAX_WORDS = 200_000
@@ -156,7 +156,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         await self._exits.aclose()
 
     def jupyter_connection_file(self) -> Path:
-        """Return the file with which a Jupyter client of this user attaches to the episode's kernel.
+        """Return the connection file that a Jupyter client of this user needs to attach to the kernel.
 
         Raises:
             InputError: the episode has no Jupyter kernel.
@@ -183,7 +183,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         Raises:
             ToolError: a resource of the tool failed.
         """
-        raise EnvironmentFault(f"{self.name} does not say how to run {call.name}")
+        raise EnvironmentFault(f"{self.name} does not implement its host tool {call.name}")
 
     @abstractmethod
     async def prepare(self, task: TaskT, place: SandboxSession) -> None:
@@ -203,7 +203,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
 
     def _finish(self, call: ToolCall) -> ToolResult:
         answer = call.arguments.get("answer", "")
-        # Models submit 42 as readily as "42"; the bound excludes numbers whose text would be too long.
+        # Some models submit 42 instead of "42". The bound excludes numbers whose text would be too long.
         if isinstance(answer, int | float) and abs(answer) < 2**53:
             answer = str(answer)
         if not isinstance(answer, str) or call.arguments.keys() - {"answer"}:

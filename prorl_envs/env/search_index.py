@@ -1,8 +1,8 @@
 """Full-text index of a folder, in one SQLite file: built at first use, kept in the cache.
 
-A folder holds `.txt` and `.md` files, whose first heading or file name is the title, and `.jsonl` files with
-one object per line: `text`, and optionally `title` and `url` or `id`. Texts are split into passages at
-paragraphs. Hits are ranked by BM25 (SQLite's FTS5).
+A folder holds `.txt`, `.md` and `.jsonl` files. The title of a Markdown file is its first heading; otherwise
+the file name is the title. A `.jsonl` file has one object per line: `text`, and optionally `title` and `url`
+or `id`. Texts are split into passages at paragraphs. Hits are ranked by BM25 (SQLite's FTS5).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from prorl_envs.errors import InputError
 PASSAGE_CHARS = 1_500
 MAX_WORDS = 32
 #: Format version of the file; an index of another version is rebuilt.
-_FORM = 1
+_FORMAT = 1
 _KINDS = (".txt", ".md", ".jsonl")
 #: Limit of SQLite virtual machine steps per query.
 _STEPS = 200_000_000
@@ -72,12 +72,12 @@ def build_index(corpus: Path, cache_dir: Path) -> Path:
     if not files:
         raise InputError(f"{corpus}: no folder with {', '.join(_KINDS)} files", hint="set search.corpus")
     stats = [(str(path.relative_to(corpus)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    name = hashlib.sha256(repr((_FORM, str(corpus.resolve()), stats)).encode()).hexdigest()[:24]
+    name = hashlib.sha256(repr((_FORMAT, str(corpus.resolve()), stats)).encode()).hexdigest()[:24]
     target = cache_dir / "search" / f"{name}.sqlite"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Unique temporary name, then rename: processes that build at the same time build the same file.
+    # Write under a unique name, then rename: other processes may build the same index at the same time.
     handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".draft")
     os.close(handle)
     try:
@@ -149,7 +149,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _find(path: Path, query: str, limit: int) -> list[Hit]:
-    # Quoted, so that FTS5 treats the words of a query as words and never as operators.
+    # The words are quoted, so that FTS5 never treats them as operators.
     words = [f'"{word}"' for word in _WORD.findall(query)[:MAX_WORDS]]
     if not words:
         return []

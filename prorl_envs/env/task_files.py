@@ -1,4 +1,4 @@
-"""Files that rows hold: as text, or as bytes with a permission."""
+"""Files in task rows: text, or bytes with an execute permission."""
 
 import base64
 import binascii
@@ -14,7 +14,7 @@ def _inside(path: str) -> str:
     """Validate a relative path that does not lead out of its directory."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError(f"{path!r} is not a relative path inside")
+        raise ValueError(f"{path!r} is not a relative path without '..'")
     return path
 
 
@@ -33,9 +33,9 @@ class TaskFile(BaseModel):
     """File that is binary or executable.
 
     Args:
-        text: its content, or
-        base64: its bytes.
-        executable: sets the execute permission.
+        text: content as text; None if `base64` is given.
+        base64: content as base64; None if `text` is given.
+        executable: True sets the execute permission.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

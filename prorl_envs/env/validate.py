@@ -1,6 +1,8 @@
-"""Validation that a data file discriminates. Runs each task's reference (which must score 1), the untouched
-workspace (which must score 0), and the reference again (which must give the same verdict), without a
-model."""
+"""Validation of data files without a model: every grader must tell a solved task from an unsolved one.
+
+Each task's untouched workspace must score 0, its reference solution must score 1, and a second run of the
+reference must give the same verdict.
+"""
 
 import asyncio
 import time
@@ -22,7 +24,7 @@ class ValidationVerdict:
 
     Args:
         task_id: id of the task.
-        reference: reward of the reference solution, per run; empty if the task has none.
+        reference: reward of each run of the reference solution; empty if the task has none.
         untouched: reward of the workspace as it was prepared; None if grading it failed.
         problems: problems of the task, one sentence each.
         skipped: why this machine cannot run the task, or "".
@@ -38,7 +40,7 @@ class ValidationVerdict:
 
     @property
     def ok(self) -> bool:
-        """True if the validation showed that the task discriminates."""
+        """True if the task was validated and has no problem."""
         return not (self.problems or self.skipped)
 
 
@@ -98,7 +100,7 @@ async def validate[TaskT: Task](
     """
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(task: TaskT) -> ValidationVerdict:
+    async def validated(task: TaskT) -> ValidationVerdict:
         async with slots:
             verdict = await _validate_one(family, node, task, repeats, clock)
         if progress is not None:
@@ -106,7 +108,7 @@ async def validate[TaskT: Task](
         return verdict
 
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(task)) for task in tasks]
+        running = [group.create_task(validated(task)) for task in tasks]
     return [task.result() for task in running]
 
 

@@ -1,4 +1,4 @@
-"""Web search services; this process sends the requests with the user's key, which stays here."""
+"""Clients of web search services. Requests are sent from this process, so the user's key stays here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class WebApi:
     """Request format of a service, and the location of the hits in its answer.
 
     Args:
-        url: usual address; empty: the user gives one.
-        method: GET takes the query as a parameter, POST in a JSON body.
+        url: usual address; empty if the user must give one.
+        method: GET sends the query as a URL parameter, POST sends it in a JSON body.
         query, count: names of the query and of the number of hits; "" for none.
         key_header: header of the key, "" if the service needs none; `Authorization` is sent as a bearer
             token.
@@ -100,12 +100,12 @@ class WebSearch:
                     problem = f"HTTP {error.response.status_code}"
                     if error.response.status_code < 500:
                         break
-        # Contains neither the address nor the answer: a URL may hold a key.
+        # The message contains neither the address nor the answer, because either may hold a key.
         raise SearchFailed(f"{self._settings.backend} did not answer: {problem}", hint="is the key right?")
 
     async def _ask(self, client: httpx.AsyncClient, query: str, limit: int) -> Any:
         api = self._api
-        asked: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             api.query: query,
             **dict(api.more),
             **({api.count: limit} if api.count else {}),
@@ -113,18 +113,18 @@ class WebSearch:
         key = self._settings.key
         bearer = api.key_header == "Authorization"
         headers = {api.key_header: f"Bearer {key}" if bearer else key} if api.key_header else {}
-        given: dict[str, Any] = {"params": asked} if api.method == "GET" else {"json": asked}
-        async with client.stream(api.method, self._url, headers=headers, **given) as response:
+        request: dict[str, Any] = {"params" if api.method == "GET" else "json": parameters}
+        async with client.stream(api.method, self._url, headers=headers, **request) as response:
             response.raise_for_status()
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > MAX_BYTES:
-                    raise SearchFailed(f"{self._settings.backend} answers more than {MAX_BYTES} bytes")
+                    raise SearchFailed(f"{self._settings.backend} sent more than {MAX_BYTES} bytes")
         try:
             return httpx.Response(200, content=bytes(body)).json()
         except (ValueError, RecursionError) as error:
-            raise SearchFailed(f"{self._settings.backend} answers what is not JSON") from error
+            raise SearchFailed(f"{self._settings.backend} sent an answer that is not JSON") from error
 
     def _hits(self, answer: Any, limit: int) -> list[Hit]:
         for key in self._api.path:

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 _THOUGHT_ENDS = "</think>"
 _THOUGHT = "<think>"
-#: A fence; the language is the first word of its text, without braces and options.
+#: A fence of a code block. Its language is the first word after the marks, without braces and options.
 _FENCE = re.compile(
     r"(?P<indent>[ \t]*(?P<item>(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(?P<marks>`{3,}+(?!.*`)|~{3,}+)"
     r"(?P<info>[ \t]*[{.]*(?:(?P<language>[^\s{}:,=]+)(?![^\s{}:,=]*=))?.*)",
 )
-#: Fences that are searched, from the end of a text: hostile ones take quadratic time.
+#: Maximum number of fences searched, from the end of a text: matching hostile fences takes quadratic time.
 _FENCES = 2_000
 _PYTHON = re.compile(r"i?python[0-9.]*|py3?|.*\.py")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -34,15 +34,15 @@ _DISPLAY = re.compile(r"\s*(?:\$\$(.{1,500}?)\$\$|\\\[(.{1,500}?)\\\]|```\w*\n)"
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
 _FORMULAS = ("$", "\\(", "\\[")
 _LINES, _LINE_CHARS = 20, 500
-#: Emphasis and code spans of Markdown. An opening mark follows no word or bracket, and a closing mark
-#: precedes none, as those of `x**2 + (y)**2` do.
+#: Emphasis and code spans of Markdown. An opening mark never follows a word or bracket, and a closing mark
+#: never precedes one. So the `**` of `x**2 + (y)**2` are no marks.
 _EMPHASIS = re.compile(
     r"(?<![\w)\]}*`\\])(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.{1,500}?)(?<=\S)(?:\1(?![\w({\[*`])|(?<=[:：])(?:\1|\s+\1(?=\s)))",
     re.DOTALL,
 )
 _INSIDE = r"(?:[^$\\]|\\[^()\[\]])"
 _FORMULA = re.compile(rf"({_INSIDE}*)(?:\$\$?|\\[(\[])({_INSIDE}+)(?:\$\$?|\\[)\]])({_INSIDE}*)", re.DOTALL)
-#: Characters of a text that are searched, from its end.
+#: Maximum characters searched, from the end of a text.
 MAX_CHARS = 200_000
 
 
@@ -55,7 +55,7 @@ def said(text: str) -> str:
 
 
 def last_code(text: str) -> str:
-    """Return the last fenced block marked as Python; if none is, the last unmarked one; "" without any.
+    """Return the last fenced block marked as Python, else the last block without a language, else "".
 
     Fences are those of CommonMark (https://spec.commonmark.org/0.31.2/#fenced-code-blocks), at any
     indentation because of nested lists. Empty blocks and blocks that are not closed do not count.
@@ -67,7 +67,7 @@ def last_code(text: str) -> str:
     for place, opening in enumerate(fences):
         if opening.line <= end or (closing := _closing(fences, place)) is None:
             continue
-        end, width = closing.line, opening.indent  # a line loses at most the indentation of the opening fence
+        end, width = closing.line, opening.indent  # remove at most the indentation of the opening fence
         block = lines[opening.line + 1 : end]
         code = "".join(f"{line[:width].lstrip()}{line[width:]}\n" for line in block)
         if code.strip() and _PYTHON.fullmatch(opening.language):
@@ -86,7 +86,7 @@ class _Fence(NamedTuple):
     item: bool
 
     def encloses(self, other: "_Fence") -> bool:
-        """Return true if the other fence is too short, or of another kind, to close this one's block."""
+        """Return true if the other fence is too short, or of another kind, to close this fence's block."""
         return not other.marks.startswith(self.marks)
 
 
@@ -99,10 +99,10 @@ def _fence(line: int, text: str) -> _Fence | None:
 
 
 def _closing(fences: Sequence[_Fence], place: int) -> _Fence | None:
-    """Return the fence that closes the block opened at a place; None if the next block starts before it.
+    """Return the fence that closes the block opened by `fences[place]`; None if another block starts first.
 
-    A fence that is indented further than the opening one may be part of a docstring: it closes the block
-    only if no other does.
+    A fence that is indented further than the opening fence may be part of a docstring. It closes the block
+    only if no other fence does.
     """
     opening, indented = fences[place], None
     for number in range(place + 1, len(fences)):
@@ -182,7 +182,7 @@ def _statements(spoken: str) -> list[tuple[int, str, bool]]:
 
 
 def _opens(rest: str) -> bool:
-    """Return true if an answer is on the next lines."""
+    """Return true if the rest of a line is empty or opens a formula, so that the answer is below."""
     return rest in ("", "$$", "\\[", "```")
 
 
@@ -198,7 +198,7 @@ def _first(text: str) -> str:
 
 
 def _decorated(line: str, rest: str) -> bool:
-    """Return true if a line emphasises the whole rest, or it is one formula."""
+    """Return true if the whole rest of a line is emphasised, or is one formula."""
     text = _without_stop(rest.strip())
     return f"*{text}" in line or f"`{text}" in line or f"_{text}" in line or text[:1] + text[-1:] == "$$"
 

@@ -7,7 +7,7 @@ EXAMPLE = '{"name": "bash", "arguments": {"command": "ls"}}'
 
 
 class ActionError(ValueError):
-    """Error for a text that is no tool call; the message is written for the agent."""
+    """Error for a text that is not a tool call; the message is written for the agent."""
 
 
 def parse_action(text: str, call_id: str) -> ToolCall | None:
@@ -22,7 +22,7 @@ def parse_action(text: str, call_id: str) -> ToolCall | None:
     """
     if not text.lstrip().startswith("{"):
         return None
-    # ValueError covers bad JSON and numbers out of range; RecursionError deep nesting.
+    # ValueError covers bad JSON and numbers out of range; RecursionError covers deep nesting.
     try:
         value = STRICT_JSON.decode(text)
     except (ValueError, RecursionError) as error:

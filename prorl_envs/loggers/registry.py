@@ -51,7 +51,7 @@ def _factory(name: str) -> LoggerFactory:
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"logger {name!r} cannot be imported from {points[name].value}: {error}",
-            hint="install what its package asks for",
+            hint="install the dependencies of its package",
         ) from error
     return factory
 

@@ -16,9 +16,9 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 from prorl_envs.tools.types import Completed, ToolSpec
 
-#: Bytes kept of the output of a harness, for diagnosing its failures.
+#: Bytes of a harness's output that are kept to diagnose failures.
 _OUTPUT_BYTES = 64 * 1024
-_FILE_S = 60.0
+_SETUP_TIMEOUT_S = 60.0
 #: Kernel limit for one argument of a command, in bytes.
 _ARGUMENT_BYTES = 128 * 1024 - 1
 _ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}
@@ -38,19 +38,19 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
 
     def prompt(self, task: TaskT) -> Prompt:
         """Return the instruction for the harness, as a user message."""
-        said = [m["content"] for m in super().prompt(task).messages if m["role"] == "user"]
-        text = filled(self.harness.instruction, {"task": "\n\n".join(said)})
+        asked = [m["content"] for m in super().prompt(task).messages if m["role"] == "user"]
+        text = filled(self.harness.instruction, {"task": "\n\n".join(asked)})
         messages: list[Message] = [{"role": "user", "content": text}]
         return Prompt(messages=messages, tools=())
 
     def sandbox_spec(self, task: TaskT) -> SandboxSpec:
         spec = super().sandbox_spec(task)
-        shown = installed(self.harness, self.node.cache_dir)
-        mounts = [mount for mount in shown.mounts if mount not in spec.mounts]
+        harness = installed(self.harness, self.node.cache_dir)
+        mounts = [mount for mount in harness.mounts if mount not in spec.mounts]
         env = dict(spec.env)
-        if shown.path:
-            env["PATH"] = ":".join([*shown.path, env.get("PATH", DEFAULT_ENV["PATH"])])
-        masks = [mask for mask in shown.masks if mask not in spec.masks]
+        if harness.path:
+            env["PATH"] = ":".join([*harness.path, env.get("PATH", DEFAULT_ENV["PATH"])])
+        masks = [mask for mask in harness.masks if mask not in spec.masks]
         return replace(spec, mounts=(*spec.mounts, *mounts), masks=(*spec.masks, *masks), env=env)
 
     @classmethod
@@ -79,16 +79,16 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
 
         Args:
             prompt: result of `init`.
-            endpoint: its model.
-            timeout_s: seconds after which it is killed.
+            endpoint: model endpoint that the harness calls.
+            timeout_s: seconds after which the harness is killed.
 
         Raises:
-            EnvironmentFault: its files cannot be written, or its program is missing.
+            EnvironmentFault: the task is too long, a file cannot be written, or the program is missing.
             SandboxError, ToolError: our infrastructure failed.
         """
         place, recipe = self._here("run"), self.harness
-        asked = await place.tools.run(["/bin/sh", "-c", "pwd; echo $HOME"], timeout_s=_FILE_S)
-        workdir, home, *_ = [*asked.output.decode("utf-8", "replace").split("\n"), "", ""]
+        paths = await place.tools.run(["/bin/sh", "-c", "pwd; echo $HOME"], timeout_s=_SETUP_TIMEOUT_S)
+        workdir, home, *_ = [*paths.output.decode("utf-8", "replace").split("\n"), "", ""]
         values = {
             "instruction": str(prompt.messages[0]["content"]),
             "url": endpoint.url,
@@ -103,7 +103,7 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
         if any(len(part.encode("utf-8", "replace")) > _ARGUMENT_BYTES for part in command):
             raise EnvironmentFault(
                 f"the task is too long for the command line of {recipe.name}",
-                hint="have the harness read it: stdin: '{instruction}'",
+                hint="let the recipe pass it on standard input: stdin: '{instruction}'",
             )
         try:
             for path, text in recipe.files.items():
@@ -153,7 +153,7 @@ def without_harness(family: type[Environment[Any]]) -> type[Environment[Any]]:
 
 
 def _spelled(task: Task, spelling: Spelling) -> dict[str, Any]:
-    """Translate the reference to calls of the harness's model, as far as it consists of shell commands."""
+    """Return the reference fields as calls of the harness's shell tool; {} if they use other tools."""
     calls, answer = [], task.reference_answer
     for call in task.reference:
         if call.tool == "bash":

@@ -1,5 +1,5 @@
-"""Installation of a harness's packages into the cache, once per machine: sandboxes mount them and fetch
-nothing."""
+"""Installation of a harness's packages into the cache, once per machine. Sandboxes mount the packages and
+download nothing."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,9 @@ from prorl_envs.sandbox.filesystem.python_runtime import hidden_in
 
 #: Timeout of an installation, in seconds.
 INSTALL_S = 1800.0
-_SAID = 2000
-_LONGEST_LINE = 1 << 20
+#: Characters of the client's output that an error shows, and maximum bytes of one line of that output.
+_SHOWN_CHARS = 2000
+_LINE_BYTES = 1 << 20
 _SYSTEM = Path("/usr")
 
 
@@ -46,9 +47,9 @@ class Installed:
 def place_of(recipe: Recipe, cache_dir: Path) -> Path:
     """Return the directory of a recipe's packages, which depends on the packages and the Python version."""
     install = recipe.install
-    what = [install.registry, *install.packages, *install.bare] if install else []
-    said = json.dumps([*what, sys.version, platform.machine()] if what else [])
-    return cache_dir / "harnesses" / f"{recipe.name}-{blake2s(said.encode(), digest_size=6).hexdigest()}"
+    packages = [install.registry, *install.packages, *install.bare] if install else []
+    key = json.dumps([*packages, sys.version, platform.machine()] if packages else [])
+    return cache_dir / "harnesses" / f"{recipe.name}-{blake2s(key.encode(), digest_size=6).hexdigest()}"
 
 
 def missing(recipe: Recipe, cache_dir: Path) -> str:
@@ -119,42 +120,42 @@ async def install(
         if not missing(recipe, cache_dir):
             return place
         progress(f"installing {', '.join(recipe.install.packages)}")
-        half = await asyncio.to_thread(_begin, place)
+        draft = await asyncio.to_thread(_make_draft, place)
         downloads = place.with_name(f".{place.name}.downloads")
         try:
-            for command in _commands(recipe.install, half):
-                await _run(command, half, downloads, on_output)
-            await asyncio.to_thread(_settle, half, place)
+            for command in _commands(recipe.install, draft):
+                await _run(command, draft, downloads, on_output)
+            await asyncio.to_thread(_publish, draft, place)
             await asyncio.to_thread(shutil.rmtree, downloads, ignore_errors=True)
         finally:
-            await asyncio.to_thread(shutil.rmtree, half, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)
     return place
 
 
-def _begin(place: Path) -> Path:
+def _make_draft(place: Path) -> Path:
     """Remove the directories of killed installations, and create an empty one beside `place`."""
-    halves = f".{place.name}-"
-    for left in place.parent.glob(f"{halves}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=halves, dir=place.parent))
+    prefix = f".{place.name}-"
+    for stale in place.parent.glob(f"{prefix}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
 
 
-def _settle(half: Path, place: Path) -> None:
-    half.chmod(0o755)
-    with contextlib.suppress(OSError):  # another process was faster, after this lock was taken for stale
-        half.rename(place)
+def _publish(draft: Path, place: Path) -> None:
+    draft.chmod(0o755)
+    with contextlib.suppress(OSError):  # another process took this lock for stale, and was faster
+        draft.rename(place)
 
 
 def _commands(install: Install, place: Path) -> list[list[str]]:
     if install.registry == "npm":
         if (npm := shutil.which("npm")) is None:
-            raise EnvironmentFault("npm is not in PATH", hint="install Node.js, which brings it")
+            raise EnvironmentFault("npm is not in PATH", hint="install Node.js, which includes npm")
         options = ["--no-fund", "--no-audit", "--no-update-notifier", "--loglevel=http"]
-        # Scripts of packages would run here, outside of any sandbox.
+        # Without --ignore-scripts, scripts of packages would run here, outside of any sandbox.
         return [[npm, "install", "--ignore-scripts", *options, "--prefix", str(place), *install.packages]]
     python = str(place / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    pip += ["--only-binary=:all:"]  # source packages would run their setup here
+    pip += ["--only-binary=:all:"]  # the setup code of source packages would run here, outside of any sandbox
     commands = [[sys.executable, "-m", "venv", str(place)], [*pip, *install.packages]]
     return [*commands, [*pip, "--no-deps", *install.bare]] if install.bare else commands
 
@@ -171,7 +172,7 @@ async def _run(command: list[str], place: Path, downloads: Path, on_output: Call
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        limit=_LONGEST_LINE,
+        limit=_LINE_BYTES,
     )
     assert process.stdout is not None
     last = ""
@@ -179,11 +180,11 @@ async def _run(command: list[str], place: Path, downloads: Path, on_output: Call
         async with asyncio.timeout(INSTALL_S):
             async for line in process.stdout:
                 text = line.decode("utf-8", "replace")
-                last = (last + text)[-_SAID:]
+                last = (last + text)[-_SHOWN_CHARS:]
                 on_output(text.rstrip())
             await process.wait()
     except TimeoutError:
-        raise EnvironmentFault(f"{command[0]} did not end in {INSTALL_S:g} s") from None
+        raise EnvironmentFault(f"{command[0]} did not exit within {INSTALL_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
@@ -191,7 +192,7 @@ async def _run(command: list[str], place: Path, downloads: Path, on_output: Call
     if process.returncode != 0:
         raise EnvironmentFault(
             f"{Path(command[0]).name} failed: {last.strip()}",
-            hint="can it reach its registry? the next attempt uses what was downloaded",
+            hint="can it reach its registry? the next attempt reuses the downloads",
         )
 
 

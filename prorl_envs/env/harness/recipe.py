@@ -16,7 +16,7 @@ class Install:
 
     Args:
         registry: `pypi` creates a virtual environment, `npm` a `node_modules`.
-        packages: with exact versions, in the syntax of the registry's own client.
+        packages: names with exact versions, in the syntax of the registry's own client.
         bare: further `pypi` packages, installed without their dependencies.
         node: the harness needs Node.js to run.
     """
@@ -29,12 +29,12 @@ class Install:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """Form of a call of the harness's shell tool, so that the scripted model can play references.
+    """Format of a call of the harness's shell tool. The scripted model plays reference solutions with it.
 
     Args:
         tool: name of the tool.
         argument: name of the argument with the command.
-        others: further arguments, unchanged.
+        others: further arguments, the same in every call.
         as_list: pass the command as `["bash", "-lc", COMMAND]`.
         finish: a command that finishes the episode; empty if an answer without a call does.
     """
@@ -52,17 +52,19 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Harness definition. Command, environment, files, instruction and stdin may hold placeholders that are
-    filled at the start: `{instruction}`, `{task}` (in the instruction only), `{url}` (of the endpoint;
-    OpenAI's interfaces are below `{url}/v1`), `{key}`, `{model}`, `{installed}`, `{home}`, `{workdir}`,
-    `{arch}` (`x64` or `arm64`).
+    """Harness definition.
+
+    Command, environment, files, instruction and stdin may hold placeholders, which are replaced before the
+    start: `{instruction}`, `{task}` (in the instruction only), `{url}` (of the endpoint; OpenAI's interfaces
+    are below `{url}/v1`), `{key}`, `{model}`, `{installed}`, `{home}`, `{workdir}`, `{arch}` (`x64` or
+    `arm64`).
 
     Args:
         name: name of the recipe.
         command: program and arguments.
         install: required packages; None if the sandbox has everything.
-        env: variables in addition to those that every harness gets (`ENDPOINT`).
-        files: text by absolute path, written before the start.
+        env: variables in addition to those of `ENDPOINT`, which every harness gets.
+        files: texts by absolute path, written before the start.
         instruction: instruction for the harness.
         stdin: standard input of the harness.
         exits: exit statuses of success. Any other status is a failure, unless a limit of the rollout was
@@ -97,10 +99,10 @@ ENDPOINT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Model endpoint as it is reached from inside a sandbox.
+    """Model endpoint as the programs inside a sandbox see it.
 
     Args:
-        port: on loopback.
+        port: TCP port on the sandbox's loopback interface.
         key: key of the rollout.
     """
 
@@ -117,14 +119,14 @@ def filled(text: str, values: Mapping[str, str]) -> str:
     scanned."""
     parts, rest = [], text
     while rest:
-        at, name = min(
+        position, name = min(
             ((found, name) for name in values if (found := rest.find(f"{{{name}}}")) >= 0),
             default=(len(rest), ""),
         )
-        parts.append(rest[:at])
+        parts.append(rest[:position])
         if name:
             parts.append(values[name])
-            rest = rest[at + len(name) + 2 :]
+            rest = rest[position + len(name) + 2 :]
         else:
             rest = ""
     return "".join(parts)

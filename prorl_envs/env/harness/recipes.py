@@ -122,8 +122,8 @@ OPENCODE = Recipe(
 
 OPENHANDS = Recipe(
     name="openhands",
-    # Its tools depend on a browser, and on packages published as source only; the default agent without a
-    # browser uses neither.
+    # `openhands-tools` is installed without its dependencies: a browser, and packages that are published only
+    # as source. The default agent without a browser needs neither.
     install=Install(
         registry="pypi",
         packages=(
