@@ -51,8 +51,8 @@ class TaskEnv(gymnasium.Env[str, str]):
       no tool; the reward is then the grade. Earlier rewards are 0.
     - It is **truncated** after `max_turns` actions, and graded as well.
     - If a sandbox or a grader fails, the episode is truncated with reward 0, `info["error"]` describes the
-      failure and `info["mask_sample"]` is true: such a sample carries no information about the policy. No
-      step raises for it, so that one dead sandbox does not stop a vector of environments. A failed `reset`
+      failure and `info["mask_sample"]` is true: such a sample carries no information about the policy. The
+      step raises no exception, so one dead sandbox does not stop a vector of environments. A failed `reset`
       reports the error in the same way, and the next step truncates. `info["error"]["causes"]` lists the
       exceptions behind a failure. `env.unwrapped.failure` (`envs.get_attr("failure")`) is the exception
       itself; its traceback is logged.
@@ -70,15 +70,15 @@ class TaskEnv(gymnasium.Env[str, str]):
         render_mode: None, or `ansi`: `render` returns the episode so far as text.
         config: YAML file of settings with `environments`; its resources servers start at the first reset and
             stop with `close`.
-        runner: thread and node to use, which others may share and the caller closes; None creates one.
-        step_timeout_s: seconds that one step, grading included, or the start of an episode may take; then it
-            fails as above. None means only the tools' and graders' own limits.
+        runner: thread and node to use. Environments may share it; the caller closes it. None creates one.
+        step_timeout_s: seconds that one step (grading included) or the start of an episode may take; then the
+            episode fails as above. None: only the limits of the tools and graders apply.
 
     Raises:
         InputError: there is no such family, or the data is wrong.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - its base's shape
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - as in the base class
 
     def __init__(
         self,
@@ -94,19 +94,19 @@ class TaskEnv(gymnasium.Env[str, str]):
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise InputError(f"render_mode {render_mode!r} is not known", hint="use ansi or None")
         if step_timeout_s is not None and step_timeout_s <= 0:
-            raise InputError(f"step_timeout_s is {step_timeout_s:g}", hint="more than 0, or None")
+            raise InputError(f"step_timeout_s is {step_timeout_s:g}", hint="give more than 0, or None")
         if max_turns < 1:
-            raise InputError(f"max_turns is {max_turns}", hint="at least 1")
+            raise InputError(f"max_turns is {max_turns}", hint="give at least 1")
         self.render_mode = render_mode
         self.action_space = UnicodeText(MAX_TEXT)
         self.observation_space = UnicodeText(MAX_TEXT)
-        self._offered = Catalog.of(load_settings(Path(config) if config else None)).only(environment)
+        self._catalog = Catalog.of(load_settings(Path(config) if config else None)).only(environment)
         self._started = False
-        self._family = self._offered.family(environment)
+        self._family = self._catalog.family(environment)
         if (harness := harness_of(self._family)) is not None:
             raise InputError(
-                f"{environment}: the harness {harness.name} works on its tasks, and takes no actions",
-                hint="take the environment without it, or roll it out: prorl-envs run",
+                f"{environment}: the harness {harness.name} solves its tasks, and takes no actions",
+                hint="use an environment without a harness, or run this one with: prorl-envs run",
             )
         self._tasks = {task.id: task for task in self._load(environment, tasks)}
         self._max_turns = max_turns
@@ -126,12 +126,12 @@ class TaskEnv(gymnasium.Env[str, str]):
         """Start an episode.
 
         Args:
-            seed: of the generator that chooses tasks; None keeps its state.
+            seed: seed of the generator that chooses tasks; None keeps its state.
             options: `{"task": ...}` chooses the task: an id of the data, or a whole row.
 
         Raises:
             InputError: unknown options, or a wrong task.
-            UnsupportedMachine: no sandbox can start on this machine, or none that the family can use.
+            UnsupportedMachine: this machine cannot start a sandbox that the family can use.
         """
         super().reset(seed=seed)
         task = self._choose(options or {})
@@ -144,7 +144,7 @@ class TaskEnv(gymnasium.Env[str, str]):
             self._running = False
             raise
         except RolloutFailure as failure:
-            self._note(failure)
+            self._record_failure(failure)
             return self._show("The environment could not be started."), self._info(**_error_info(failure))
         observation = self._show(_prompt_text(prompt))
         messages = copy.deepcopy(list(prompt.messages))
@@ -165,7 +165,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         try:
             return self._runner.run(lambda node: self._bounded(self._act(action)))
         except RolloutFailure as failure:
-            self._note(failure)
+            self._record_failure(failure)
             return self._fail(failure)
 
     def render(self) -> str | None:
@@ -177,7 +177,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._end_episode()
         if self._started:
             self._started = False
-            self._runner.run(lambda node: self._offered.__aexit__())
+            self._runner.run(lambda node: self._catalog.__aexit__())
         if self._owns_runner:
             self._runner.close()
 
@@ -185,10 +185,10 @@ class TaskEnv(gymnasium.Env[str, str]):
         self, environment: str, tasks: str | Path | Sequence[Mapping[str, Any]] | None
     ) -> Sequence[Task]:
         if tasks is None:
-            examples = self._offered.tasks(environment, None)
+            examples = self._catalog.tasks(environment, None)
             loaded = [task for task in examples if not self._family.unavailable(task)]
         elif isinstance(tasks, str | Path):
-            loaded = self._offered.tasks(environment, Path(tasks))
+            loaded = self._catalog.tasks(environment, Path(tasks))
         else:
             loaded = [self._family.load(row) for row in tasks]
         if not loaded:
@@ -219,12 +219,12 @@ class TaskEnv(gymnasium.Env[str, str]):
             if not deadline.expired():
                 raise
             raise StageTimeout(
-                f"it took longer than {self._step_timeout_s:g} s", hint="step_timeout_s is the limit"
+                f"the step took longer than {self._step_timeout_s:g} s", hint="step_timeout_s is the limit"
             ) from None
 
     async def _init(self, node: Node, task: Task) -> Prompt:
         if not self._started:
-            await self._offered.__aenter__()
+            await self._catalog.__aenter__()
             self._started = True
         self._episode = self._family(node)
         prompt = await self._episode.init(task)
@@ -234,7 +234,7 @@ class TaskEnv(gymnasium.Env[str, str]):
     async def _act(self, action: str) -> Step:
         episode = self._episode
         assert episode is not None
-        result, finished = await self._carry_out(episode, action)
+        result, finished = await self._run_action(episode, action)
         observation, info = self._show(result.text), self._info(tool_ok=result.ok)
         if not finished and self._turn < self._max_turns:
             return observation, 0.0, False, False, info
@@ -245,8 +245,8 @@ class TaskEnv(gymnasium.Env[str, str]):
         info["grade"] = {"components": dict(grade.components), "evidence": copy.deepcopy(grade.evidence)}
         return observation, float(grade.reward), finished, not finished, info
 
-    async def _carry_out(self, episode: Environment[Any], action: str) -> tuple[ToolResult, bool]:
-        """Run an action. Return its result, and whether the agent has finished."""
+    async def _run_action(self, episode: Environment[Any], action: str) -> tuple[ToolResult, bool]:
+        """Run an action. Return its result, and whether it finishes the episode."""
         try:
             call = parse_action(action, f"call-{self._turn}")
         except ActionError as error:
@@ -258,7 +258,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._conversation.called(call, result)
         return result, call.name == episode.finish_tool and result.ok
 
-    def _note(self, failure: RolloutFailure) -> None:
+    def _record_failure(self, failure: RolloutFailure) -> None:
         self.failure = failure
         log.warning(
             "task %s, turn %d: the environment failed: %s",

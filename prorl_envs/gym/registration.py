@@ -1,4 +1,4 @@
-"""Gymnasium ids of built-in and third-party families. Cheap: imports no other module of this package."""
+"""Gymnasium ids of built-in and third-party families. Imports no other module of this package, to be fast."""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -22,7 +22,7 @@ _GROUP = "prorl_envs.environments"
 
 
 def ids() -> Mapping[str, str]:
-    """Return every id with its family: one that another package calls `lab_book` is `prorl/LabBook-v0`."""
+    """Return every id with its family. A family `lab_book` of another package gets `prorl/LabBook-v0`."""
     others = sorted({point.name for point in entry_points(group=_GROUP)} - set(IDS.values()))
     return {f"prorl/{camel(name)}-v0": name for name in others} | IDS
 

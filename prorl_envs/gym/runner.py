@@ -13,8 +13,8 @@ type NodeFactory = Callable[[], Node]
 
 
 class Runner:
-    """Owner of one thread, its event loop and one node. It starts at first use, so that creating an
-    environment and closing it is cheap and leaves a process that can still fork.
+    """Owner of one thread, its event loop and one node. The thread starts at first use: creating and closing
+    an unused environment is cheap, and the process can still fork.
 
     Args:
         node: creates the node.
@@ -28,7 +28,7 @@ class Runner:
         self._stop = asyncio.Event()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: gymnasium copies an environment's arguments, and the copies must share a runner."""
+        """Return this runner: gymnasium copies an environment's arguments, and the copies must share it."""
         return self
 
     def run[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
@@ -52,8 +52,8 @@ class Runner:
         if self._thread is not None:
             return
         self._loop = Future()
-        # A daemon: an environment that was not closed must not keep the interpreter from exiting. The
-        # driver's processes die with this thread.
+        # A daemon thread, so that an environment that was not closed does not keep the interpreter from
+        # exiting. The driver's processes die with this thread.
         self._thread = threading.Thread(
             target=asyncio.run, args=(self._main(),), name="prorl-gym", daemon=True
         )
@@ -61,12 +61,12 @@ class Runner:
 
     def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop.result())
-        ended = threading.Lock()
-        ended.acquire()
-        future.add_done_callback(lambda _: ended.release())
+        finished = threading.Lock()
+        finished.acquire()
+        future.add_done_callback(lambda _: finished.release())
         try:
-            # A bare lock: an interrupt can break the condition in which `result` waits (RuntimeError).
-            ended.acquire()
+            # Not `future.result()`: an interrupt can break its condition variable (RuntimeError).
+            finished.acquire()
         except BaseException:
             future.cancel()
             raise

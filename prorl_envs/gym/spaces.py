@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-#: Samples are drawn from printable ASCII with newlines, and a few other characters, so that training or
-#: checks on samples cover both.
+#: Characters of samples: printable ASCII and white space, and a few others, so that samples cover both.
 _ALPHABET = "\n\t" + "".join(map(chr, range(32, 127))) + "äßπλже日本語🙂"
 _MAX_SAMPLE = 64
 
@@ -16,7 +15,7 @@ class UnicodeText(spaces.Space[str]):
 
     Args:
         max_length: maximum characters (code points) of a member.
-        seed: of the space's generator, or a generator.
+        seed: seed of the space's generator, or a generator.
     """
 
     def __init__(self, max_length: int, seed: int | np.random.Generator | None = None) -> None:

@@ -20,7 +20,7 @@ type Flags = NDArray[np.bool_]
 
 
 class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
-    """Vector environment of one family, whose members step in parallel and share a thread and sandboxes.
+    """Vector environment of one family. Its members step in parallel, and share a thread and a node.
 
         envs = gymnasium.make_vec("prorl_envs.gym:prorl/Bash-v0", num_envs=8, step_timeout_s=60)
         observations, infos = envs.reset(seed=1)
@@ -28,15 +28,15 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
 
     A member whose sandbox dies, whose grader fails or whose step takes longer than `step_timeout_s` is
     truncated with reward 0, `infos["error"]` and `infos["mask_sample"]`. The step of the other members is not
-    affected, and the next step resets the failed member. `AsyncVectorEnv` needs a process and templates for
-    each member, and waits for the slowest without a bound.
+    affected, and the next step resets the failed member. Gymnasium's `AsyncVectorEnv`, in contrast, needs a
+    process and templates for each member, and waits for the slowest member without a time limit.
 
-    After an episode is over, the member's next step starts another and ignores the action
+    After the end of an episode, the member's next step starts another episode and ignores the action
     (`AutoresetMode.NEXT_STEP`).
 
     Args:
         num_envs: number of members.
-        environment, tasks, max_turns, render_mode, config, step_timeout_s: as of `TaskEnv`.
+        environment, tasks, max_turns, render_mode, config, step_timeout_s: see `TaskEnv`.
 
     Raises:
         InputError: as `TaskEnv`.
@@ -54,7 +54,7 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         step_timeout_s: float | None = None,
     ) -> None:
         if num_envs < 1:
-            raise InputError(f"num_envs is {num_envs}", hint="at least 1")
+            raise InputError(f"num_envs is {num_envs}", hint="give at least 1")
         self.metadata = {**TaskEnv.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
         self.render_mode = render_mode
         self.num_envs = num_envs
@@ -69,7 +69,7 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         self.single_observation_space = self._members[0].observation_space
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
-        # Each thread waits for the runner's thread, which does the work: they are cheap, and start on demand.
+        # These threads only wait for the runner's thread, which does the work. They start on demand.
         self._threads = ThreadPoolExecutor(num_envs, "prorl-vector")
 
     def reset(
@@ -78,8 +78,8 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         """Start an episode in every member.
 
         Args:
-            seed: of the first member, with the following numbers for the others; or a list with one for each.
-            options: as of `TaskEnv.reset`, for all.
+            seed: seed of the first member (the others get the following numbers), or one seed per member.
+            options: options of `TaskEnv.reset` for every member.
 
         Raises:
             InputError: unknown options, or a wrong task.
@@ -89,24 +89,26 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         )
         if len(seeds) != self.num_envs:
             raise InputError(
-                f"{len(seeds)} seeds for {self.num_envs} members", hint="one number, or one each"
+                f"{len(seeds)} seeds for {self.num_envs} members", hint="give one number, or one per member"
             )
         self._over[:] = False
-        begun = self._all(lambda n: self._members[n].reset(seed=seeds[n], options=options))
-        return tuple(text for text, _ in begun), self._joined([info for _, info in begun])
+        starts = self._all(lambda n: self._members[n].reset(seed=seeds[n], options=options))
+        return tuple(text for text, _ in starts), self._joined([info for _, info in starts])
 
     def step(self, actions: Sequence[str]) -> tuple[tuple[str, ...], Rewards, Flags, Flags, Info]:
         """Take one action in every member, in parallel."""
         if len(actions) != self.num_envs:
-            raise InputError(f"{len(actions)} actions for {self.num_envs} members", hint="one each")
+            raise InputError(
+                f"{len(actions)} actions for {self.num_envs} members", hint="give one per member"
+            )
 
-        def one(number: int) -> tuple[str, float, bool, bool, Info]:
+        def step_member(number: int) -> tuple[str, float, bool, bool, Info]:
             if self._over[number]:
                 observation, info = self._members[number].reset()
                 return observation, 0.0, False, False, info
             return self._members[number].step(actions[number])
 
-        observations, rewards, terminated, truncated, infos = zip(*self._all(one), strict=True)
+        observations, rewards, terminated, truncated, infos = zip(*self._all(step_member), strict=True)
         ended = np.array(terminated, dtype=np.bool_), np.array(truncated, dtype=np.bool_)
         self._over = np.logical_or(*ended)
         return tuple(observations), np.array(rewards, dtype=np.float64), *ended, self._joined(infos)
@@ -129,13 +131,13 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         """Run `work` for every member in parallel; raise the first exception after all have finished."""
         self._runner.start()
         running = [self._threads.submit(work, number) for number in self._numbers]
-        errors = {n: error for n, one in enumerate(running) if (error := one.exception()) is not None}
+        errors = {n: error for n, future in enumerate(running) if (error := future.exception()) is not None}
         if errors:
             (_, first), *others = errors.items()
             for number, error in others:
                 first.add_note(f"member {number} also failed: {type(error).__name__}: {error}")
             raise first
-        return [one.result() for one in running]
+        return [future.result() for future in running]
 
     def _joined(self, infos: Sequence[Info]) -> Info:
         joined: Info = {}

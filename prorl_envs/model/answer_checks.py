@@ -1,4 +1,4 @@
-"""Checks of every answer in token ids, and the errors of answers that fail them.
+"""Checks of answers that consist of token ids, and the errors of model servers.
 
 An answer with one wrong number would train the policy on tokens it never sampled, so everything is checked.
 The wire format of each kind of server is in that server's own module.
@@ -14,11 +14,11 @@ import msgspec
 from prorl_envs.errors import ModelError
 from prorl_envs.model.types import FinishReason, Sampled, Sampling, VersionSpan
 
-# A log-probability computed in low precision may come out slightly above 0.
+# A log-probability that is computed in low precision may be slightly above 0.
 _LOGPROB_SLACK = 1e-2
 # vLLM's placeholder for a log-probability that is missing or NaN.
-_NONE_KNOWN = -9999.0
-#: Most version spans in one answer.
+_MISSING_LOGPROB = -9999.0
+#: Maximum version spans in one answer, and maximum characters of a version.
 MAX_SPANS = 64
 MAX_VERSION = 200
 LOGPROBS_HINT = "the server must return one log-probability for each sampled token"
@@ -40,8 +40,8 @@ class Refusal(ProtocolError):
     """Refusal of a request by the server.
 
     Args:
-        message, hint: as of every error.
-        status: of its HTTP answer; 0 if another machine sent the request.
+        message, hint: as for every error.
+        status: status of the HTTP answer; 0 if another machine sent the request.
     """
 
     def __init__(self, message: str, *, hint: str = "", status: int = 0) -> None:
@@ -59,7 +59,7 @@ class RouteRefused(Refusal, ServerUnavailable):
 
 
 class NotAModelServer(ProtocolError, ServerUnavailable):
-    """Answer from a URL that is not a supported model server's; another server may work."""
+    """Answer from a URL at which no supported model server runs; another server may work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class RequestContract:
 
     Args:
         prompt_ids: the prompt that was sent.
-        max_tokens: most ids that may come back.
+        max_tokens: maximum ids in the answer.
         vocab_size: ids lie in [0, vocab_size); None if unknown.
-        server: base URL, for messages and for the record.
+        server: base URL of the server, for error messages and for the answer.
     """
 
     prompt_ids: Sequence[int]
@@ -91,7 +91,7 @@ def neutral_sampling(sampling: Sampling) -> dict[str, Any]:
     """Return the sampling settings that vLLM and SGLang share under the same names.
 
     Settings that a model's generation_config.json would silently change (top_k, min_p, penalties) are sent
-    with neutral values: otherwise the server samples from another policy than the trainer computes.
+    with neutral values. Otherwise the server would sample from another policy than the trainer computes.
     """
     return {
         "temperature": sampling.temperature,
@@ -112,12 +112,14 @@ def check_ids(ids: Sequence[int], expected: RequestContract) -> tuple[int, ...]:
         ProtocolError: there are too many ids, or an id is outside the vocabulary.
     """
     if len(ids) > expected.max_tokens:
-        raise ProtocolError(f"{expected.server} returned {len(ids)} ids, {expected.max_tokens} were asked")
-    limit = expected.vocab_size
-    strange = next((number for number in ids if number < 0 or (limit is not None and number >= limit)), None)
-    if strange is not None:
         raise ProtocolError(
-            f"{expected.server} returned the id {strange}, which is outside the vocabulary of {limit}",
+            f"{expected.server} returned {len(ids)} ids, {expected.max_tokens} were requested"
+        )
+    limit = expected.vocab_size
+    invalid = next((number for number in ids if number < 0 or (limit is not None and number >= limit)), None)
+    if invalid is not None:
+        raise ProtocolError(
+            f"{expected.server} returned the id {invalid}, which is outside the vocabulary of {limit}",
             hint="is it serving the model whose tokenizer is in use?",
         )
     return tuple(ids)
@@ -129,7 +131,7 @@ def check_logprobs(
     """Check that each of `count` ids has one possible log-probability.
 
     Raises:
-        ProtocolError: their number differs, or one is missing, infinite, NaN or positive.
+        ProtocolError: the number of values differs, or a value is missing, infinite, NaN or positive.
     """
     if values is None and count == 0:
         return ()
@@ -139,7 +141,7 @@ def check_logprobs(
             f"{expected.server} returned {found} log-probabilities for {count} ids", hint=LOGPROBS_HINT
         )
     numbers = [value for value in values if value is not None and math.isfinite(value)]
-    if len(numbers) != count or not all(_NONE_KNOWN < value <= _LOGPROB_SLACK for value in numbers):
+    if len(numbers) != count or not all(_MISSING_LOGPROB < value <= _LOGPROB_SLACK for value in numbers):
         raise ProtocolError(f"{expected.server} returned an impossible log-probability", hint=LOGPROBS_HINT)
     return tuple(min(value, 0.0) for value in numbers)
 
@@ -167,11 +169,13 @@ def check_spans(spans: Sequence[WireSpan], count: int, expected: RequestContract
     """Return version spans that cover all ids without a gap; none if one version sampled everything.
 
     Raises:
-        ProtocolError: they do not, or there are too many.
+        ProtocolError: the spans have a gap or an overlap, or there are too many.
     """
     edges = [0, *(span.end for span in spans)]
-    whole = all(span.start == edge and span.end >= edge for span, edge in zip(spans, edges[:-1], strict=True))
-    if not whole or edges[-1] != count or len(spans) > MAX_SPANS:
+    adjacent = all(
+        span.start == edge and span.end >= edge for span, edge in zip(spans, edges[:-1], strict=True)
+    )
+    if not adjacent or edges[-1] != count or len(spans) > MAX_SPANS:
         raise ProtocolError(f"{expected.server} returned weight versions that do not cover the answer")
     filled = [span for span in spans if span.end > span.start]
     return joined_spans(
@@ -180,7 +184,7 @@ def check_spans(spans: Sequence[WireSpan], count: int, expected: RequestContract
 
 
 def joined_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Join adjacent spans of one version. A single remaining span is redundant: the result is empty."""
+    """Join adjacent spans of one version. If a single span remains, it is redundant, so return none."""
     joined: list[VersionSpan] = []
     for span in spans:
         if joined and joined[-1].version == span.version:
@@ -191,30 +195,30 @@ def joined_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 
 def version_name(version: str | int | None) -> str:
-    """Return a version as text, of bounded length."""
+    """Return a version as text of bounded length; "" for None."""
     return "" if version is None else str(version)[:MAX_VERSION]
 
 
 def continued(first: Sampled, second: Sampled) -> Sampled:
-    """Join two answers into one turn: the second continued the first, which had been interrupted."""
-    at = len(first.ids)
-    spans = [*_spans(first, 0), *_spans(second, at)]
+    """Join two answers into one turn. The first was interrupted, and the second continues it."""
+    count = len(first.ids)
+    spans = [*_spans(first, 0), *_spans(second, count)]
     return Sampled(
         ids=first.ids + second.ids,
         logprobs=first.logprobs + second.logprobs,
         finish_reason=second.finish_reason,
-        weight_version=first.weight_version if at else second.weight_version,
+        weight_version=first.weight_version if count else second.weight_version,
         server=second.server,
         version_spans=joined_spans(spans),
-        cached_tokens=first.cached_tokens if at else second.cached_tokens,
+        cached_tokens=first.cached_tokens if count else second.cached_tokens,
         exact=first.exact and second.exact,
     )
 
 
-def _spans(sampled: Sampled, at: int) -> list[VersionSpan]:
-    whole = VersionSpan(version=sampled.weight_version, start=0, end=len(sampled.ids))
+def _spans(sampled: Sampled, offset: int) -> list[VersionSpan]:
+    default = VersionSpan(version=sampled.weight_version, start=0, end=len(sampled.ids))
     return [
-        VersionSpan(version=span.version, start=at + span.start, end=at + span.end)
-        for span in sampled.version_spans or (whole,)
+        VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
+        for span in sampled.version_spans or (default,)
         if span.end > span.start
     ]

@@ -32,7 +32,7 @@ class Partial:
     server: str
 
 
-type Heard = Callable[[Partial], None]
+type OnPartial = Callable[[Partial], None]
 """Callback for the partial answer during sampling. Fewer ids than before: sampling was restarted."""
 
 type Reasoning = Literal["keep", "user_turn", "template"]
@@ -167,9 +167,9 @@ class Streaming(Protocol):
     """A server that reports an answer during sampling."""
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
     ) -> Sampled:
-        """Sample as `ModelClient.generate` does, and call `heard` when ids arrive."""
+        """Sample as `ModelClient.generate` does, and call `on_partial` when ids arrive."""
         ...
 
 
@@ -184,13 +184,13 @@ class RoutedModelClient(Protocol):
         *,
         session: str,
         conversation: Conversation | None = None,
-        heard: Heard | None = None,
+        on_partial: OnPartial | None = None,
     ) -> Sampled:
         """Sample as `ModelClient.generate` does.
 
         Args:
             conversation: the prompt as messages, for servers that take no ids.
-            heard: receives the partial answer during sampling, if the server supports it.
+            on_partial: receives the partial answer during sampling, if the server supports it.
         """
         ...
 

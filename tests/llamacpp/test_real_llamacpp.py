@@ -121,13 +121,13 @@ async def test_an_answer_is_streamed_while_it_is_sampled(url: str) -> None:
     async with talking(url) as client:
         whole = await client.generate(PROMPT, GREEDY, session="s")
         told = await client.stream(
-            PROMPT, GREEDY, session="s", heard=lambda partial: heard.append(len(partial.ids))
+            PROMPT, GREEDY, session="s", on_partial=lambda partial: heard.append(len(partial.ids))
         )
     assert (told.ids, told.finish_reason) == (whole.ids, "length")
     assert told.logprobs == pytest.approx(whole.logprobs, abs=1e-3)
     assert heard[0] == 0 and heard[-1] == 12 and len(set(heard)) > 2
     async with talking(url, whole.ids[3]) as client:
-        stopped = await client.stream(PROMPT, GREEDY, session="s", heard=lambda _: None)
+        stopped = await client.stream(PROMPT, GREEDY, session="s", on_partial=lambda _: None)
         assert (stopped.ids, stopped.finish_reason) == (
             whole.ids[: whole.ids.index(whole.ids[3]) + 1],
             "stop",

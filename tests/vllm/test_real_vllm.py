@@ -88,13 +88,13 @@ async def test_both_routes_stream_an_answer_while_it_is_sampled(
     async with talking(server, renderer) as client:
         whole = await client.generate(prompt, GREEDY, session="s")
         streamed = await client.stream(
-            prompt, GREEDY, session="s", heard=lambda partial: told[0].append(len(partial.ids))
+            prompt, GREEDY, session="s", on_partial=lambda partial: told[0].append(len(partial.ids))
         )
     events = CompletionEvents(lambda partial: told[1].append(len(partial.ids)), expected)
     link = ModelHttpClient(server.url)
     try:
         body = encode_request("tiny", prompt, GREEDY, renderer.stop_ids, stream=True)
-        await link.request("POST", "/v1/completions", body, heard=events)
+        await link.request("POST", "/v1/completions", body, listener=events)
     finally:
         await link.aclose()
     other = events.whole()

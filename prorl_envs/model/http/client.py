@@ -32,10 +32,10 @@ from prorl_envs.model.answer_checks import (
 )
 from prorl_envs.model.http.tls import client_tls
 
-#: Bytes of a request's body above which it is sent in pieces, between which the event loop runs.
+#: Bodies of at least this many bytes are sent in pieces, so that the event loop runs in between.
 _LARGE = 2**20
-#: Seconds of waiting for data after which the client looks whether the connection is still open.
-_LOOK_S = 1.0
+#: Seconds without data after which the client checks whether the connection is still open.
+_CHECK_S = 1.0
 #: Statuses that refuse one request for its content. Every other 4xx refuses the route or the client.
 _REQUEST_STATUSES = frozenset({400, 409, 413, 414, 415, 422, 431})
 
@@ -45,16 +45,15 @@ class ClientLimits:
     """Bounds of the connections and requests to a server.
 
     Args:
-        connect_s: seconds to open a connection.
+        connect_s: timeout of opening a connection, in seconds.
         answer_s: seconds from request to the end of the answer, per attempt.
-        control_s: the same for requests other than sampling: health check, pause, resume.
-        attempts: most attempts of one request.
+        control_s: the same for control requests: health check, pause, resume.
+        attempts: maximum attempts of one request.
         backoff_s: seconds before the second attempt; doubles each time, with jitter.
-        max_backoff_s: longest pause, also if the server requests a longer one with Retry-After.
-        max_body_bytes: most bytes of an answer.
-        max_connections: most connections to the server at once.
-        idle_s: seconds after which an idle connection is not reused: less than the 5 s after which uvicorn
-            closes it.
+        max_backoff_s: maximum pause, even if the server requests a longer pause with Retry-After.
+        max_body_bytes: maximum bytes of an answer.
+        max_connections: maximum concurrent connections for sampling.
+        idle_s: seconds after which an idle connection is not reused. uvicorn closes it after 5 s.
     """
 
     connect_s: float = 10.0
@@ -70,7 +69,7 @@ class ClientLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A failed attempt that may be retried: its error, and the pause that the server requested."""
+    """A failed attempt that may be retried: its error, and the pause if the server requested one."""
 
     error: ServerUnavailable
     pause_s: float | None = None
@@ -93,7 +92,7 @@ class Listener(Protocol):
         ...
 
     def feed(self, data: bytes) -> bool:
-        """Receive more of the body; return False if it is too much. Must not raise."""
+        """Receive more of the body; return False if it exceeds the listener's limit. Must not raise."""
         ...
 
 
@@ -115,11 +114,11 @@ class ModelHttpClient:
         api_key: sent as a bearer token.
         ca_file: certificates (PEM) of the authorities to trust; None trusts the public ones.
         limits: times and sizes.
-        clock: of timeouts and pauses; by default the machine's.
-        jitter: source of a number in [0, 1), spreads retries out.
+        clock: clock of timeouts and pauses; by default the machine's.
+        jitter: returns a random number in [0, 1), which spreads retries.
 
     Raises:
-        InputError: the URL is not one, the key cannot be sent, or the CA file cannot be used.
+        InputError: the URL is invalid, the key cannot be sent, or the CA file cannot be used.
     """
 
     def __init__(
@@ -163,18 +162,18 @@ class ModelHttpClient:
         path: str,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
-        heard: Listener | None = None,
+        listener: Listener | None = None,
         *,
         final: str = "",
     ) -> bytes:
         """Return the body of a successful answer.
 
         Args:
-            method, path: of the request; the path starts with `/`.
+            method, path: method and path of the request; the path starts with `/`.
             body: JSON.
             headers: further headers.
-            heard: receives a successful answer as it arrives; the returned body is then empty.
-            final: text in an error message that rules out a retry.
+            listener: receives a successful answer while it arrives; the returned body is then empty.
+            final: text of an error message that rules out a retry.
 
         Raises:
             ServerUnavailable: no answer within the attempts.
@@ -182,7 +181,9 @@ class ModelHttpClient:
                 too much.
         """
         attempt = 1
-        while isinstance(outcome := await self._attempt(method, path, body, headers, heard=heard), _Failed):
+        while isinstance(
+            outcome := await self._attempt(method, path, body, headers, listener=listener), _Failed
+        ):
             if attempt >= self._limits.attempts or (final and final in outcome.error.message):
                 raise outcome.error
             grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
@@ -192,14 +193,14 @@ class ModelHttpClient:
         return outcome
 
     async def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Send as `request` does: once, with a short timeout, also if every connection is sampling."""
+        """Send a control request: one attempt, with a short timeout, even if all connections are in use."""
         outcome = await self._attempt(method, path, body, None, control=True)
         if isinstance(outcome, _Failed):
             raise outcome.error
         return outcome
 
-    async def tell(self, path: str, body: object = None) -> bool:
-        """Post `body` as JSON, as `ask` does; return False if the server has no such route."""
+    async def post(self, path: str, body: object = None) -> bool:
+        """Post `body` as JSON in a control request; return False if the server has no such route."""
         try:
             await self.ask("POST", path, None if body is None else msgspec.json.encode(body))
         except Refusal as error:
@@ -216,20 +217,20 @@ class ModelHttpClient:
         headers: dict[str, str] | None,
         *,
         control: bool = False,
-        heard: Listener | None = None,
+        listener: Listener | None = None,
     ) -> bytes | _Failed:
         seconds = self._limits.control_s if control else self._limits.answer_s
         try:
             async with self._clock.timeout(seconds):
-                answer = await self._exchange(method, path, body, headers, control=control, heard=heard)
+                answer = await self._exchange(method, path, body, headers, control=control, listener=listener)
         except aiohttp.ServerTimeoutError:  # also a TimeoutError
             return _Failed(self._unavailable("does not accept connections"))
         except TimeoutError as error:
             raise self._unavailable(f"did not answer within {seconds:g} s") from error
         except aiohttp.ClientConnectorCertificateError as error:
             reason = getattr(error.certificate_error, "verify_message", error.certificate_error)
-            said = f"has no certificate of a trusted authority: {reason}"
-            return _Failed(self._unavailable(f"{said} (model.ca_file names a private authority)"))
+            problem = f"has no certificate of a trusted authority: {reason}"
+            return _Failed(self._unavailable(f"{problem} (model.ca_file names a private authority)"))
         except aiohttp.ClientConnectorError as error:
             return _Failed(self._unavailable(f"cannot be reached: {error.os_error}"))
         except UnicodeError as error:  # invalid host name
@@ -249,21 +250,21 @@ class ModelHttpClient:
         headers: dict[str, str] | None,
         *,
         control: bool,
-        heard: Listener | None,
+        listener: Listener | None,
     ) -> _Answer:
         if self._closed:
             raise self._unavailable("is no longer in use")
         url = yarl.URL(f"{self._base}{path}", encoded=True)
         further = checked_headers(headers or {})
-        if heard is not None:
-            heard.begin()
+        if listener is not None:
+            listener.begin()
         data = BytesIO(body) if body is not None and len(body) >= _LARGE else body
-        # Leaving the block before the end of the answer closes the connection: the server stops sampling.
+        # Leaving the block before the end of the answer closes the connection, and the server stops sampling.
         async with self._session(control).request(
             method, url, data=data or None, headers=further, allow_redirects=False
         ) as response:
             content = bytearray()
-            streamed = heard if response.status == HTTPStatus.OK else None
+            streamed = listener if response.status == HTTPStatus.OK else None
             while part := await _next_part(response):
                 if streamed is not None:
                     too_much = not streamed.feed(part)
@@ -275,8 +276,8 @@ class ModelHttpClient:
             return _Answer(response.status, response.headers, bytes(content))
 
     def _session(self, control: bool) -> aiohttp.ClientSession:
-        """Return the session for sampling requests, or for control requests, which do not wait for a free
-        connection. Created at first use, since it belongs to the running event loop."""
+        """Return the session for sampling requests, or for control requests, which never wait for a free
+        connection. A session is created at first use, because it belongs to the running event loop."""
         if control not in self._sessions:
             limit = 0 if control else self._limits.max_connections
             self._sessions[control] = aiohttp.ClientSession(
@@ -292,7 +293,7 @@ class ModelHttpClient:
 
     def _judge(self, answer: _Answer) -> bytes | _Failed:
         if answer.headers.get("content-encoding", "identity").lower() != "identity":
-            raise ProtocolError(f"{self.url} sent its answer encoded, and was asked not to")
+            raise ProtocolError(f"{self.url} sent an encoded answer, although only identity was accepted")
         if answer.status == HTTPStatus.OK:
             return answer.body
         message = f"{self.url} answered {answer.status}: {_server_message(answer.body)}"
@@ -304,8 +305,10 @@ class ModelHttpClient:
         kind = Refusal if answer.status in _REQUEST_STATUSES else RouteRefused
         raise kind(message, hint=_hint(answer.status), status=answer.status)
 
-    def _unavailable(self, what: str) -> ServerUnavailable:
-        return ServerUnavailable(f"the model server {self.url} {what}", hint="is it up, and the URL right?")
+    def _unavailable(self, problem: str) -> ServerUnavailable:
+        return ServerUnavailable(
+            f"the model server {self.url} {problem}", hint="is it up, and the URL right?"
+        )
 
 
 async def _next_part(response: aiohttp.ClientResponse) -> bytes:
@@ -316,12 +319,12 @@ async def _next_part(response: aiohttp.ClientResponse) -> bytes:
     """
     while True:
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_CHECK_S):
                 return await response.content.readany()
         except TimeoutError:
-            if response.content.is_eof():  # arrived together with the timeout
+            if response.content.is_eof():  # the end arrived together with the timeout
                 continue
-            # aiohttp 3.14 closes the connection after a malformed chunk, but its reader waits on.
+            # aiohttp 3.14 closes the connection after a malformed chunk, but its reader keeps waiting.
             connection = response.connection
             if connection is None or connection.transport is None or connection.transport.is_closing():
                 raise aiohttp.ClientPayloadError("the answer is malformed") from None
@@ -366,7 +369,7 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def session_headers(session: str) -> dict[str, str]:
-    """Return the header by which routers in front of servers group the requests of a session."""
+    """Return the header that lets a router in front of servers recognise the requests of a session."""
     return {"x-session-id": quote(session, safe="/:")}
 
 
@@ -395,7 +398,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def _server_message(content: bytes) -> str:
-    """Return the server's error message, shortened, in any format."""
+    """Return the error message of an answer in any format, shortened."""
     try:
         text = msgspec.json.decode(content, type=_ErrorBody).error.message
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -411,9 +414,11 @@ def _retry_after(answer: _Answer) -> float | None:
 def _hint(status: int) -> str:
     match status:
         case 400 | 413 | 422:
-            return "often the context: lower limits.max_tokens or raise the server's --max-model-len"
+            return (
+                "often the context is too long: lower limits.max_tokens or raise the server's --max-model-len"
+            )
         case 401 | 403:
-            return "the server wants an API key"
+            return "the server requires an API key"
         case 404:
             return "wrong base URL, or a model name the server does not serve"
         case _:

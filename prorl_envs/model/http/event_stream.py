@@ -17,23 +17,24 @@ from prorl_envs.model.answer_checks import (
     check_ids,
     check_logprobs,
 )
-from prorl_envs.model.types import Heard, Partial, Sampled
+from prorl_envs.model.types import OnPartial, Partial, Sampled
 
-#: Most bytes of one event: servers that repeat the whole answer in each event send long ones.
+#: Maximum bytes of one event. Some servers repeat the whole answer in each event, so events can be long.
 _EVENT_BYTES = 64 * 2**20
-_SAID = 500
+#: Bytes of a server's error event that are shown.
+_SHOWN_BYTES = 500
 
 
 class Events(ABC):
-    """One answer as events. Implements `model.http.client.Listener`.
+    """Reader of one answer that arrives as events. Implements `model.http.client.Listener`.
 
     Args:
-        heard: receives the partial answer.
+        on_partial: receives the partial answer.
         expected: request properties that the answer must match.
     """
 
-    def __init__(self, heard: Heard, expected: RequestContract) -> None:
-        self._heard = heard
+    def __init__(self, on_partial: OnPartial, expected: RequestContract) -> None:
+        self._on_partial = on_partial
         self._expected = expected
         self.begin()
 
@@ -43,7 +44,7 @@ class Events(ABC):
         self._ended = False
         self._problem: ModelError | None = None
         self._partial = Partial([], [], "", self._expected.server)
-        self._heard(self._partial)
+        self._on_partial(self._partial)
 
     def feed(self, data: bytes) -> bool:
         """Receive more of the answer; return False if an event is too long."""
@@ -62,7 +63,7 @@ class Events(ABC):
         except ModelError as error:
             self._problem = error
         if len(self._partial.ids) > before:
-            self._heard(self._partial)
+            self._on_partial(self._partial)
         return len(self._rest) <= _EVENT_BYTES
 
     def whole(self) -> Sampled:
@@ -70,7 +71,7 @@ class Events(ABC):
 
         Raises:
             ServerUnavailable: the server reports that it failed.
-            ProtocolError: it breaks off, or a part of it is missing, of the wrong type, or impossible.
+            ProtocolError: the answer is incomplete, or a part of it has a wrong type or an impossible value.
         """
         if self._problem is not None:
             raise self._problem
@@ -82,30 +83,30 @@ class Events(ABC):
         if event == b"[DONE]":
             self._ended = True
         elif event.startswith(b'{"error"'):  # HTTP status 200 was already sent
-            said = event[:_SAID].decode("utf-8", "replace")
-            raise ServerUnavailable(f"{self._expected.server} failed within its answer: {said}")
+            shown = event[:_SHOWN_BYTES].decode("utf-8", "replace")
+            raise ServerUnavailable(f"{self._expected.server} failed during its answer: {shown}")
         elif event:
             self._read(event)
 
-    def _sampled(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: str) -> None:
+    def _add_sampled(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: str) -> None:
         """Add sampled ids.
 
         Raises:
             ProtocolError: the ids or log-probabilities are invalid.
         """
-        known = self._partial
-        room = replace(self._expected, max_tokens=self._expected.max_tokens - len(known.ids))
-        new = check_ids(ids, room)
-        known.logprobs.extend(check_logprobs(logprobs, len(new), room))
-        known.ids.extend(new)
-        known.weight_version = known.weight_version or version
+        partial = self._partial
+        remaining = replace(self._expected, max_tokens=self._expected.max_tokens - len(partial.ids))
+        new = check_ids(ids, remaining)
+        partial.logprobs.extend(check_logprobs(logprobs, len(new), remaining))
+        partial.ids.extend(new)
+        partial.weight_version = partial.weight_version or version
 
     @abstractmethod
     def _read(self, event: bytes) -> None:
-        """Process one event, and pass new ids to `_sampled`.
+        """Process one event, and pass new ids to `_add_sampled`.
 
         Raises:
-            ProtocolError: it cannot be read.
+            ProtocolError: the event cannot be read.
         """
 
     @abstractmethod

@@ -19,14 +19,14 @@ class ServerState:
         url: its base URL.
         in_flight: requests it is working on now.
         sessions: sessions pinned to it.
-        failures: consecutive windows in which it failed.
+        failures: consecutive failures; failures of concurrent requests count once.
         problem: message of the last failure; "" after an answer.
-        answered: it has answered a turn or a health check since it was added.
-        sampled: it has answered a turn.
-        refused: it refused a turn's route; only an answered turn clears this.
+        answered: True if it has answered a turn or a health check since it was added.
+        sampled: True if it has answered a turn.
+        refused: True after it refused a turn's route, until it answers a turn.
         retry_at: monotonic seconds from which a failing server may be tried again.
-        draining: gets no new sessions and none back.
-        joining: was added late or recovered, and has not yet received its share of the work.
+        draining: True while it gets no new turns, before its removal.
+        joining: True if it was added late or recovered, and has not yet received its share of the work.
         weight_version: last known version of its weights; "" if unknown.
         turns: requests sent to it.
         window: concurrency limit.
@@ -62,7 +62,7 @@ class ServerState:
         return self.window.full(self.in_flight)
 
     def ready(self, now: float) -> bool:
-        """Return whether it is not failing, or is due for the single request that tests its recovery."""
+        """Return true if it is not failing, or if a single request may test its recovery now."""
         return self.failures == 0 or (self.retry_at <= now and self.in_flight == 0)
 
 
@@ -71,12 +71,12 @@ class Balance:
     """Trade-off between session affinity and load balance.
 
     Args:
-        room: requests in flight that no server minds; below it a session never moves for balance.
-        stay: a session stays while its server has at most this multiple of the mean in flight; the tokens
-            that a move would recompute, compared with other sessions, widen or narrow this bound.
-        spread: widest such bound, for the longest histories.
-        begin: further samples of a group start on the server that caches its prompt while that server has at
-            most this multiple of the mean in flight.
+        room: requests in flight that do not slow any server; below it a session never moves for balance.
+        stay: a session without history stays while its server has less than this multiple of the mean in
+            flight. The bound grows with the tokens that a move would recompute.
+        spread: the same bound for sessions with the longest histories.
+        begin: further samples of a group start on the server that caches its prompt while that server has
+            less than this multiple of the mean in flight.
     """
 
     room: int = 8
@@ -106,7 +106,7 @@ def decide(
     Otherwise the ready server with the least work in flight is chosen, and among equals the one with the
     fewest sessions, so that an added server never gets more than the others. Sessions of fuller servers move
     to a joining server with their next turns. A full server gets nothing while another server is not full. If
-    no server is ready, the one due soonest is tried: a late answer is better than none.
+    no server is ready, the server that is due soonest is tried, because a late answer is better than none.
 
     Args:
         servers: all servers, in the order they were added.
@@ -114,7 +114,7 @@ def decide(
         now: monotonic seconds.
         excluded: URLs on which this request has already failed.
         warm: URLs that cache the prompt of the session's group.
-        weight: the session's history, in [0, 1]: 0 costs nothing to recompute, 1 as much as any other.
+        weight: cost of recomputing the session's history elsewhere, from 0 (nothing) to 1 (maximum).
         balance: the bounds.
     """
     usable = [server for server in servers if not server.draining and server.url not in excluded]
@@ -126,15 +126,15 @@ def decide(
     least = min(ready, key=lambda server: (server.in_flight, server.sessions))
     home = next((server for server in ready if server.url == pinned), None)
     if home is not None:
-        behind = (
+        underloaded = (
             least.joining and least.in_flight + 1 < mean <= home.in_flight and home.in_flight >= balance.room
         )
         bound = balance.stay + (balance.spread - balance.stay) * min(max(weight, 0.0), 1.0)
         stays = home.in_flight < max(balance.room, bound * mean)
-        return home.url if stays and not behind else least.url
-    known = [server for server in ready if server.url in warm]
-    if known:
-        nearest = min(known, key=lambda server: (server.in_flight, server.sessions))
-        if nearest.in_flight < max(balance.room, balance.begin * mean):
-            return nearest.url
+        return home.url if stays and not underloaded else least.url
+    caching = [server for server in ready if server.url in warm]
+    if caching:
+        candidate = min(caching, key=lambda server: (server.in_flight, server.sessions))
+        if candidate.in_flight < max(balance.room, balance.begin * mean):
+            return candidate.url
     return least.url

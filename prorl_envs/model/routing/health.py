@@ -21,7 +21,7 @@ class Rhythm:
     Args:
         every_s: seconds between two checks of a healthy server.
         failed_s: seconds until the first check of a failed server; doubles each time.
-        max_failed_s: longest such interval.
+        max_failed_s: maximum seconds between two checks of a failed server.
     """
 
     every_s: float = 15.0
@@ -51,21 +51,21 @@ async def watching(
 
 async def _watch(pool: ModelPool, rhythm: Rhythm, clock: Clock) -> None:
     """Check each server on its own schedule, so that no server delays another."""
-    asked: dict[str, float] = {}
-    asking: dict[str, asyncio.Task[bool]] = {}
+    checked_at: dict[str, float] = {}
+    checks: dict[str, asyncio.Task[bool]] = {}
     try:
         while True:
             now = clock.monotonic()
             servers = {server.url: server for server in pool.servers if not server.draining}
-            asked = {url: asked.get(url, now - rhythm.every_s) for url in servers}
+            checked_at = {url: checked_at.get(url, now - rhythm.every_s) for url in servers}
             for url, server in servers.items():
-                if url not in asking and now - asked[url] >= due(server, rhythm):
-                    asked[url] = now
-                    asking[url] = asyncio.create_task(pool.check(url))
-                    asking[url].add_done_callback(lambda _, url=url: asking.pop(url, None))  # type: ignore[misc]
+                if url not in checks and now - checked_at[url] >= due(server, rhythm):
+                    checked_at[url] = now
+                    checks[url] = asyncio.create_task(pool.check(url))
+                    checks[url].add_done_callback(lambda _, url=url: checks.pop(url, None))  # type: ignore[misc]
             await clock.sleep(min(rhythm.failed_s, rhythm.every_s))
     finally:
-        for task in list(asking.values()):
+        for task in list(checks.values()):
             task.cancel()
-        if asking:
-            await asyncio.wait(asking.values())
+        if checks:
+            await asyncio.wait(checks.values())

@@ -1,4 +1,4 @@
-"""Gate that holds turns while weights change, and measures that time so that deadlines exclude it."""
+"""Gate that holds turns while weights change. It measures the held time, so that deadlines can exclude it."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ from prorl_envs.clock import Clock, Deadline
 
 
 class PauseGate:
-    """Gate that is open, or closed for a while.
+    """Gate that turns wait at while it is closed.
 
     Args:
-        clock: measures how long it was closed.
+        clock: measures how long the gate was closed.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -63,8 +63,8 @@ class HeldTime:
     def counting(self, closed_s: Callable[[], float]) -> Iterator[None]:
         """Add the growth of `closed_s` while the block runs. Concurrent blocks count once."""
         if not self._calls:
-            began = closed_s()
-            self._now = lambda: closed_s() - began
+            start = closed_s()
+            self._now = lambda: closed_s() - start
         self._calls += 1
         try:
             yield
@@ -79,11 +79,11 @@ class ActiveTimeout:
 
     Args:
         clock: measures the time.
-        seconds: after which the block is cancelled.
+        seconds: seconds, without the excluded time, after which the block is cancelled.
         held: returns the excluded seconds so far.
     """
 
-    # No recursive closure: each would be a reference cycle for the garbage collector, ten or more per job.
+    # Not a recursive closure: each would be a reference cycle for the garbage collector, ten or more per job.
     __slots__ = ("_alarm", "_began", "_clock", "_deadline", "_held", "_held_before", "_seconds")
 
     def __init__(self, clock: Clock, seconds: float, held: Callable[[], float]) -> None:
@@ -93,7 +93,7 @@ class ActiveTimeout:
     async def __aenter__(self) -> Deadline:
         self._began, self._held_before = self._clock.monotonic(), self._held()
         await self._deadline.__aenter__()
-        self._alarm = self._clock.call_later(self._seconds, self._ring)
+        self._alarm = self._clock.call_later(self._seconds, self._check)
         return self._deadline
 
     async def __aexit__(
@@ -102,10 +102,10 @@ class ActiveTimeout:
         self._alarm.cancel()
         await self._deadline.__aexit__(kind, error, trace)
 
-    def _ring(self) -> None:
+    def _check(self) -> None:
         held_s = self._held() - self._held_before
-        left = self._seconds - (self._clock.monotonic() - self._began) + held_s
-        if left > 0:
-            self._alarm = self._clock.call_later(left, self._ring)
+        remaining = self._seconds - (self._clock.monotonic() - self._began) + held_s
+        if remaining > 0:
+            self._alarm = self._clock.call_later(remaining, self._check)
         else:
             self._deadline.reschedule(asyncio.get_running_loop().time())

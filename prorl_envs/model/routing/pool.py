@@ -17,9 +17,9 @@ from prorl_envs.model.servers.detect import split_protocol
 from prorl_envs.model.types import (
     ControllableServer,
     Conversation,
-    Heard,
     InFlight,
     ModelClient,
+    OnPartial,
     Sampled,
     Sampling,
 )
@@ -30,7 +30,7 @@ class ServerAck:
     """Outcome of a pause or resume request to a server.
 
     Args:
-        url: of the server.
+        url: base URL of the server.
         supported: whether the server supports such requests.
         problem: why the request failed, or "".
     """
@@ -45,9 +45,9 @@ class ModelPool:
 
     Args:
         connect: makes the client of a server from its URL, which may name a protocol (`Servers.connect`).
-        wait: hold turns until a server has answered; otherwise, turns fail while there is no server.
-        router: the state of servers and sessions.
-        clock: by default the machine's.
+        wait: True holds turns until a server has answered; otherwise turns fail while there is no server.
+        router: state of servers and sessions.
+        clock: by default the machine's clock.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class ModelPool:
     def add(self, url: str) -> str:
         """Add a server. Idempotent.
 
-        Turns that wait for the first answer wait until a health check (`check`) succeeds. A server without
-        health checks gets them at once.
+        If turns are held until a first answer, they start after a successful health check (`check`), or at
+        once if the server has no health checks.
 
         Returns:
-            the server's base URL, as `servers` and trajectories name it.
+            the server's base URL, as in `servers` and in trajectories.
 
         Raises:
             InputError: not a URL.
@@ -145,7 +145,7 @@ class ModelPool:
         """Add the servers of the pool that preceded this one.
 
         Args:
-            urls: as they were added.
+            urls: URLs as passed to `add`.
             weight_version: version that the last resume of that pool named.
 
         Raises:
@@ -156,18 +156,18 @@ class ModelPool:
             self.add(url)
 
     async def remove(self, url: str, *, wait_s: float = 0.0) -> bool:
-        """Drain a server: it gets no more turns, those in flight finish, and its sessions move elsewhere.
+        """Drain a server: it gets no more turns, its turns in flight finish, and its sessions move elsewhere.
 
         Args:
             wait_s: seconds to wait for turns in flight.
 
         Returns:
-            whether they have finished and the server is removed.
+            True if its turns have finished and the server is removed.
         """
         _, base = split_protocol(url)
         self._router.drain(base)
         await self._close_drained(base)
-        return await self._until(lambda: base not in self._clients, wait_s)
+        return await self._wait_until(lambda: base not in self._clients, wait_s)
 
     async def clear(self) -> None:
         """Remove every server."""
@@ -185,51 +185,53 @@ class ModelPool:
         *,
         session: str,
         conversation: Conversation | None = None,
-        heard: Heard | None = None,
+        on_partial: OnPartial | None = None,
     ) -> Sampled:
         """Sample as `ModelClient.generate` does. If a server is unavailable, another server samples the turn.
         An interrupted turn continues from its sampled ids with current weights (decisions/model-servers.md).
 
         Args:
             conversation: the prompt as messages, for servers that take no ids.
-            heard: receives the partial answer during sampling, if the server supports it.
+            on_partial: receives the partial answer during sampling, if the server supports it.
 
         Raises:
             ModelError: there is no server, each one is unavailable, or an answer breaks the protocol.
         """
 
-        async def part(ids: Sequence[int], left: Sampling, listener: Heard | None) -> Sampled:
-            async def on(url: str) -> Sampled:
-                return await sample_on(self._clients[url], ids, left, session, conversation, listener)
+        async def part(ids: Sequence[int], remaining: Sampling, listener: OnPartial | None) -> Sampled:
+            async def sample(url: str) -> Sampled:
+                return await sample_on(self._clients[url], ids, remaining, session, conversation, listener)
 
-            return await self.turn(session, len(ids), on)
+            return await self.turn(session, len(ids), sample)
 
-        return await in_parts(part, prompt_ids, sampling, lambda: self._resample, heard)
+        return await in_parts(part, prompt_ids, sampling, lambda: self._resample, on_partial)
 
     async def turn(self, session: str, tokens: int, sample: Callable[[str], Awaitable[Sampled]]) -> Sampled:
         """Sample a turn, or a part of one, on the servers that the router chooses, until one succeeds.
 
         Args:
-            session: of the turn.
-            tokens: length of its prompt.
-            sample: samples on the server with a base URL. If it samples on another machine, the ids may stay
-                on that machine.
+            session: session of the turn.
+            tokens: length of the prompt.
+            sample: samples on the server with the given base URL. If it samples on another machine, the ids
+                may stay on that machine.
 
         Raises:
-            ModelError: as `generate`, or any that `sample` raises.
+            ModelError: as `generate`, or as `sample` raises it.
         """
         tried: dict[str, ServerUnavailable] = {}
         while (url := await self._start(session, tried, tokens)) is not None:
             try:
-                return await self._on(url, tokens, sample)
+                return await self._sample_on(url, tokens, sample)
             except ServerUnavailable as error:
-                if not isinstance(error, Overloaded):  # overloaded: healthy, with a smaller window
+                if not isinstance(
+                    error, Overloaded
+                ):  # an overloaded server is healthy, and gets a smaller window
                     self._failed(url, error, of_turn=True)
                 tried[url] = error
             finally:
-                self._heed(url)
+                self._record_overload(url)
                 self._router.end(url)
-                self._notify()
+                self._wake_waiters()
                 await self._close_drained(url)
         if not tried:
             raise ModelError("there is no model server", hint="add one: --llm URL, or POST /v1/model_servers")
@@ -244,7 +246,7 @@ class ModelPool:
         return next((s.weight_version for s in self._router.servers if s.url == url), "")
 
     def complained(self, url: str) -> None:
-        """Record an overload answer of a server to another machine."""
+        """Record that a server answered another machine with an overload error."""
         self._router.complained(url, self._clock.monotonic())
 
     def watch(self, callback: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -252,30 +254,30 @@ class ModelPool:
         self._watchers.append(callback)
 
     async def pause(self, mode: InFlight, *, resample: bool = False, wait_s: float = 0.0) -> list[ServerAck]:
-        """Hold new turns, and treat turns in flight as `mode` says. Return after the servers have been
+        """Hold new turns, and treat turns in flight according to `mode`. Return after the servers have been
         notified and, except for `keep`, the turns in flight have finished.
 
         Args:
-            mode: `finish` lets them finish; `abort` stops them and keeps the sampled ids; `keep` freezes them
-                in the server. If a server cannot abort, its calls are cancelled; if it cannot freeze, its
-                turns run on.
+            mode: `finish` lets turns in flight finish; `abort` stops them and keeps the sampled ids; `keep`
+                freezes them in the server. If a server cannot abort, its calls are cancelled; if it cannot
+                freeze, its turns continue.
             resample: discard the sampled ids of aborted turns instead of continuing from them.
             wait_s: seconds to wait for turns in flight.
         """
         self._gate.close()
         self._pausing, self._resample = True, resample
         self._notify_watchers()
-        await self._notified()
+        await self._watchers_finished()
         acks: list[ServerAck] = []
         if mode != "finish":
-            acks = await self._tell(lambda client: client.pause(mode))
+            acks = await self._send_to_all(lambda client: client.pause(mode))
         if mode == "abort":
-            deaf = {answer.url for answer in acks if not answer.supported or answer.problem}
+            not_aborted = {ack.url for ack in acks if not ack.supported or ack.problem}
             for call, url in list(self._calls.items()):
-                if url in deaf:
+                if url in not_aborted:
                     call.cancel()
         if mode != "keep":
-            await self._until(lambda: self.in_flight == 0, wait_s)
+            await self._wait_until(lambda: self.in_flight == 0, wait_s)
         return acks
 
     async def resume(self, weight_version: str = "") -> list[ServerAck]:
@@ -284,7 +286,7 @@ class ModelPool:
         Args:
             weight_version: version of the new weights; "" relies on the versions that servers report.
         """
-        acks = await self._tell(lambda client: client.resume(weight_version))
+        acks = await self._send_to_all(lambda client: client.resume(weight_version))
         if weight_version:
             self._weight_version = weight_version
             self._router.forget_prefixes()
@@ -292,14 +294,14 @@ class ModelPool:
                 server.weight_version = weight_version
         self._pausing = False
         self._open_if_free()
-        await self._notified()
+        await self._watchers_finished()
         return acks
 
     async def check(self, url: str) -> bool:
         """Send a health check: a server that answers gets turns again, a server that fails gets none.
 
         Returns:
-            whether the server is healthy; True also for a server without health checks.
+            True if the server is healthy or has no health checks.
         """
         client = self._clients.get(url)
         if not isinstance(client, ControllableServer):
@@ -320,16 +322,16 @@ class ModelPool:
         for server in self.servers:
             self._router.drain(server.url)
         self._gate.open()
-        for room in self._queue:
-            if not room.done():
-                room.set_result(None)
+        for place in self._queue:
+            if not place.done():
+                place.set_result(None)
         while self._clients:
             _, client = self._clients.popitem()
             await client.aclose()
 
     async def _start(self, session: str, tried: dict[str, ServerUnavailable], tokens: int) -> str | None:
         while True:
-            await self._gate.passed()  # also after a server failed in a pause: the next one is paused too
+            await self._gate.passed()  # a pause may have begun since the last attempt
             if not self._router.saturated(self._clock.monotonic(), tried):
                 break
             await self._wait_for_room()
@@ -337,31 +339,31 @@ class ModelPool:
 
     async def _wait_for_room(self) -> None:
         """Return once a call has finished, first come first served."""
-        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(room)
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
         try:
-            await room
+            await place
         except asyncio.CancelledError:
-            if room.done() and not room.cancelled():
-                self._call_next()  # pass the unused place on
+            if place.done() and not place.cancelled():
+                self._wake_next()  # pass the unused place on
             raise
 
-    def _call_next(self) -> None:
+    def _wake_next(self) -> None:
         while self._queue:
-            room = self._queue.popleft()
-            if not room.done():
-                room.set_result(None)
+            place = self._queue.popleft()
+            if not place.done():
+                place.set_result(None)
                 return
 
-    def _heed(self, url: str) -> None:
-        """Reduce the server's window if it has reported overload since the last call."""
+    def _record_overload(self, url: str) -> None:
+        """Reduce the server's window if it has reported overload since the previous turn."""
         client = self._clients.get(url)
         complaints = client.complaints if isinstance(client, ControllableServer) else 0
         if complaints > self._complaints.get(url, 0):
             self._router.complained(url, self._clock.monotonic())
         self._complaints[url] = complaints
 
-    async def _on(self, url: str, tokens: int, sample: Callable[[str], Awaitable[Sampled]]) -> Sampled:
+    async def _sample_on(self, url: str, tokens: int, sample: Callable[[str], Awaitable[Sampled]]) -> Sampled:
         """Sample on one server. A call that a pause cancels counts as aborted with nothing sampled."""
         known = self.version_of(url)
         call = asyncio.ensure_future(sample(url))
@@ -374,7 +376,7 @@ class ModelPool:
                 call.cancel()
                 await asyncio.wait({call})
             if not call.cancelled():
-                call.exception()  # retrieved, also if the turn is cancelled meanwhile
+                call.exception()  # marks it as retrieved, in case this turn is cancelled
         if call.cancelled():
             return Sampled((), (), "abort", known, url)
         sampled = call.result()
@@ -386,18 +388,18 @@ class ModelPool:
         )
         return sampled if sampled.weight_version else replace(sampled, weight_version=known)
 
-    async def _tell(self, what: Callable[[ControllableServer], Awaitable[bool]]) -> list[ServerAck]:
-        async def one(url: str, client: ModelClient) -> ServerAck:
+    async def _send_to_all(self, send: Callable[[ControllableServer], Awaitable[bool]]) -> list[ServerAck]:
+        async def send_to(url: str, client: ModelClient) -> ServerAck:
             if not isinstance(client, ControllableServer):
                 return ServerAck(url, supported=False)
             try:
-                return ServerAck(url, supported=await what(client))
+                return ServerAck(url, supported=await send(client))
             except ModelError as error:
                 return ServerAck(url, supported=True, problem=error.message)
 
-        return list(await asyncio.gather(*(one(url, client) for url, client in self._clients.items())))
+        return list(await asyncio.gather(*(send_to(url, client) for url, client in self._clients.items())))
 
-    async def _until(self, holds: Callable[[], bool], seconds: float) -> bool:
+    async def _wait_until(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Wait until `holds` returns True, for at most `seconds`. Return its last value."""
         try:
             async with self._clock.timeout(seconds):
@@ -408,8 +410,8 @@ class ModelPool:
         return holds()
 
     def _predicts_failure(self, url: str, error: ModelError) -> bool:
-        """Return whether turns would fail as a health check did. Some servers refuse health checks and answer
-        turns, so a refusal does not count after the server's first turn."""
+        """Return true if a failed health check means that turns would fail. Some servers refuse health checks
+        but answer turns, so a refusal does not count after the server's first turn."""
         sampled = any(server.sampled for server in self._router.servers if server.url == url)
         return isinstance(error, ServerUnavailable) and not (sampled and isinstance(error, Refusal))
 
@@ -437,15 +439,15 @@ class ModelPool:
             self._notices.add(notice)
             notice.add_done_callback(self._notices.discard)
 
-    async def _notified(self) -> None:
-        """Return when every watcher knows the current state."""
+    async def _watchers_finished(self) -> None:
+        """Return when all callbacks of watchers have finished."""
         while self._notices:
             await asyncio.wait(set(self._notices))
 
-    def _notify(self) -> None:
-        self._call_next()
+    def _wake_waiters(self) -> None:
+        self._wake_next()
         if not self._router.saturated(self._clock.monotonic()):
-            self._call_next()  # the window may have grown
+            self._wake_next()  # the window may have grown
         self._idle.set()
         self._idle = asyncio.Event()
 
@@ -454,4 +456,4 @@ class ModelPool:
             self._complaints.pop(url, None)
             self._addresses.pop(url, None)
             await self._clients.pop(url).aclose()
-            self._notify()
+            self._wake_waiters()

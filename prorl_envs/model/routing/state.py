@@ -1,4 +1,4 @@
-"""State of servers, sessions and groups, without I/O, so that every race is a synchronous test."""
+"""State of servers, sessions and groups, without I/O, so that synchronous tests cover every race."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from prorl_envs.model.routing.balance import DEFAULT, Balance, ServerState, deci
 
 @dataclass(slots=True)
 class _Pin:
-    """Pin of a session to a server, which presumably caches `tokens` of it."""
+    """Pin of a session to a server, which presumably caches `tokens` tokens of the session."""
 
     url: str
     tokens: int = 0
@@ -22,12 +22,12 @@ class RouterSnapshot:
     Args:
         servers: copies of the servers' states.
         turns: requests that were routed.
-        prompt_tokens: tokens of their prompts.
+        prompt_tokens: prompt tokens of these requests.
         expected_hits: prompt tokens that the chosen server should have cached, by the router's own records.
         reported_prompt_tokens, reported_hits: prompt tokens and cache hits of servers that report their hits.
-        rebalanced: sessions that left a server for balance; `failed_over`: because it failed or was drained.
-        load_imbalance: most in flight over the mean in flight, over servers that get work; 1.0 if all are
-            idle.
+        rebalanced: number of times that a session left a server for balance.
+        failed_over: number of times that a session left a server that failed or was drained.
+        load_imbalance: maximum over mean of the servers' requests in flight; 1.0 if all are idle.
     """
 
     servers: tuple[ServerState, ...]
@@ -64,9 +64,9 @@ class Router:
     """State that `decide` works on.
 
     Args:
-        max_sessions: most pins, and most groups; the longest idle are dropped first.
+        max_sessions: maximum pins, and maximum groups; the longest idle are dropped first.
         cooldown_s: seconds for which a failed server gets no turn; doubles with each further failure.
-        max_cooldown_s: longest such time.
+        max_cooldown_s: maximum of these seconds.
         balance: bounds of affinity.
     """
 
@@ -86,7 +86,7 @@ class Router:
         self._pins: OrderedDict[str, _Pin] = OrderedDict()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._counts = _Counts()
-        self._usual = 0.0  # moving average of the prompt length in tokens
+        self._mean_tokens = 0.0  # moving average of the prompt length in tokens
 
     @property
     def servers(self) -> tuple[ServerState, ...]:
@@ -116,8 +116,8 @@ class Router:
         """Add a server; a draining server is readmitted.
 
         Args:
-            url: its base URL.
-            version: of its weights, until the server reports one.
+            url: base URL of the server.
+            version: version of its weights, until the server reports one.
         """
         late = any(server.turns for server in self._servers.values())
         self._servers.setdefault(url, ServerState(url, joining=late, weight_version=version)).draining = False
@@ -135,10 +135,10 @@ class Router:
         """Choose a server for a request, pin the session there and count the request as in flight.
 
         Args:
-            session: `<group>/<sample>`, or any name for one without siblings.
+            session: `<group>/<sample>`, or any name for a session without siblings.
             now: monotonic seconds.
             excluded: URLs on which this request has already failed.
-            tokens: length of its prompt.
+            tokens: length of the prompt.
         """
         pin, group = self._pins.get(session), self._groups.get(_group_of(session))
         url = decide(
@@ -147,12 +147,12 @@ class Router:
             now=now,
             excluded=excluded,
             warm=group.urls if group else (),
-            weight=tokens / (2 * self._usual) if self._usual else 1.0,
+            weight=tokens / (2 * self._mean_tokens) if self._mean_tokens else 1.0,
             balance=self._balance,
         )
         if url is None:
             return None
-        self._book(session, url, excluded, tokens)
+        self._record_choice(session, url, excluded, tokens)
         server = self._servers[url]
         server.in_flight += 1
         server.turns += 1
@@ -182,9 +182,9 @@ class Router:
         """Record that a server answered a turn: it is healthy.
 
         Args:
-            tokens: length of the prompt it read.
-            cached: prompt tokens that the server reports as cached.
-            version: of the weights that answered.
+            tokens: length of the prompt.
+            cached: prompt tokens that the server reports as cached; None if it does not report them.
+            version: version of the weights that sampled the answer.
         """
         server = self._servers[url]
         self._recovered(server, version)
@@ -198,7 +198,7 @@ class Router:
         """Record an answered health check. A server that refused a turn stays failing until it answers one.
 
         Args:
-            version: of its weights.
+            version: version of its weights.
         """
         server = self._servers[url]
         if not server.refused:
@@ -209,7 +209,7 @@ class Router:
 
         Args:
             problem: message of the failure.
-            refused: it refused the route of a turn.
+            refused: True if the server refused the route of a turn.
         """
         server = self._servers[url]
         server.problem, server.refused = problem, server.refused or refused
@@ -218,7 +218,7 @@ class Router:
         pause = min(self._cooldown_s * 2.0 ** min(server.failures, 30), self._max_cooldown_s)
         server.failures += 1
         server.retry_at = now + pause
-        server.joining = True  # for its recovery: its sessions have moved elsewhere
+        server.joining = True  # after its recovery: its sessions have moved elsewhere
 
     def forget(self, session: str) -> None:
         """Drop the pin of a closed session."""
@@ -237,7 +237,7 @@ class Router:
         server.failures, server.problem, server.answered = 0, "", True
         server.weight_version = version or server.weight_version
 
-    def _book(self, session: str, url: str, excluded: Collection[str], tokens: int) -> None:
+    def _record_choice(self, session: str, url: str, excluded: Collection[str], tokens: int) -> None:
         """Record a choice in the counts, the pins and the groups."""
         pin, counts = self._pins.get(session), self._counts
         name = _group_of(session)
@@ -249,16 +249,16 @@ class Router:
         elif group is not None and url in group.urls:
             counts.expected_hits += min(group.tokens, tokens)
         if pin is not None and pin.url != url:
-            left = self._servers.get(pin.url)
-            fit = left is not None and not left.draining and pin.url not in excluded and not left.failures
-            counts.rebalanced += fit
-            counts.failed_over += not fit
-        self._usual += (tokens - self._usual) * (0.01 if self._usual else 1.0)
+            old = self._servers.get(pin.url)
+            healthy = old is not None and not old.draining and pin.url not in excluded and not old.failures
+            counts.rebalanced += healthy
+            counts.failed_over += not healthy
+        self._mean_tokens += (tokens - self._mean_tokens) * (0.01 if self._mean_tokens else 1.0)
         self._pin(session, url).tokens = tokens
         if name:
-            self._remember(name, url, tokens, first=pin is None)
+            self._record_prefix(name, url, tokens, first=pin is None)
 
-    def _remember(self, name: str, url: str, tokens: int, *, first: bool) -> None:
+    def _record_prefix(self, name: str, url: str, tokens: int, *, first: bool) -> None:
         group = self._groups.setdefault(name, _Group(tokens))
         if first:
             group.tokens = min(group.tokens, tokens)

@@ -13,10 +13,10 @@ class LinkedClient:
 
     Args:
         url: base URL, with or without `/v1`.
-        options: of `ModelHttpClient`.
+        options: options of `ModelHttpClient`.
 
     Raises:
-        InputError: the URL is not one.
+        InputError: the URL is invalid.
     """
 
     def __init__(self, url: str, **options: Unpack[LinkOptions]) -> None:
@@ -37,12 +37,12 @@ class TokenClient(LinkedClient):
     """Client of one server that takes and returns token ids.
 
     Args:
-        url, options: of `LinkedClient`.
+        url, options: see `LinkedClient`.
         stop_ids: ids that stop a turn (`Renderer.stop_ids`).
         vocab_size: ids must be below it; None skips that check.
 
     Raises:
-        InputError: the URL is not one.
+        InputError: the URL is invalid.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Client of an OpenAI-compatible chat server, which takes messages and returns text: the less capable mode.
 
-The server renders the prompt and parses the tool calls itself, so the ids it saw and sampled are unknown. Its
-answer is written as the model's own template would write it, tokenised, and marked as inexact: a trajectory
-with such a turn can be graded and read, and is never offered to a trainer.
+The server renders the prompt and parses the tool calls itself, so the ids it saw and sampled are unknown. The
+client renders the answer with the model's chat template, tokenises it and marks it as inexact: a trajectory
+with such a turn can be graded and read, but is never offered to a trainer.
 
 Protocol: `POST /v1/chat/completions` (https://platform.openai.com/docs/api-reference/chat).
 """
@@ -20,7 +20,7 @@ from prorl_envs.model.servers.base import Unsteered
 from prorl_envs.model.types import Conversation, FinishReason, Sampled, Sampling
 from prorl_envs.strict_json import STRICT_JSON
 
-#: Most tool calls of one answer.
+#: Maximum tool calls of one answer.
 MAX_CALLS = 64
 
 
@@ -52,12 +52,12 @@ class OpenAIChatClient(Unsteered):
 
     Args:
         url: base URL, with or without `/v1`.
-        encode: ids of an assistant message in OpenAI's format (`TemplateRenderer.assistant`).
+        encode: returns the ids of an assistant message in OpenAI's format (`TemplateRenderer.assistant`).
         model: model name; None takes the first in the server's list.
-        options: of `ModelHttpClient`.
+        options: options of `ModelHttpClient`.
 
     Raises:
-        InputError: the URL is not one.
+        InputError: the URL is invalid.
     """
 
     protocol = "openai"
@@ -97,7 +97,7 @@ class OpenAIChatClient(Unsteered):
         body = encode_request(self._model, conversation, sampling)
         answer = await self._link.request("POST", "/v1/chat/completions", body, session_headers(session))
         message, reason = read_answer(answer, self.url)
-        # A tokenisation may be longer than the server's count; a turn never exceeds the requested length.
+        # These may be more ids than the server sampled, but a turn must not exceed the requested length.
         ids = self._encode(message)
         if len(ids) > sampling.max_tokens:
             ids, reason = ids[: sampling.max_tokens], "length"
@@ -148,7 +148,9 @@ def read_answer(body: bytes, server: str) -> tuple[dict[str, Any], FinishReason]
     tool_calls: list[dict[str, Any]] = []
     for call in calls:
         arguments = _arguments(call.function.arguments)
-        if arguments is None:  # the model's mistake, kept as the model would have written it
+        if (
+            arguments is None
+        ):  # the model's mistake is kept, in the form in which the model would have written it
             name = json.dumps(call.function.name)
             written = f'<tool_call>\n{{"name": {name}, "arguments": {call.function.arguments}\n</tool_call>'
             content = f"{content}\n{written}".strip()
@@ -162,7 +164,7 @@ def read_answer(body: bytes, server: str) -> tuple[dict[str, Any], FinishReason]
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call; None if they are no JSON object."""
+    """Return the arguments of a call; None if they are not a JSON object."""
     try:
         value = STRICT_JSON.decode(text or "{}")
     except (ValueError, RecursionError):

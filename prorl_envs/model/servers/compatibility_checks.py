@@ -18,7 +18,7 @@ from prorl_envs.model.types import ControllableServer, ModelClient, Sampled, Sam
 _GREEDY = Sampling(temperature=0.0, max_tokens=8)
 _AT_ONCE = 8
 _TRIES = 12
-#: Turn to abort, as long as a small context allows; seconds for which it may run before the abort.
+#: Settings of the turn to abort, as long as a small context allows; seconds for which it runs before that.
 _LONG = Sampling(max_tokens=1024)
 _BEGUN_S = 0.3
 
@@ -30,7 +30,7 @@ class CheckState(StrEnum):
 
 
 class CheckFailed(Exception):
-    """Failed check: rollouts cannot be trusted; the message describes the observation."""
+    """Failed check: rollouts with this server would be wrong; the message describes the observation."""
 
 
 class Absent(Exception):
@@ -42,10 +42,10 @@ class Finding:
     """Outcome of a check.
 
     Args:
-        id, text: of the check.
-        state: its outcome.
+        id, text: id and description of the check.
+        state: outcome of the check.
         reason: observation, unless the state is KEPT.
-        seconds: duration.
+        seconds: duration in seconds.
     """
 
     id: str
@@ -62,7 +62,7 @@ class CheckSubject:
     Args:
         client: client of the server.
         servers: makes clients with other stop ids.
-        url: its base URL, including its protocol.
+        url: base URL of the server, with its protocol.
         prompt_ids: a prompt for the model, at least 2 ids.
     """
 
@@ -88,9 +88,9 @@ PAUSE_CHECKS: list[tuple[str, str, Try]] = []
 
 
 def _check(id_: str, text: str, into: list[tuple[str, str, Try]] = CHECKS) -> Callable[[Try], Try]:
-    def add(tried: Try) -> Try:
-        into.append((id_, text, tried))
-        return tried
+    def add(run_check: Try) -> Try:
+        into.append((id_, text, run_check))
+        return run_check
 
     return add
 
@@ -103,23 +103,21 @@ async def check_server(
     Args:
         subject: the server.
         pauses: also pause and resume the server. Its other users wait meanwhile.
-        note: receives each finding as it comes.
+        note: called with each finding when the check has finished.
     """
     findings: list[Finding] = []
-    for id_, text, tried in [*CHECKS, *(PAUSE_CHECKS if pauses else ())]:
+    for id_, text, run_check in [*CHECKS, *(PAUSE_CHECKS if pauses else ())]:
         started = time.monotonic()
         state, reason = CheckState.KEPT, ""
         try:
-            await tried(subject)
+            await run_check(subject)
         except Absent as error:
             state, reason = CheckState.ABSENT, str(error)
         except CheckFailed as error:
             state, reason = CheckState.BROKEN, str(error)
         except ModelError as error:
-            state, reason = (
-                CheckState.BROKEN,
-                f"{error.message} ({error.hint})" if error.hint else error.message,
-            )
+            hint = f" ({error.hint})" if error.hint else ""
+            state, reason = CheckState.BROKEN, f"{error.message}{hint}"
         findings.append(Finding(id_, text, state, reason, time.monotonic() - started))
         note(findings[-1])
         if state is CheckState.BROKEN and len(findings) == 1:
@@ -131,15 +129,15 @@ async def check_server(
 async def _ids(subject: CheckSubject) -> None:
     sampled = await subject.sample(Sampling(max_tokens=4))
     if not sampled.exact:
-        raise CheckFailed("it gives text: good for evaluation, never for training")
+        raise CheckFailed("it returns text instead of ids: use it for evaluation, not for training")
 
 
-@_check("L2", "A turn ends at the asked number of tokens, and says so.")
+@_check("L2", "A turn stops at the requested number of tokens, and its finish reason says so.")
 async def _length(subject: CheckSubject) -> None:
-    for most in (1, 5):
-        sampled = await subject.sample(Sampling(max_tokens=most))
-        if sampled.finish_reason == "length" and len(sampled.ids) != most:
-            raise CheckFailed(f"{len(sampled.ids)} ids, cut at the length, where {most} were asked for")
+    for limit in (1, 5):
+        sampled = await subject.sample(Sampling(max_tokens=limit))
+        if sampled.finish_reason == "length" and len(sampled.ids) != limit:
+            raise CheckFailed(f"it stopped for length after {len(sampled.ids)} ids instead of {limit}")
 
 
 @_check("L3", "A stop id ends a turn, and comes back as its last id.")
@@ -152,18 +150,18 @@ async def _stop(subject: CheckSubject) -> None:
         await client.aclose()
     if sampled.ids != (first,) or sampled.finish_reason != "stop":
         raise CheckFailed(
-            f"asked to stop at {first}, it sampled {list(sampled.ids)[:8]} ({sampled.finish_reason})"
+            f"with the stop id {first}, it sampled {list(sampled.ids)[:8]} ({sampled.finish_reason})"
         )
 
 
-@_check("L4", "Turns that are sampled at once are each of their own prompt.")
+@_check("L4", "Turns that are sampled concurrently do not mix up their prompts.")
 async def _at_once(subject: CheckSubject) -> None:
     prompts = [[*subject.prompt_ids, *subject.prompt_ids[: number + 1]] for number in range(_AT_ONCE)]
-    alone = [await subject.sample(_GREEDY, prompt) for prompt in prompts[:2]]
-    together = await asyncio.gather(*(subject.sample(_GREEDY, prompt) for prompt in prompts))
-    for one, other in zip(alone, together, strict=False):
-        if one.ids[:1] != other.ids[:1]:
-            raise Absent("the first greedy token differs with the load: answers cannot be repeated exactly")
+    sequential = [await subject.sample(_GREEDY, prompt) for prompt in prompts[:2]]
+    concurrent = await asyncio.gather(*(subject.sample(_GREEDY, prompt) for prompt in prompts))
+    for before, now in zip(sequential, concurrent, strict=False):
+        if before.ids[:1] != now.ids[:1]:
+            raise Absent("the first greedy token depends on the load: answers cannot be repeated exactly")
 
 
 @_check("L5", "Log-probabilities are those of the sampling policy, temperature included.")
@@ -174,33 +172,35 @@ async def _temperature(subject: CheckSubject) -> None:
         cold[sampled.ids[0]] = sampled.logprobs[0]
     for _ in range(_TRIES):
         sampled = await subject.sample(Sampling(temperature=1.6, max_tokens=1))
-        same = cold.get(sampled.ids[0])
-        if same is not None and min(same, sampled.logprobs[0]) < -0.01:
-            if abs(same - sampled.logprobs[0]) < 1e-4:
+        known = cold.get(sampled.ids[0])
+        if known is not None and min(known, sampled.logprobs[0]) < -0.01:
+            if abs(known - sampled.logprobs[0]) < 1e-4:
                 raise Absent(
-                    "they are those before temperature: sample with temperature 1, or start vLLM with "
+                    "they ignore the temperature: sample with temperature 1, or start vLLM with "
                     "--logprobs-mode processed_logprobs"
                 )
             return
-    raise Absent("no token came twice, so it could not be seen")
+    raise Absent("no token was sampled at both temperatures, so this could not be checked")
 
 
 @_check("L6", "A seed repeats an answer.")
 async def _seed(subject: CheckSubject) -> None:
-    asked = Sampling(max_tokens=8, seed=7)
-    if (await subject.sample(asked)).ids != (await subject.sample(asked)).ids:
-        raise Absent("it does not: samples with a seed cannot be repeated")
+    seeded = Sampling(max_tokens=8, seed=7)
+    if (await subject.sample(seeded)).ids != (await subject.sample(seeded)).ids:
+        raise Absent("the answers differ, so samples with a seed cannot be repeated")
 
 
-@_check("L7", "It says how much of a prompt it found in its cache.")
+@_check("L7", "It reports how many prompt tokens it found in its cache.")
 async def _cache(subject: CheckSubject) -> None:
     long = [*subject.prompt_ids] * (256 // len(subject.prompt_ids) + 1)
     await subject.sample(Sampling(max_tokens=1), long)
     cached = (await subject.sample(Sampling(max_tokens=1), long)).cached_tokens
     if cached is None:
-        raise Absent("it does not say (vLLM: --enable-prompt-tokens-details): no hit rate in metrics")
+        raise Absent("it does not (vLLM: --enable-prompt-tokens-details), so metrics have no hit rate")
     if not cached:
-        raise Absent("nothing of a prompt sent twice: is prefix caching on? turns will be slow")
+        raise Absent(
+            "it found none of a prompt that was sent twice: is prefix caching on? turns will be slow"
+        )
 
 
 @_check("L8", "It names the version of its weights.")
@@ -209,16 +209,18 @@ async def _version(subject: CheckSubject) -> None:
     news = await client.look() if isinstance(client, ControllableServer) else None
     if not (news and news.weight_version) and not (await subject.sample(_GREEDY)).weight_version:
         raise Absent(
-            "it does not (vLLM: VLLM_SERVER_DEV_MODE=1 and --enable-scale-out): the version of the last "
-            "`resume` counts"
+            "it does not (vLLM: VLLM_SERVER_DEV_MODE=1 and --enable-scale-out), so the version of the last "
+            "`resume` is used"
         )
 
 
-@_check("L9", "It can be paused within turns, and resumes.", PAUSE_CHECKS)
+@_check("L9", "It can be paused during turns, and resumed.", PAUSE_CHECKS)
 async def _pause(subject: CheckSubject) -> None:
     client = subject.client
     if not isinstance(client, ControllableServer) or not await client.pause("keep"):
-        raise Absent("it has no route for it (vLLM: VLLM_SERVER_DEV_MODE=1): turns are held here instead")
+        raise Absent(
+            "it has no such route (vLLM: VLLM_SERVER_DEV_MODE=1), so the service only holds new turns"
+        )
     await client.resume("")
     await subject.sample(_GREEDY)
 
@@ -231,7 +233,7 @@ async def _abort(subject: CheckSubject) -> None:
         await asyncio.wait([turn], timeout=_BEGUN_S)
         if not isinstance(client, ControllableServer) or not await client.pause("abort"):
             raise Absent(
-                "it has no route for it: such turns are disconnected, and their sampled tokens are lost"
+                "it has no such route: turns in flight are disconnected, and their sampled tokens are lost"
             )
         try:
             sampled = await turn
@@ -242,4 +244,4 @@ async def _abort(subject: CheckSubject) -> None:
         await asyncio.wait([turn])
         await client.aclose()
     if sampled.finish_reason != "abort":
-        raise Absent("it could not be seen: the turn was over before")
+        raise Absent("the turn finished before the abort, so this could not be checked")

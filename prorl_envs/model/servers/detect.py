@@ -1,4 +1,4 @@
-"""Protocol of the server at a URL: named in the URL, or detected by requests.
+"""Protocol of the model server at a URL: named in the URL, or detected by requests.
 
 `sglang+http://host:30000` names the protocol; a bare URL has the default one. `auto` distinguishes vLLM,
 SGLang and llama.cpp. It never selects a server that returns no token ids: that less capable mode must be
@@ -20,9 +20,9 @@ from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import (
     ControllableServer,
-    Heard,
     InFlight,
     ModelClient,
+    OnPartial,
     Sampled,
     Sampling,
     ServerNews,
@@ -37,7 +37,7 @@ def split_protocol(url: str) -> tuple[str, str]:
     """Return the protocol that a URL names ("" for none) and the server's base URL.
 
     Raises:
-        InputError: not the URL of a server, or no known protocol.
+        InputError: the URL is invalid, or its protocol is unknown.
     """
     scheme, separator, rest = url.partition("://")
     name, plus, transport = scheme.partition("+")
@@ -45,7 +45,7 @@ def split_protocol(url: str) -> tuple[str, str]:
         return "", base_url(url)
     if name not in PROTOCOLS:
         raise InputError(
-            f"{name[:40]!r} is no protocol of model servers", hint=f"known: {', '.join(PROTOCOLS)}"
+            f"{name[:40]!r} is not a protocol of model servers", hint=f"known: {', '.join(PROTOCOLS)}"
         )
     return name, base_url(f"{transport}{separator}{rest}")
 
@@ -55,11 +55,11 @@ class Servers:
     """Factory of clients for the servers of one model.
 
     Args:
-        stop_ids, vocab_size: as `VllmClient`.
-        encode: as `OpenAIChatClient`; None disables the less capable mode.
-        protocol: of URLs that name none.
+        stop_ids, vocab_size: see `VllmClient`.
+        encode: see `OpenAIChatClient`; None disables the less capable mode.
+        protocol: protocol of URLs that name none.
         model: model name; None takes the first in the server's list.
-        options: of `ModelHttpClient`.
+        options: options of `ModelHttpClient`.
     """
 
     stop_ids: Sequence[int] = ()
@@ -78,7 +78,7 @@ class Servers:
         model: str | None = None,
         **options: Unpack[LinkOptions],
     ) -> "Servers":
-        """Return the factory for the model with this tokenizer and chat template."""
+        """Return the factory for the model whose tokenizer and chat template the renderer has."""
         return cls(
             stop_ids=renderer.stop_ids,
             vocab_size=renderer.vocab_size,
@@ -92,7 +92,7 @@ class Servers:
         """Return the client of the server at a URL, which may name its protocol.
 
         Raises:
-            InputError: not the URL of a server.
+            InputError: the URL is invalid, or its protocol is unknown.
         """
         named, base = split_protocol(url)
         return self.client(named or self.protocol, base)
@@ -147,7 +147,7 @@ async def _detected(link: ModelHttpClient) -> str:
         read_info(await link.request("GET", "/get_model_info"), link.url)
     except Refusal as error:
         hint = "it has neither /v1/models nor /get_model_info; wrong base URL?"
-        raise ProtocolError(f"{link.url} is no model server that is known here", hint=hint) from error
+        raise ProtocolError(f"{link.url} is not a supported model server", hint=hint) from error
     return "sglang"
 
 
@@ -156,8 +156,8 @@ class AutoClient:
 
     Args:
         url: base URL.
-        client: makes the client once the protocol is known.
-        options: of `ModelHttpClient`.
+        client: makes the client from protocol and base URL, once the protocol is known.
+        options: options of `ModelHttpClient`.
     """
 
     def __init__(self, url: str, client: Callable[[str, str], ModelClient], options: LinkOptions) -> None:
@@ -165,7 +165,7 @@ class AutoClient:
         self._link = ModelHttpClient(url, **options)
         self._make = client
         self._client: ModelClient | None = None
-        self._finding = asyncio.Lock()
+        self._detecting = asyncio.Lock()
         self._failures = 0
         self._failure: ModelError | None = None
 
@@ -176,15 +176,15 @@ class AutoClient:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`."""
-        return await (await self._found()).generate(prompt_ids, sampling, session=session)
+        return await (await self._detected_client()).generate(prompt_ids, sampling, session=session)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
     ) -> Sampled:
-        """See `Streaming.stream`; without support for streaming, `heard` is never called."""
-        client = await self._found()
+        """See `Streaming.stream`; without support for streaming, `on_partial` is never called."""
+        client = await self._detected_client()
         if isinstance(client, Streaming):
-            return await client.stream(prompt_ids, sampling, session=session, heard=heard)
+            return await client.stream(prompt_ids, sampling, session=session, on_partial=on_partial)
         return await client.generate(prompt_ids, sampling, session=session)
 
     @property
@@ -194,17 +194,17 @@ class AutoClient:
 
     async def look(self) -> ServerNews:
         """See `ControllableServer.look`."""
-        client = await self._found()
+        client = await self._detected_client()
         return await client.look() if isinstance(client, ControllableServer) else ServerNews()
 
     async def pause(self, mode: InFlight) -> bool:
         """See `ControllableServer.pause`."""
-        client = await self._found()
+        client = await self._detected_client()
         return await client.pause(mode) if isinstance(client, ControllableServer) else False
 
     async def resume(self, weight_version: str) -> bool:
         """See `ControllableServer.resume`."""
-        client = await self._found()
+        client = await self._detected_client()
         return await client.resume(weight_version) if isinstance(client, ControllableServer) else False
 
     async def aclose(self) -> None:
@@ -213,9 +213,9 @@ class AutoClient:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _found(self) -> ModelClient:
+    async def _detected_client(self) -> ModelClient:
         failures = self._failures
-        async with self._finding:  # concurrent first turns share one detection and its failure
+        async with self._detecting:  # concurrent first turns share one detection and its failure
             if self._client is None:
                 if self._failure is not None and self._failures > failures:
                     raise self._failure

@@ -4,13 +4,13 @@ Protocol: `POST /completion` with ids as the prompt, `return_tokens` and `n_prob
 (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md). Peculiarities:
 
 - The last event of its stream has no ids, and counts all sampled ids.
-- An id that ends within a character has no probability, and is left out of streams: such an answer is
-  refused.
+- An id that ends within a character has no probability, and is omitted from streams. The client refuses such
+  answers.
 - It stops at the turn ends that its GGUF file names, and accepts no further stop ids. Ids after one of our
   stop ids are cut off here, which changes no earlier token.
 - To complete a partial character, it may sample beyond the limit; those ids are cut off as well.
 - Omitted sampling settings take its own defaults (top_k 40, min_p 0.05), so the whole sampler chain is sent.
-- It has no routes for pauses and versions of weights.
+- It has no routes for pauses and weight versions.
 - Some versions answer 500 if the sampled text is not valid UTF-8, and lose the text
   (https://github.com/ggml-org/llama.cpp/issues/27543). Resampling until it is valid would change the policy.
 """
@@ -33,11 +33,11 @@ from prorl_envs.model.http.client import session_headers
 from prorl_envs.model.http.event_stream import Events
 from prorl_envs.model.servers.base import TokenClient, Unsteered
 from prorl_envs.model.tokens.context import ids_json
-from prorl_envs.model.types import FinishReason, Heard, Sampled, Sampling
+from prorl_envs.model.types import FinishReason, OnPartial, Sampled, Sampling
 
 #: llama.cpp's finish reasons, and ours.
 _FINISH: dict[str, FinishReason] = {"eos": "stop", "limit": "length"}
-#: Part of its error message if it lost an answer whose text is not UTF-8.
+#: Part of the server's error message if it lost an answer because the text is not UTF-8.
 _LOST = "does not match the expected Content-only format"
 _SKIPPED = "it gives no probability for an id that ends within a character"
 #: Seeds have 32 bits in llama.cpp, and the largest value means none.
@@ -72,7 +72,7 @@ class LlamaCppClient(TokenClient, Unsteered):
     protocol = "llamacpp"
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
-        """See `ModelClient.generate`. After a cancellation, the server notices the closed connection.
+        """See `ModelClient.generate`. A cancellation closes the connection, so the server stops sampling.
 
         Raises:
             ServerUnavailable: no answer within the attempts.
@@ -82,14 +82,14 @@ class LlamaCppClient(TokenClient, Unsteered):
         return read_answer(answer, self._expected(prompt_ids, sampling), self._stop_ids)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
     ) -> Sampled:
         """See `Streaming.stream`.
 
         Raises:
             ServerUnavailable, ProtocolError: as `generate`.
         """
-        events = LlamaCppEvents(heard, self._expected(prompt_ids, sampling), self._stop_ids)
+        events = LlamaCppEvents(on_partial, self._expected(prompt_ids, sampling), self._stop_ids)
         await self._ask(encode_request(prompt_ids, sampling, stream=True), session, events)
         return events.whole()
 
@@ -134,7 +134,7 @@ def read_answer(body: bytes, expected: RequestContract, stop_ids: Collection[int
     """Read and check one answer of `/completion`.
 
     Raises:
-        ProtocolError: a part of it is missing, of the wrong type, or impossible.
+        ProtocolError: a part of the answer is missing, has a wrong type, or is impossible.
     """
     answer = _decoded(body, expected)
     ids, cut = _until_stop(answer.tokens, expected.max_tokens, stop_ids)
@@ -142,16 +142,16 @@ def read_answer(body: bytes, expected: RequestContract, stop_ids: Collection[int
 
 
 class LlamaCppEvents(Events):
-    """An answer of `/completion` as events, each with the new ids.
+    """Reader of a `/completion` answer that arrives as events, each with the new ids.
 
     Args:
-        heard, expected: see `Events`.
-        stop_ids: as `read_answer`.
+        on_partial, expected: see `Events`.
+        stop_ids: ids that stop a turn.
     """
 
-    def __init__(self, heard: Heard, expected: RequestContract, stop_ids: Collection[int]) -> None:
+    def __init__(self, on_partial: OnPartial, expected: RequestContract, stop_ids: Collection[int]) -> None:
         self._stop_ids = stop_ids
-        super().__init__(heard, expected)
+        super().__init__(on_partial, expected)
 
     def begin(self) -> None:
         """See `Events.begin`."""
@@ -169,9 +169,9 @@ class LlamaCppEvents(Events):
         answer = _decoded(event, self._expected)
         self._count += len(answer.tokens)
         if self._cut is None:
-            room = self._expected.max_tokens - len(self._partial.ids)
-            ids, self._cut = _until_stop(answer.tokens, room, self._stop_ids)
-            self._sampled(ids, _values(answer, self._expected)[: len(ids)], "")
+            remaining = self._expected.max_tokens - len(self._partial.ids)
+            ids, self._cut = _until_stop(answer.tokens, remaining, self._stop_ids)
+            self._add_sampled(ids, _values(answer, self._expected)[: len(ids)], "")
         if answer.stop_type:
             self._last, self._ended = answer, True
 
@@ -214,9 +214,9 @@ def _judged(
     """Check the complete answer and return it.
 
     Args:
-        answer: the server's data about it.
-        ids, logprobs: of the part that counts.
-        cut: why this part is shorter than the sampled ids, or None.
+        answer: the server's data about the answer.
+        ids, logprobs: ids up to the first stop id or the limit, and their log-probabilities.
+        cut: the reason if further sampled ids were cut off, or None.
         expected: request properties that the answer must match.
     """
     _check_context(answer, expected)
@@ -243,7 +243,7 @@ def _check_context(answer: _Answer, expected: RequestContract) -> None:
     """Check that the model read the whole prompt as it was sent, and kept it until the last token.
 
     Raises:
-        ProtocolError: it did not.
+        ProtocolError: the model read another number of ids, or dropped a part of the context.
     """
     sent = len(expected.prompt_ids)
     if answer.tokens_evaluated not in (None, sent):
@@ -260,15 +260,15 @@ def _check_context(answer: _Answer, expected: RequestContract) -> None:
 
 
 def _until_stop(
-    ids: list[int], most: int, stop_ids: Collection[int]
+    ids: list[int], limit: int, stop_ids: Collection[int]
 ) -> tuple[list[int], FinishReason | None]:
     """Return the ids up to the first stop id or the limit, and the reason for the cut, or None."""
-    for at, number in enumerate(ids[:most]):
+    for index, number in enumerate(ids[:limit]):
         if number in stop_ids:
-            return ids[: at + 1], "stop"
-    return ids[:most], "length" if len(ids) > most else None
+            return ids[: index + 1], "stop"
+    return ids[:limit], "length" if len(ids) > limit else None
 
 
 def _logarithm(probability: float | None) -> float | None:
-    """Return the logarithm; None for a missing probability, or one that no sampled id can have."""
+    """Return the logarithm; None if the probability is missing or not positive."""
     return math.log(probability) if probability is not None and probability > 0 else None

@@ -17,11 +17,12 @@ class ServerReport:
 
     Args:
         url: base URL of the server.
-        model: the model that was asked, or "" if it is unknown.
+        model: name of the probed model, or "" if it is unknown.
         problem: obstacle to rollouts, or "".
         hint: remedy, or "".
-        weight_version: version that the server names, or "".
-        unavailable: it cannot be reached, is failing or refuses its routes; it may answer later.
+        weight_version: version that the server reports, or "".
+        unavailable: True if the server cannot be reached, is failing or refuses its routes, so that a later
+            probe may succeed.
     """
 
     url: str
@@ -47,20 +48,20 @@ async def probe(
     vocab_size: int | None = None,
     timeout_s: float = 60.0,
 ) -> ServerReport:
-    """Request the list of models and one token, and check the answer as a rollout would.
+    """Request the list of models and one token, and check the answers as a rollout does.
 
     Args:
         url: base URL, with or without `/v1`; it may name its protocol.
-        protocol: for a URL that names none.
+        protocol: protocol of a URL that names none.
         model: model name; None takes the first in the server's list.
         api_key: bearer token, if the server requires one.
-        ca_file: as `ModelHttpClient`.
-        prompt_ids: a prompt of ids, better from the renderer in use.
-        vocab_size: of that renderer; None skips the check.
-        timeout_s: seconds for each of the requests.
+        ca_file: see `ModelHttpClient`.
+        prompt_ids: token ids of a prompt, preferably from the renderer in use.
+        vocab_size: vocabulary size of that renderer; None skips the check.
+        timeout_s: timeout of each request, in seconds.
 
     Raises:
-        InputError: the URL is not one, or the CA file cannot be used.
+        InputError: the URL is invalid, or the CA file cannot be used.
     """
     limits = ClientLimits(connect_s=min(5.0, timeout_s), answer_s=timeout_s, control_s=timeout_s, attempts=1)
     servers = Servers(
@@ -72,14 +73,14 @@ async def probe(
     )
     client, base = servers.connect(url), split_protocol(url)[1]
     news = ServerNews()
-    one = Sampling(max_tokens=1)
+    one_token = Sampling(max_tokens=1)
     try:
         news = await client.look() if isinstance(client, ControllableServer) else news
         if isinstance(client, ChatClient):
-            said = Conversation([{"role": "user", "content": "Hello."}], ())
-            sampled = await client.chat(said, one, session="probe")
+            hello = Conversation([{"role": "user", "content": "Hello."}], ())
+            sampled = await client.chat(hello, one_token, session="probe")
         else:
-            sampled = await client.generate(prompt_ids, one, session="probe")
+            sampled = await client.generate(prompt_ids, one_token, session="probe")
     except ModelError as error:
         unavailable = isinstance(error, ServerUnavailable)
         return ServerReport(base, model or news.model, error.message, error.hint, unavailable=unavailable)

@@ -28,7 +28,7 @@ from prorl_envs.model.http.client import LinkOptions, session_headers
 from prorl_envs.model.http.event_stream import Events
 from prorl_envs.model.servers.base import TokenClient
 from prorl_envs.model.tokens.context import ids_json
-from prorl_envs.model.types import Heard, InFlight, Sampled, Sampling, ServerNews
+from prorl_envs.model.types import InFlight, OnPartial, Sampled, Sampling, ServerNews
 
 #: SGLang's modes for requests in flight. `retract` returns them to its queue, so that the cache can be
 #: emptied after the update, and then continues them.
@@ -146,7 +146,7 @@ class GenerateEvents(Events):
         new = len(known) if again else 0
         if meta.completion_tokens not in (None, len(known) + len(ids) - new):
             raise ProtocolError(f"{self._expected.server} left tokens out of its stream")
-        self._sampled(ids[new:], values[new:], version_name(meta.weight_version))
+        self._add_sampled(ids[new:], values[new:], version_name(meta.weight_version))
         self._latest = meta
 
     def _judged(self) -> Sampled:
@@ -239,14 +239,14 @@ class SglangClient(TokenClient):
         return read_answer(answer, self._expected(prompt_ids, sampling))
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
     ) -> Sampled:
         """See `Streaming.stream`.
 
         Raises:
             ServerUnavailable, ProtocolError: as `generate`.
         """
-        events = GenerateEvents(heard, self._expected(prompt_ids, sampling))
+        events = GenerateEvents(on_partial, self._expected(prompt_ids, sampling))
         await self._ask(prompt_ids, sampling, session, events, await self._interval(sampling))
         return events.whole()
 
@@ -286,14 +286,14 @@ class SglangClient(TokenClient):
 
     async def pause(self, mode: InFlight) -> bool:
         """See `ControllableServer.pause`."""
-        return await self._link.tell("/pause_generation", {"mode": _PAUSE_MODES[mode]})
+        return await self._link.post("/pause_generation", {"mode": _PAUSE_MODES[mode]})
 
     async def resume(self, weight_version: str) -> bool:
         """See `ControllableServer.resume`. Empties the prefix cache first: it belongs to the old weights."""
         if weight_version:
-            await self._link.tell("/update_weight_version", {"new_version": weight_version})
-            await self._link.tell("/flush_cache", {})
-        return await self._link.tell("/continue_generation", {})
+            await self._link.post("/update_weight_version", {"new_version": weight_version})
+            await self._link.post("/flush_cache", {})
+        return await self._link.post("/continue_generation", {})
 
     async def aclose(self) -> None:
         """Close the connections; this stops generations in flight."""
@@ -303,6 +303,6 @@ class SglangClient(TokenClient):
 
     async def _abort(self, rid: str) -> None:
         try:
-            await self._link.tell("/abort_request", {"rid": rid})
+            await self._link.post("/abort_request", {"rid": rid})
         except ModelError:
             return  # the closed connection also stops it, only later

@@ -23,7 +23,7 @@ from prorl_envs.model.servers.vllm_wire import (
     read_answer,
     read_version,
 )
-from prorl_envs.model.types import Heard, InFlight, Sampled, Sampling, ServerNews
+from prorl_envs.model.types import InFlight, OnPartial, Sampled, Sampling, ServerNews
 
 _COMPLETIONS = "/v1/completions"
 _GENERATE = "/inference/v1/generate"
@@ -68,7 +68,7 @@ class VllmClient(TokenClient):
         return read_answer(answer, self._expected(prompt_ids, sampling))
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
     ) -> Sampled:
         """See `Streaming.stream`.
 
@@ -76,7 +76,7 @@ class VllmClient(TokenClient):
             ServerUnavailable, ProtocolError: as `generate`.
         """
         path, body = await self._request(prompt_ids, sampling, stream=True)
-        events = CompletionEvents(heard, self._expected(prompt_ids, sampling))
+        events = CompletionEvents(on_partial, self._expected(prompt_ids, sampling))
         await self._link.request("POST", path, body, session_headers(session), events)
         return events.whole()
 
@@ -123,12 +123,12 @@ class VllmClient(TokenClient):
 
     async def pause(self, mode: InFlight) -> bool:
         """See `ControllableServer.pause`. Empties the prefix cache, which is invalid after an update."""
-        return await self._link.tell(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
+        return await self._link.post(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
 
     async def resume(self, weight_version: str) -> bool:
         """See `ControllableServer.resume`. Empties the prefix cache: a `finish` pause does not notify the
         server."""
         if weight_version:
-            await self._link.tell("/update_weight_version", {"new_version": weight_version})
-            await self._link.tell("/reset_prefix_cache")
-        return await self._link.tell("/resume")
+            await self._link.post("/update_weight_version", {"new_version": weight_version})
+            await self._link.post("/reset_prefix_cache")
+        return await self._link.post("/resume")

@@ -151,7 +151,7 @@ class CompletionEvents(Events):
         answer = _decoded(event, self._expected)
         for choice in answer.choices:
             if ids := _given_ids(choice):
-                self._sampled(ids, _sampled_logprobs(choice), _weight_version(answer, choice))
+                self._add_sampled(ids, _sampled_logprobs(choice), _weight_version(answer, choice))
         _append(self._whole, answer)
 
     def _judged(self) -> Sampled:

@@ -264,7 +264,7 @@ class ModelSession:
                 sampling,
                 session=self._session,
                 conversation=conversation,
-                heard=live.receive,
+                on_partial=live.receive,
             )
 
     def _too_long(self, tokens: int) -> RequestRefused:

@@ -14,7 +14,7 @@ from prorl_envs.errors import ModelError
 from prorl_envs.model.answer_checks import ServerUnavailable
 from prorl_envs.model.routing.pause_gate import PauseGate
 from prorl_envs.model.routing.resumable_turn import in_parts, sample_on
-from prorl_envs.model.types import ControllableServer, Conversation, Heard, ModelClient, Sampled, Sampling
+from prorl_envs.model.types import ControllableServer, Conversation, ModelClient, OnPartial, Sampled, Sampling
 from prorl_envs.rollout.nodes.handle import (
     Hold,
     RoutingRequest,
@@ -35,7 +35,7 @@ class _Turn:
     session: str
     conversation: Conversation | None
     answer: asyncio.Future[Sampled]
-    heard: Heard | None = None
+    on_partial: OnPartial | None = None
     call: asyncio.Task[Sampled] | None = None
     stopped_calls: int = 0  # number of the last call that was cancelled; all calls up to it are
 
@@ -65,15 +65,15 @@ class RoutedModel:
         *,
         session: str,
         conversation: Conversation | None = None,
-        heard: Heard | None = None,
+        on_partial: OnPartial | None = None,
     ) -> Sampled:
         """See `RoutedModelClient.generate`."""
 
-        async def part(ids: Sequence[int], remaining: Sampling, listener: Heard | None) -> Sampled:
+        async def part(ids: Sequence[int], remaining: Sampling, listener: OnPartial | None) -> Sampled:
             answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
             return await self._route(_Turn(ids, remaining, session, conversation, answer, listener))
 
-        return await in_parts(part, prompt_ids, sampling, lambda: self._resample, heard)
+        return await in_parts(part, prompt_ids, sampling, lambda: self._resample, on_partial)
 
     def paused_s(self) -> float:
         """See `RoutedModelClient.paused_s`."""
@@ -158,7 +158,9 @@ class RoutedModel:
         client = self._clients.get(server.address)
         if client is None:
             client = self._clients[server.address] = self._connect(server.address)
-        return await sample_on(client, turn.ids, turn.sampling, turn.session, turn.conversation, turn.heard)
+        return await sample_on(
+            client, turn.ids, turn.sampling, turn.session, turn.conversation, turn.on_partial
+        )
 
     def _outcome(
         self, call: asyncio.Task[Sampled] | None, server: ServerChoice

@@ -67,7 +67,7 @@ async def pool(url: str, **options: Any) -> AsyncIterator[ModelPool]:
 async def test_a_streamed_answer_grows_and_equals_an_unstreamed_one(kind: str) -> None:
     heard = Listened()
     async with ScriptedServer(BOOK, tokens_per_s=400.0, **KINDS[kind]) as server, pool(server.url) as model:
-        told = await model.generate(PROMPT, Sampling(max_tokens=640), session="s", heard=heard)
+        told = await model.generate(PROMPT, Sampling(max_tokens=640), session="s", on_partial=heard)
         whole = await model.generate(PROMPT, Sampling(max_tokens=640), session="s")
     assert heard.partial is not None
     assert (tuple(heard.partial.ids), tuple(heard.partial.logprobs)) == (told.ids, told.logprobs)
@@ -82,7 +82,7 @@ async def test_cancelling_a_streamed_turn_stops_its_sampling(kind: str) -> None:
     heard = Listened()
     async with ScriptedServer(BOOK, tokens_per_s=30.0, **KINDS[kind]) as server, pool(server.url) as model:
         call = asyncio.ensure_future(
-            model.generate(PROMPT, Sampling(max_tokens=64), session="s", heard=heard)
+            model.generate(PROMPT, Sampling(max_tokens=64), session="s", on_partial=heard)
         )
         while not (heard.partial and heard.partial.ids):  # noqa: ASYNC110 - it comes over HTTP
             await asyncio.sleep(0.01)
@@ -102,7 +102,7 @@ async def test_invalid_tokens_are_an_error_and_not_streamed(kind: str, behaviour
         pool(server.url, limits=limits) as model,
     ):
         with pytest.raises(ModelError):
-            await model.generate(PROMPT, Sampling(max_tokens=64), session="s", heard=heard)
+            await model.generate(PROMPT, Sampling(max_tokens=64), session="s", on_partial=heard)
     assert heard.partial is not None
     assert all(0 <= number < RENDERER.vocab_size for number in heard.partial.ids)
 
@@ -127,7 +127,7 @@ async def test_a_stream_that_breaks_off_is_restarted() -> None:
     heard = Listened()
     limits = ClientLimits(attempts=2, backoff_s=0)
     async with answering(app, log_level="critical") as url, pool(f"vllm+{url}", limits=limits) as model:
-        sampled = await model.generate([5, 6], Sampling(max_tokens=9), session="s", heard=heard)
+        sampled = await model.generate([5, 6], Sampling(max_tokens=9), session="s", on_partial=heard)
     assert sampled.ids == (1, 2, 3)
     assert 0 in heard.counts[1:] and heard.counts[-1] == 3
 
@@ -153,7 +153,7 @@ def _generate(*ids: int, total: int, end: bool = False) -> bytes:
         (CompletionEvents, [b'{"choices": [{"token_ids": [1]}]}'], "no log-probabilities for 1 ids"),
         (CompletionEvents, [b'{"choices": []}'], "0 choices"),
         (CompletionEvents, _completion(b"-1"), "outside the vocabulary"),
-        (CompletionEvents, _completion(*[b"1"] * 101), "returned 1 ids, 0 were asked"),
+        (CompletionEvents, _completion(*[b"1"] * 101), "returned 1 ids, 0 were requested"),
         (GenerateEvents, [b"{}"], "did not answer as SGLang does"),
         (GenerateEvents, [_generate(1, total=1), _generate(2, 3, total=2)], "left tokens out"),
         (GenerateEvents, [_generate(1, total=1), _generate(3, total=3)], "left tokens out"),

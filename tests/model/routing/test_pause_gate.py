@@ -198,7 +198,7 @@ async def test_a_turn_that_is_aborted_again_and_again_fails() -> None:
     broken = Broken()
     pool = ModelPool(lambda url: broken)
     pool.add("http://broken")
-    with pytest.raises(ModelError, match="broke one turn off"):
+    with pytest.raises(ModelError, match="interrupted one turn"):
         await pool.generate([1], Sampling(), session="s")
     assert broken.calls == MAX_PARTS
     await pool.aclose()
