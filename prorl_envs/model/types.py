@@ -1,8 +1,7 @@
 """Types between an agent loop and a model: token ids, never text.
 
-The sampled ids are the truth. A prompt is a list of ids; an answer is the sampled ids with their
-log-probabilities; a new observation is rendered as its own ids and appended. Sampled text is never tokenised
-again.
+A prompt is a list of ids. An answer consists of the sampled ids with their log-probabilities. A new
+observation is rendered separately, and its ids are appended. Sampled text is never tokenised again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,8 @@ class Partial:
     """Part of an answer that is still being sampled.
 
     Args:
-        ids, logprobs: everything sampled so far, of the same length; the lists grow.
-        weight_version, server: as of `Sampled`, as far as they are known.
+        ids, logprobs: all ids sampled so far and their log-probabilities; both lists grow.
+        weight_version, server: as in `Sampled`; the version is "" until it is known.
     """
 
     ids: list[int]
@@ -33,12 +32,12 @@ class Partial:
 
 
 type OnPartial = Callable[[Partial], None]
-"""Callback for the partial answer during sampling. Fewer ids than before: sampling was restarted."""
+"""Callback for the partial answer during sampling. If it has fewer ids than before, sampling was restarted."""
 
 type Reasoning = Literal["keep", "user_turn", "template"]
-"""Handling of earlier reasoning when a conversation continues: it stays (the context only grows); it is
-dropped at a user message, if the template does so; or the template decides at each turn. If something is
-dropped, the ledger forks."""
+"""Handling of earlier reasoning when a conversation continues. `keep`: it stays, so the context only grows.
+`user_turn`: the template may drop it at a user message. `template`: the template may drop it at each turn. If
+reasoning is dropped, the ledger forks."""
 
 
 class Sampling(BaseModel):
@@ -47,7 +46,7 @@ class Sampling(BaseModel):
     Args:
         temperature: softmax temperature, >= 0.
         top_p: nucleus mass, in (0, 1].
-        max_tokens: most tokens sampled in one turn.
+        max_tokens: maximum tokens sampled in one turn.
         seed: the server's sampling seed, or None; bounded so that a sample's index can be added in 64 bits.
     """
 
@@ -63,7 +62,7 @@ class VersionSpan(BaseModel):
     """Span of one answer that was sampled by one version of the weights.
 
     Args:
-        version: as the server names it.
+        version: name of the version on the server.
         start, end: indices into the answer's ids; `end` is one past the last.
     """
 
@@ -82,11 +81,11 @@ class Sampled:
         ids: the sampled token ids, including the stop token if one was sampled.
         logprobs: log-probability of each id under the sampling policy; same length as `ids`.
         finish_reason: why sampling stopped.
-        weight_version: version of the weights that sampled it, the oldest of several; "" if unknown.
+        weight_version: version of the weights that sampled the answer, the oldest of several; "" if unknown.
         server: base URL of the server that answered, the last of several.
-        version_spans: if several versions sampled it, the span of each version; together they cover all ids.
+        version_spans: the span of each version, if several versions sampled the answer; they cover all ids.
         cached_tokens: prompt tokens the server found in its prefix cache; None if it does not report them.
-        exact: False if the server returned text: `ids` are then a tokenisation of the text, `logprobs` are
+        exact: False if the server returned text. Then `ids` are a tokenisation of the text, `logprobs` are
             zeros, and the answer cannot be used for training.
     """
 
@@ -151,7 +150,7 @@ class ModelClient(Protocol):
 
         Args:
             prompt_ids: the whole context, as ids.
-            sampling: how to sample.
+            sampling: sampling parameters.
             session: the rollout's id; turns of one session go to one server while that server is up.
 
         Raises:
@@ -206,8 +205,8 @@ class RoutedModelClient(Protocol):
 
 
 type InFlight = Literal["finish", "abort", "keep"]
-"""Handling of turns in flight while weights change: they run to completion, they stop at once with the ids
-sampled so far, or they freeze and continue with the new weights."""
+"""Handling of turns in flight while weights change. `finish`: they run to completion. `abort`: they stop at
+once with the ids sampled so far. `keep`: they freeze, and continue with the new weights."""
 
 
 @runtime_checkable
@@ -225,7 +224,7 @@ class ChatClient(Protocol):
 
 @runtime_checkable
 class ControllableServer(Protocol):
-    """A server that reports its state and takes notice of weight updates."""
+    """A server that reports its state and can be paused for weight updates."""
 
     @property
     def protocol(self) -> str:
@@ -249,7 +248,7 @@ class ControllableServer(Protocol):
         """Stop sampling; return False if the server does not support it. Idempotent.
 
         Raises:
-            ModelError: the server supports it, and failed.
+            ModelError: the server supports pauses, but this pause failed.
         """
         ...
 
@@ -257,13 +256,13 @@ class ControllableServer(Protocol):
         """Resume sampling with weights of this version ("" if unknown); return False if not supported.
 
         Raises:
-            ModelError: it failed.
+            ModelError: the request failed.
         """
         ...
 
 
 class Renderer(Protocol):
-    """Conversion of messages into ids and ids into messages, for one tokenizer and chat template."""
+    """Conversion of messages to ids and of ids to messages, for one tokenizer and chat template."""
 
     def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the ids of a conversation's start, ready for the first answer."""

@@ -1,4 +1,4 @@
 """Integration with NeMo Gym: resources servers, the agent, the sandbox provider, rows.
 
-Nothing else imports it.
+No other package imports it.
 """

@@ -1,7 +1,8 @@
-"""NeMo Gym agent server whose `/run` is a rollout of the rollout service.
+"""NeMo Gym agent server: `/run` runs a rollout in the rollout service.
 
-NeMo Gym and trainers on it request a rollout of a row from this agent and get the graded episode, with the
-token ids, masks and log-probabilities of the service's ledger. The model is the service's, not NeMo Gym's.
+NeMo Gym and its trainers request a rollout of a row from this agent and get the graded episode, with the
+token ids, masks and log-probabilities of the service's ledger. The service's model servers sample the turns,
+not those of NeMo Gym.
 """
 
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
@@ -52,10 +53,10 @@ class RolloutAgentConfig(BaseResponsesAPIAgentConfig):
 
     Args:
         service: base URL of the rollout service. Its bearer token is read from `$PRORL_SERVER__TOKEN`.
-        environment: environment of the service that the rows are tasks of.
+        environment: the service's environment to which the tasks of the rows belong.
         limits: limits of the agent loop, as in the service's API.
         failures: response of `/run` if there is no reward, as for the resources servers.
-        timeout_s: seconds after which a rollout is cancelled, waiting in the service's queue included.
+        timeout_s: seconds after which a rollout is cancelled, including its time in the service's queue.
     """
 
     service: str
@@ -66,7 +67,7 @@ class RolloutAgentConfig(BaseResponsesAPIAgentConfig):
 
 
 class RunRequest(BaseRunRequest):
-    """A whole NeMo Gym row; its task and its sampling parameters are read."""
+    """A whole NeMo Gym row. The agent reads its task and its sampling parameters."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -77,7 +78,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
     ray_enabled: ClassVar[bool] = False
     config: RolloutAgentConfig
     _client: RolloutClient = PrivateAttr()
-    _inbox: ResultRouter = PrivateAttr()
+    _results: ResultRouter = PrivateAttr()
 
     @classmethod
     def run_webserver(cls) -> FastAPI | None:
@@ -94,8 +95,8 @@ class RolloutAgent(SimpleResponsesAPIAgent):
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
         async with RolloutClient(self.config.service, token=os.environ.get(TOKEN)) as self._client:
-            self._inbox = ResultRouter(self._client)
-            reading = asyncio.create_task(self._inbox.keep_reading())
+            self._results = ResultRouter(self._client)
+            reading = asyncio.create_task(self._results.keep_reading())
             try:
                 yield
             finally:
@@ -103,12 +104,12 @@ class RolloutAgent(SimpleResponsesAPIAgent):
                 await asyncio.wait([reading])
 
     async def responses(self, body: JsonObject) -> NeMoGymResponse:
-        """Refuse a single answer, because the model is the service's.
+        """Refuse the request: this agent runs whole rollouts, not single answers.
 
         Raises:
             InputError: always.
         """
-        raise InputError("this agent answers whole rollouts", hint="post the row to /run")
+        raise InputError("this agent only runs whole rollouts", hint="post the row to /run")
 
     async def run(self, request: Request, body: RunRequest) -> VerifyResponse:
         """Run and grade one rollout of a row. It is cancelled if the caller disconnects.
@@ -116,28 +117,28 @@ class RolloutAgent(SimpleResponsesAPIAgent):
         Raises:
             InputError: the row carries no valid task, or the service refuses it.
             RolloutFailure: there is no reward, and failures are configured as errors.
-            NotContiguous: the service's tokens are not a single row.
+            NotContiguous: the episode has more than one row of tokens.
             ProrlError: the service stays unreachable or full.
         """
         group = self._group(body.model_dump())
         await self._ready()
-        waiting = asyncio.create_task(self._inbox.result(job_id(group.id, 0)))
-        gone = asyncio.create_task(_gone(request))
+        result = asyncio.create_task(self._results.result(job_id(group.id, 0)))
+        disconnected = asyncio.create_task(_disconnected(request))
         try:
             await self._client.submit([group])
             await asyncio.wait(
-                {waiting, gone}, timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {result, disconnected}, timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if not waiting.done():
+            if not result.done():
                 await self._give_up(group.id)
-                await asyncio.wait({waiting}, timeout=AWAY_S)
-            if not waiting.done():
-                raise self._away()
-            return self._response(body, waiting.result())
+                await asyncio.wait({result}, timeout=AWAY_S)
+            if not result.done():
+                raise self._unreachable()
+            return self._response(body, result.result())
         finally:
-            waiting.cancel()
-            gone.cancel()
-            await asyncio.wait({waiting, gone})
+            result.cancel()
+            disconnected.cancel()
+            await asyncio.wait({result, disconnected})
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Aggregate metrics over the samples that have a reward."""
@@ -148,17 +149,17 @@ class RolloutAgent(SimpleResponsesAPIAgent):
         """Return the request to the service.
 
         Raises:
-            InputError: the row is wrong.
+            InputError: the row is invalid.
         """
         params = row["responses_create_params"]
-        asked = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
-        given = {name: params[key] for key, name in asked.items() if params.get(key) is not None}
+        names = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
+        sampling = {name: params[key] for key, name in names.items() if params.get(key) is not None}
         try:
             return GroupRequest(
                 id=f"nemo-{uuid4().hex}",
                 environment=self.config.environment,
                 task=dict(task_row(row)),
-                sampling=Sampling(**given),
+                sampling=Sampling(**sampling),
                 limits=self.config.limits,
             )
         except ValidationError as error:
@@ -168,16 +169,16 @@ class RolloutAgent(SimpleResponsesAPIAgent):
     async def _ready(self) -> None:
         try:
             async with asyncio.timeout(AWAY_S):
-                await self._inbox.ready()
+                await self._results.ready()
         except TimeoutError:
-            raise self._away() from None
+            raise self._unreachable() from None
 
-    def _away(self) -> Unavailable:
+    def _unreachable(self) -> Unavailable:
         where = self.config.service
         return Unavailable(f"the rollout service at {where} does not answer", hint="is it running there?")
 
     async def _give_up(self, group_id: str) -> None:
-        """Cancel the group, because the caller disconnected or the timeout expired; its result is then a
+        """Cancel the group after the caller disconnected or the timeout expired. The result is then a
         cancelled job."""
         with contextlib.suppress(ProrlError):
             await self._client.cancel_group(group_id)
@@ -220,7 +221,7 @@ def _flat(tool: JsonObject) -> JsonObject:
     return {"type": "function", "strict": False, **tool["function"]}
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Return when the caller has closed the connection. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

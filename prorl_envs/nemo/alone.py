@@ -1,12 +1,12 @@
-"""Standalone NeMo Gym resources server on an inherited socket; run as a program by the Python of a NeMo Gym.
+"""Standalone NeMo Gym resources server on an inherited socket. The Python of a NeMo Gym runs this program.
 
     python -P alone.py SOCKET_FD < request.json
 
-The request names the server's YAML file and the changes to it. NeMo Gym's own `gym env start` starts agents
-and models beside a server, chooses ports and starts Ray (20 s); a rollout service needs none of that. A
-server that uses Ray starts it at its first use.
+The request names the server's YAML file and the changes to it. NeMo Gym's own `gym env start` also starts
+agents, models and Ray (20 s) and chooses ports; a rollout service needs none of that. A server that uses Ray
+starts it at its first use.
 
-Imports nothing of this package, which need not be installed there.
+Imports nothing of this package, because it may not be installed there.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -25,7 +25,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: Exit status that distinguishes a refusal from a crash.
 _REFUSED = 2
-_SECONDS_TO_END = 5
+_SHUTDOWN_S = 5
 
 
 def refuse(message: str, hint: str) -> None:
@@ -40,12 +40,14 @@ def find(name: str, roots: list[Path]) -> Path:
     for place in (Path(name), *(root / name for root in roots)):
         if place.is_file():
             return place.resolve()
-    refuse(f"nemo.config: there is no file {name}", "a path, or resources_servers/NAME/configs/NAME.yaml")
+    refuse(
+        f"nemo.config: there is no file {name}", "give a path, or resources_servers/NAME/configs/NAME.yaml"
+    )
     raise AssertionError
 
 
 def servers_of(config: dict[str, Any]) -> dict[str, str]:
-    """Return the instances of resources servers in a YAML file, and the folder of each."""
+    """Return the folder of each resources server in a YAML file, by the name of the instance."""
     found = {}
     for instance, block in config.items():
         servers = block.get("resources_servers") if isinstance(block, dict) else None
@@ -70,7 +72,7 @@ def choose(config: dict[str, Any], wanted: str | None, path: Path) -> tuple[str,
 
 
 def check_references(block: dict[str, Any], path: Path) -> None:
-    """Refuse a server that depends on other servers (a judge's model, say), because they do not run here."""
+    """Refuse a server that refers to other servers, such as a judge's model: they do not run here."""
     for key, value in block.items():
         if isinstance(value, dict) and str(value.get("type", "")).startswith("responses_api_"):
             refuse(
@@ -86,7 +88,7 @@ def prepare(request: dict[str, Any], roots: list[Path], port: int) -> Path:
     path = find(request["config"], roots)
     config = OmegaConf.to_container(OmegaConf.load(path))
     if not isinstance(config, dict):
-        refuse(f"{path} is no mapping", "a NeMo Gym configuration is expected")
+        refuse(f"{path} is not a mapping", "a NeMo Gym configuration is expected")
     instance, folder = choose(config, request["instance"], path)
     block = config[instance]["resources_servers"][folder]
     known = set(block)
@@ -114,7 +116,7 @@ def serve_on(listener: socket.socket) -> None:
 
     def run(app: Any, **_: Any) -> None:
         config = uvicorn.Config(
-            app, timeout_graceful_shutdown=_SECONDS_TO_END, timeout_keep_alive=30, access_log=False
+            app, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=30, access_log=False
         )
         uvicorn.Server(config).run(sockets=[listener])
 

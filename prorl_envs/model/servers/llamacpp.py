@@ -66,7 +66,7 @@ class _Answer(msgspec.Struct):
 class LlamaCppClient(TokenClient, Unsteered):
     """Client that samples turns. Implements `ModelClient`, `Streaming` and `ControllableServer`.
 
-    Args: as of `TokenClient`.
+    Args: those of `TokenClient`.
     """
 
     protocol = "llamacpp"

@@ -1,8 +1,8 @@
 """Client of an SGLang server that uses token ids in its native interface.
 
 Protocol: `POST /generate` with `input_ids` (https://docs.sglang.io/basic_usage/native_api.html). The answer
-has `output_ids`, and in `meta_info` the log-probabilities as `[logprob, id, text]`; they must belong to
-those ids.
+has `output_ids`, and in `meta_info` the log-probabilities as `[logprob, id, text]`. The ids of both must be
+equal.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from prorl_envs.model.servers.base import TokenClient
 from prorl_envs.model.tokens.context import ids_json
 from prorl_envs.model.types import InFlight, OnPartial, Sampled, Sampling, ServerNews
 
-#: SGLang's modes for requests in flight. `retract` returns them to its queue, so that the cache can be
-#: emptied after the update, and then continues them.
+#: SGLang's modes for requests in flight. `retract` returns the requests to the server's queue, so that the
+#: cache can be emptied after the update, and continues them after that.
 _PAUSE_MODES: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "keep": "retract"}
 
 _OTHER_IDS = "{} gave the log-probabilities of other ids than it sampled"
@@ -71,7 +71,7 @@ class _Info(msgspec.Struct):
 def encode_request(
     prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], rid: str, interval: int = 0
 ) -> bytes:
-    """Return the body of one request; `interval` is the tokens between events, 0 for no stream."""
+    """Return the body of one request; `interval` is the number of tokens per event, 0 without streaming."""
     params: dict[str, Any] = {
         **neutral_sampling(sampling),
         "max_new_tokens": sampling.max_tokens,
@@ -99,7 +99,7 @@ def read_info(body: bytes, server: str) -> ServerNews:
     """Return the model and the weight version in an answer of `/get_model_info`.
 
     Raises:
-        ProtocolError: it has another format.
+        ProtocolError: the answer has another format.
     """
     try:
         info = msgspec.json.decode(body, type=_Info)
@@ -121,13 +121,13 @@ def read_answer(body: bytes, expected: RequestContract) -> Sampled:
     """Read and check one answer of `/generate`.
 
     Raises:
-        ProtocolError: a part of it is missing, of the wrong type, or impossible.
+        ProtocolError: a part of the answer is missing, has a wrong type, or is impossible.
     """
     return _checked(_decoded(body, expected), expected)
 
 
 class GenerateEvents(Events):
-    """Answer of `/generate` as events, each with the new tokens or (the default) with all tokens so far."""
+    """Reader of a `/generate` answer as events, each with the new tokens or (default) all tokens so far."""
 
     def begin(self) -> None:
         """See `Events.begin`."""
@@ -142,8 +142,8 @@ class GenerateEvents(Events):
         if ids != named:
             raise ProtocolError(_OTHER_IDS.format(self._expected.server))
         # `completion_tokens` always counts all tokens. In the first event both forms are equal.
-        again = meta.completion_tokens in (None, len(ids)) and ids[: len(known)] == known
-        new = len(known) if again else 0
+        repeated = meta.completion_tokens in (None, len(ids)) and ids[: len(known)] == known
+        new = len(known) if repeated else 0
         if meta.completion_tokens not in (None, len(known) + len(ids) - new):
             raise ProtocolError(f"{self._expected.server} left tokens out of its stream")
         self._add_sampled(ids[new:], values[new:], version_name(meta.weight_version))
@@ -151,7 +151,7 @@ class GenerateEvents(Events):
 
     def _judged(self) -> Sampled:
         if self._latest is None:
-            raise ProtocolError(f"{self._expected.server} ended a stream in which there was nothing")
+            raise ProtocolError(f"{self._expected.server} sent an empty stream")
         pairs = zip(self._partial.logprobs, self._partial.ids, strict=True)
         self._latest.output_token_logprobs = [list(pair) for pair in pairs]
         return _checked(_Answer(self._latest), self._expected)
@@ -194,7 +194,7 @@ def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
 
 
 def _pairs(items: list[list[Any]] | None, expected: RequestContract) -> tuple[list[float], list[int]]:
-    """Return the log-probabilities and ids of the pairs (a text may follow)."""
+    """Return the log-probabilities and ids of the items `[logprob, id, ...]`."""
     values: list[float] = []
     ids: list[int] = []
     for item in items or ():
@@ -210,7 +210,7 @@ def _pairs(items: list[list[Any]] | None, expected: RequestContract) -> tuple[li
 class SglangClient(TokenClient):
     """Client that samples turns. Implements `ModelClient`, `Streaming` and `ControllableServer`.
 
-    Args: as of `TokenClient`.
+    Args: those of `TokenClient`.
     """
 
     protocol = "sglang"
@@ -226,7 +226,7 @@ class SglangClient(TokenClient):
         super().__init__(url, stop_ids=stop_ids, vocab_size=vocab_size, **options)
         self._aborts: set[asyncio.Task[None]] = set()
         self._incremental: bool | None = None
-        self._asking = asyncio.Lock()
+        self._detecting = asyncio.Lock()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`.
@@ -263,16 +263,16 @@ class SglangClient(TokenClient):
         try:
             return await self._link.request("POST", "/generate", body, session_headers(session), events)
         except asyncio.CancelledError:
-            # SGLang checks the connection only now and then; an abort request stops it at once.
+            # SGLang checks the connection only from time to time. An abort request stops the request at once.
             abort = asyncio.create_task(self._abort(rid))
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
             raise
 
     async def _interval(self, sampling: Sampling) -> int:
-        """Return the tokens between two events. A server without `--incremental-streaming-output` repeats the
-        whole answer in each event, so few events are requested."""
-        async with self._asking:
+        """Return the number of tokens per event. A server without `--incremental-streaming-output` repeats
+        the whole answer in each event, so few events are requested."""
+        async with self._detecting:
             if self._incremental is None:
                 try:
                     self._incremental = read_incremental(await self._link.ask("GET", "/get_server_info"))
@@ -289,7 +289,7 @@ class SglangClient(TokenClient):
         return await self._link.post("/pause_generation", {"mode": _PAUSE_MODES[mode]})
 
     async def resume(self, weight_version: str) -> bool:
-        """See `ControllableServer.resume`. Empties the prefix cache first: it belongs to the old weights."""
+        """See `ControllableServer.resume`. Empties the prefix cache, which belongs to the old weights."""
         if weight_version:
             await self._link.post("/update_weight_version", {"new_version": weight_version})
             await self._link.post("/flush_cache", {})
@@ -305,4 +305,4 @@ class SglangClient(TokenClient):
         try:
             await self._link.post("/abort_request", {"rid": rid})
         except ModelError:
-            return  # the closed connection also stops it, only later
+            return  # the closed connection stops the request too, but later

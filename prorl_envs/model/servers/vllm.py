@@ -35,7 +35,7 @@ _PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "keep":
 class VllmClient(TokenClient):
     """Client that samples turns. Implements `ModelClient`, `Streaming` and `ControllableServer`.
 
-    Args: as of `TokenClient`, and
+    Args: those of `TokenClient`, and
         model: model name; None takes the first in the server's list.
     """
 
@@ -54,7 +54,7 @@ class VllmClient(TokenClient):
         self._model = model
         self._names_versions = True
         self._has_generate: bool | None = None
-        self._asking = asyncio.Lock()
+        self._detecting = asyncio.Lock()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`.
@@ -85,7 +85,7 @@ class VllmClient(TokenClient):
     ) -> tuple[str, bytes]:
         """Return the route and the body of a request."""
         model = await self.model_name()
-        if await self._generates():
+        if await self._supports_generate():
             return _GENERATE, encode_generate(model, prompt_ids, sampling, self._stop_ids, stream=stream)
         return _COMPLETIONS, encode_request(model, prompt_ids, sampling, self._stop_ids, stream=stream)
 
@@ -95,9 +95,9 @@ class VllmClient(TokenClient):
             self._model = first_model(await self._link.request("GET", "/v1/models"), self.url).id
         return self._model
 
-    async def _generates(self) -> bool:
-        """Return whether the server has the route that reports versions. Asks once, without sampling."""
-        async with self._asking:
+    async def _supports_generate(self) -> bool:
+        """Return true if the server has the route that reports versions. Asks once, without sampling."""
+        async with self._detecting:
             if self._has_generate is None:
                 try:
                     await self._link.ask("GET", _GENERATE)
@@ -107,7 +107,7 @@ class VllmClient(TokenClient):
                         return False  # the route was refused: ask again with the next request
                     self._has_generate = error.status == _METHOD_NOT_ALLOWED
                 except ModelError:
-                    return False  # the request itself will show the problem
+                    return False  # the sampling request will show the problem
             return self._has_generate
 
     async def look(self) -> ServerNews:
@@ -126,8 +126,8 @@ class VllmClient(TokenClient):
         return await self._link.post(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
 
     async def resume(self, weight_version: str) -> bool:
-        """See `ControllableServer.resume`. Empties the prefix cache: a `finish` pause does not notify the
-        server."""
+        """See `ControllableServer.resume`. Empties the prefix cache, because a `finish` pause does not notify
+        the server."""
         if weight_version:
             await self._link.post("/update_weight_version", {"new_version": weight_version})
             await self._link.post("/reset_prefix_cache")

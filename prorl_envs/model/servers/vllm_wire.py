@@ -1,4 +1,4 @@
-"""Wire format of vLLM: request bodies from token ids, and answers into token ids.
+"""Wire format of vLLM: encoding of requests and decoding of answers, both with token ids.
 
 Versions differ in the place of ids and log-probabilities; all known formats are read here.
 """
@@ -41,7 +41,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # as long as the history: seldom worth parsing
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # as long as the history, so rarely parsed
     logprobs: _Logprobs | None = None
     weight_version: str | int | None = None
     weight_versions: list[WireSpan] | None = None
@@ -134,17 +134,17 @@ def read_answer(body: bytes, expected: RequestContract) -> Sampled:
     """Read and check one completion.
 
     Raises:
-        ProtocolError: a part of it is missing, of the wrong type, or impossible.
+        ProtocolError: a part of the answer is missing, has a wrong type, or is impossible.
     """
     return _checked(_decoded(body, expected), expected)
 
 
 class CompletionEvents(Events):
-    """A completion as events, each with the ids since the previous event."""
+    """Reader of a completion that arrives as events, each with the ids since the previous event."""
 
     def begin(self) -> None:
         """See `Events.begin`."""
-        self._whole = _Answer([])
+        self._merged = _Answer([])
         super().begin()
 
     def _read(self, event: bytes) -> None:
@@ -152,10 +152,10 @@ class CompletionEvents(Events):
         for choice in answer.choices:
             if ids := _given_ids(choice):
                 self._add_sampled(ids, _sampled_logprobs(choice), _weight_version(answer, choice))
-        _append(self._whole, answer)
+        _merge(self._merged, answer)
 
     def _judged(self) -> Sampled:
-        return _checked(self._whole, self._expected)
+        return _checked(self._merged, self._expected)
 
 
 def _decoded(body: bytes, expected: RequestContract) -> _Answer:
@@ -165,7 +165,7 @@ def _decoded(body: bytes, expected: RequestContract) -> _Answer:
         raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
 
 
-def _append(whole: _Answer, event: _Answer) -> None:
+def _merge(whole: _Answer, event: _Answer) -> None:
     """Merge an event of a stream into `whole`. Fields that occur once apply to the whole answer."""
     whole.weight_version = event.weight_version if event.weight_version is not None else whole.weight_version
     whole.meta_info = event.meta_info or whole.meta_info
@@ -181,16 +181,16 @@ def _append(whole: _Answer, event: _Answer) -> None:
     choice.finish_reason = new.finish_reason or choice.finish_reason
     choice.weight_version = new.weight_version if new.weight_version is not None else choice.weight_version
     choice.weight_versions = new.weight_versions or choice.weight_versions
-    choice.token_ids = _longer(choice.token_ids, new.token_ids)
+    choice.token_ids = _extended(choice.token_ids, new.token_ids)
     if choice.logprobs is None or new.logprobs is None:
         choice.logprobs = choice.logprobs or new.logprobs
         return
-    choice.logprobs.content = _longer(choice.logprobs.content, new.logprobs.content)
-    choice.logprobs.tokens = _longer(choice.logprobs.tokens, new.logprobs.tokens)
-    choice.logprobs.token_logprobs = _longer(choice.logprobs.token_logprobs, new.logprobs.token_logprobs)
+    choice.logprobs.content = _extended(choice.logprobs.content, new.logprobs.content)
+    choice.logprobs.tokens = _extended(choice.logprobs.tokens, new.logprobs.tokens)
+    choice.logprobs.token_logprobs = _extended(choice.logprobs.token_logprobs, new.logprobs.token_logprobs)
 
 
-def _longer[T](known: list[T] | None, new: list[T] | None) -> list[T] | None:
+def _extended[T](known: list[T] | None, new: list[T] | None) -> list[T] | None:
     if known is None or new is None:
         return known if new is None else new
     known.extend(new)
@@ -219,7 +219,7 @@ def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
 
 def _check_prompt(echo: msgspec.Raw, expected: RequestContract) -> None:
     if bytes(echo) in (b"null", ids_json(expected.prompt_ids)):
-        return  # equal texts, if the server writes no white space
+        return  # without parsing, if the server writes no white space
     try:
         echoed = msgspec.json.decode(echo, type=list[int])
     except msgspec.MsgspecError as error:
@@ -291,6 +291,7 @@ def _cached_tokens(answer: _Answer, expected: RequestContract) -> int | None:
 
 
 def read_version(body: bytes) -> str:
+    """Return the weight version in an answer of `/weight_info`; "" if it names none."""
     try:
         return version_name(msgspec.json.decode(body, type=_Version).weight_version)
     except (msgspec.MsgspecError, UnicodeDecodeError):

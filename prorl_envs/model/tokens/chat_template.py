@@ -33,22 +33,22 @@ class _GenerationTag(Extension):
 
 
 #: Attributes of every dict. Jinja looks for these first.
-_OF_DICTS = frozenset(dir(dict))
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 #: Attributes of `loop` that templates use.
-_OF_LOOPS = frozenset({"first", "last", "index", "index0", "length"})
+_LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length"})
 _json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja environment with fast access to message fields and loop attributes.
 
-    It looks up the keys of plain dicts without raising exceptions, and skips the safety check of loops.
+    It looks up the keys of plain dicts without raising exceptions, and omits the safety check for loops.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICTS:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+        if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
@@ -82,7 +82,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise InputError(f"the chat template is not valid Jinja: {error}") from error
-        # Each context lists their names, which is faster for a dict than for a chain of mappings.
+        # Each context lists the names of the globals: this is faster for a dict than for a chain of mappings.
         self._template.globals = dict(self._template.globals)
         self._variables = {**self._template.globals, **(variables or {})}
 
@@ -100,14 +100,15 @@ class ChatTemplate:
             InputError: the template refuses this conversation.
         """
         try:
-            said = {
+            variables = {
                 **self._variables,
                 "messages": list(messages),
                 "tools": list(tools) or None,
                 "add_generation_prompt": generation_prompt,
             }
-            # As `Template.render`, but with variables that were merged once.
-            return "".join(self._template.root_render_func(self._template.new_context(said, shared=True)))
+            # As `Template.render`, but without merging the globals each time.
+            context = self._template.new_context(variables, shared=True)
+            return "".join(self._template.root_render_func(context))
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InputError(
                 f"the chat template refuses this conversation: {error}",
@@ -119,8 +120,8 @@ def normalise(message: Mapping[str, Any], *, arguments_as_text: bool = False) ->
     """Return a message in the format that templates expect: text content, parsed tool-call arguments.
 
     Args:
-        message: in OpenAI's format.
-        arguments_as_text: tool-call arguments as JSON text, for templates that print them unchanged.
+        message: message in OpenAI's format.
+        arguments_as_text: return tool-call arguments as JSON text, for templates that print them unchanged.
 
     Raises:
         InputError: unknown role, or content that is not text.
@@ -131,7 +132,7 @@ def normalise(message: Mapping[str, Any], *, arguments_as_text: bool = False) ->
     plain = {**message, "content": _text(message.get("content"))}
     calls = message.get("tool_calls")
     thought = message.get("reasoning_content")
-    if thought and not (calls and plain["content"]):  # gpt-oss's name; it takes only one of both beside calls
+    if thought and not (calls and plain["content"]):  # for gpt-oss, which takes one of both with calls
         plain.setdefault("thinking", thought)
     if calls:
         plain["tool_calls"] = [_with_arguments(call, as_text=arguments_as_text) for call in calls]
@@ -141,8 +142,8 @@ def normalise(message: Mapping[str, Any], *, arguments_as_text: bool = False) ->
 
 
 def _text(content: Any) -> str:
-    """Return the text of OpenAI content: a string, nothing, or text parts. The parts are joined here and not
-    by the template, so that two parts cannot form a control token together."""
+    """Return the text of OpenAI content: None, a string, or text parts. The parts are joined here and not by
+    the template, so that two parts cannot form a control token together."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Context of one rollout: append-only token ids, and their JSON, which is extended with them.
+"""Context of one rollout: append-only token ids, and their JSON text, which grows with them.
 
 A request to a model server carries the whole context, so its size grows with the history. The cost of
 building it does not: ids that were already sent are not converted to text again.
@@ -25,7 +25,7 @@ class Context(Sequence[int]):
     __slots__ = ("_encoded", "_end", "_ids", "_json", "_length")
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
-        self._ids = list(ids)  # forks share it, and the JSON, while their ends match
+        self._ids = list(ids)  # shared with forks, like the JSON, until both have grown
         self._length = len(self._ids)
         self._json = bytearray()
         self._encoded = self._end = 0
@@ -70,10 +70,10 @@ class Context(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
-            places = range(self._length)[index]
-            if places.step > 0:
-                return self._ids[places.start : places.stop : places.step]
-            return [self._ids[place] for place in places]
+            indices = range(self._length)[index]
+            if indices.step > 0:
+                return self._ids[indices.start : indices.stop : indices.step]
+            return [self._ids[number] for number in indices]
         return self._ids[range(self._length)[index]]
 
 

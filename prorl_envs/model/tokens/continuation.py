@@ -1,8 +1,8 @@
 """Continuation of a conversation after an answer: append, or fork if its history is rewritten.
 
-Sampled ids are never changed. New ids are appended to them if the result says the same as the template. If
-the template writes the history differently (it drops earlier reasoning, or writes a call differently from the
-sampled one), the conversation restarts from the template's ids, in a row of its own.
+Sampled ids are never changed. New ids are appended to them if the result has the same text as the rendered
+conversation. If the template writes the history differently (it drops earlier reasoning, or writes a call
+differently from the sampled one), the conversation restarts from the rendered ids, in a new row.
 """
 
 from collections.abc import Sequence
@@ -40,12 +40,12 @@ def next_prompt(
     """Return the next prompt of a conversation.
 
     Args:
-        renderer: of the model.
+        renderer: renderer of the model.
         reasoning: whether the template may rewrite the history, and when.
         context: all ids so far, including the answer.
         sampled: the answer.
         messages: the conversation, including the new messages.
-        observations: number of new messages, at the end.
+        observations: number of new messages, which are the last of `messages`.
         tools: the offered tools.
 
     Raises:

@@ -26,14 +26,14 @@ import msgspec
 
 # Unicode noncharacters: they "should never be interchanged", so no legitimate text contains them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_BEGUN, _ESCAPED = _OPEN.encode(), _OPEN.encode("ascii", "backslashreplace")
-#: Texts up to this length are mostly keys, roles and names, which recur in every message; the cut positions
-#: of so many of them are cached.
-_SHORT, _REMEMBERED = 64, 4096
+_OPEN_UTF8, _OPEN_ASCII = _OPEN.encode(), _OPEN.encode("ascii", "backslashreplace")
+#: Maximum characters of a text whose cut positions are cached, and maximum cached texts. Short texts are
+#: mostly keys, roles and names, which recur in every message.
+_SHORT, _CACHED_TEXTS = 64, 4096
 
 
 def valid_unicode(text: str) -> str:
-    """Replace lone surrogates in `text`: they have no UTF-8 form, so no tokenizer accepts them."""
+    """Replace lone surrogates in `text`. They have no UTF-8 form, so no tokenizer accepts them."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -55,21 +55,21 @@ class ControlTokenEscaper:
     def __init__(self, literals: Iterable[str]) -> None:
         self._literals = tuple(sorted({text for text in literals if len(text) > 1 and text.strip()}))
         self._longest = max(map(len, self._literals), default=1)
-        # Sets, because every string of every message is looked up: a model has hundreds of literals.
+        # Sets, because every string of every message is looked up, and a model has hundreds of literals.
         self._beginnings = {text[:end] for text in self._literals for end in range(1, len(text))}
         self._endings = {text[start:] for text in self._literals for start in range(1, len(text))}
-        # One pattern per first character, which alone is consumed: literals may overlap, and a search skips
-        # quickly to the next such character.
+        # One pattern per first character, because a search skips quickly to the next such character. Only
+        # this character is consumed, because literals may overlap.
         rests: dict[str, list[str]] = {}
         for text in self._literals:
             rests.setdefault(text[0], []).append(re.escape(text[1:]))
         self._anywhere = [
             re.compile(f"{re.escape(first)}(?={'|'.join(after)})") for first, after in rests.items()
         ]
-        self._cuts_of_short = lru_cache(_REMEMBERED)(self._cuts)
+        self._cuts_of_short = lru_cache(_CACHED_TEXTS)(self._cuts)
 
     def choose_mark(self, value: Any) -> str:
-        """Return a mark that, also in its ASCII JSON form, is nowhere in `value` (a JSON-like tree)."""
+        """Return a mark that `value` (a JSON-like tree) does not contain, not even in ASCII JSON form."""
         texts = [] if _free_of_marks(value) else list(_strings(value))
         for number in count():
             mark = f"{_OPEN}{number}{_CLOSE}"
@@ -83,9 +83,9 @@ class ControlTokenEscaper:
 
         Args:
             text: text of a message.
-            mark: from `choose_mark`.
-            leading: also look for the rest of a literal at the start. Right for prose; wrong for values that
-                a template compares (`type == "object"`).
+            mark: result of `choose_mark`.
+            leading: also mark the start of a text that begins with the rest of a literal. Use it for prose,
+                but not for values that a template compares (`type == "object"`).
         """
         cuts = (self._cuts_of_short if len(text) <= _SHORT else self._cuts)(text, leading)
         return mark.join(text[a:b] for a, b in pairwise((0, *cuts, len(text))))
@@ -105,30 +105,30 @@ class ControlTokenEscaper:
 
     def _cuts(self, text: str, leading: bool) -> tuple[int, ...]:
         cuts = {match.end() for pattern in self._anywhere for match in pattern.finditer(text)}
-        cuts.update(self._begun_at_end(text))
+        cuts.update(self._starts_at_end(text))
         if leading and self._continues_a_literal(text):
             cuts.add(0)
         return tuple(sorted(cuts))
 
-    def _begun_at_end(self, text: str) -> Iterable[int]:
+    def _starts_at_end(self, text: str) -> Iterable[int]:
         first = max(0, len(text) - self._longest + 1)
         return (start + 1 for start in range(first, len(text)) if text[start:] in self._beginnings)
 
     def _continues_a_literal(self, text: str) -> bool:
-        """Return whether `text` begins with the end of a literal, or lies within one."""
+        """Return true if `text` begins with the end of a literal, or lies within a literal."""
         if any(text[:end] in self._endings for end in range(1, min(len(text), self._longest) + 1)):
             return True
         return bool(text) and any(text in literal[1:] for literal in self._literals)
 
 
 def _free_of_marks(value: Any) -> bool:
-    """Return whether the JSON of `value` contains no possible mark: fast, and true for most conversations.
-    JSON doubles a backslash, and the second one still begins an escape, so escaped marks are found."""
+    """Return true if the JSON of `value` contains no possible mark. This is fast, and true for most
+    conversations. Escaped marks are found too: JSON doubles the backslash, which leaves the escape intact."""
     try:
         text = msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):  # search in detail
         return False
-    return _BEGUN not in text and _ESCAPED not in text
+    return _OPEN_UTF8 not in text and _OPEN_ASCII not in text
 
 
 def _strings(value: Any) -> Iterable[str]:

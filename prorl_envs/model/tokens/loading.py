@@ -38,7 +38,7 @@ def load_renderer(
         revision: branch, tag or commit on the Hub.
         variables: further variables for the chat template, such as `{"enable_thinking": False}`.
         now: local time, for templates that print a date.
-        tool_format: as `TemplateRenderer`.
+        tool_format: see `TemplateRenderer`.
 
     Raises:
         InputError: a file is missing or unusable, or the Hub could not be reached.
@@ -46,12 +46,13 @@ def load_renderer(
     folder = Path(name) if Path(name).is_dir() else _download(str(name), revision)
     config = _read_json(folder / "tokenizer_config.json")
     tokenizer = _read_tokenizer(folder / "tokenizer.json")
-    named = {
+    special_tokens = {
         key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
     }
-    template = ChatTemplate(_read_template(folder, config), {**named, **(variables or {})}, now=now)
+    template = ChatTemplate(_read_template(folder, config), {**special_tokens, **(variables or {})}, now=now)
     stop_ids = _ids(_read_json(folder / "generation_config.json").get("eos_token_id"))
-    if named["eos_token"] and (eos := tokenizer.token_to_id(named["eos_token"])) is not None:
+    eos_token = special_tokens["eos_token"]
+    if eos_token and (eos := tokenizer.token_to_id(eos_token)) is not None:
         stop_ids.append(eos)
     size = _read_json(folder / "config.json").get("vocab_size")
     return TemplateRenderer(
@@ -74,7 +75,7 @@ def _download(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise InputError(
-            f"the tokenizer of {name!r} did not come from the Hugging Face Hub: {type(error).__name__}",
+            f"cannot download the tokenizer of {name!r} from the Hugging Face Hub: {type(error).__name__}",
             hint="offline or private? pass a local folder with tokenizer.json and tokenizer_config.json",
         ) from error
 
@@ -96,17 +97,17 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise InputError(
             f"{path} is missing",
-            hint="a model with tokenizer.model or vocab.json alone: save its fast tokenizer first",
+            hint="if the model has only tokenizer.model or vocab.json, save its fast tokenizer first",
         )
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the bindings raise bare Exception, nothing narrower
+    except Exception as error:  # the bindings raise Exception itself
         raise InputError(f"{path} is not a tokenizer this version reads: {error}") from error
 
 
 def _read_template(folder: Path, config: JsonObject) -> str:
-    """Return the chat template. Its own file takes precedence over the configuration, `tool_use` over
-    `default`."""
+    """Return the chat template. Its own file takes precedence over the configuration; in a list of templates,
+    `tool_use` takes precedence over `default`."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -123,7 +124,7 @@ def _read_template(folder: Path, config: JsonObject) -> str:
 
 
 def _token_text(value: Any) -> str | None:
-    """Return a token of tokenizer_config.json: a string, or an object with its content."""
+    """Return the text of a token in tokenizer_config.json: a string, or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

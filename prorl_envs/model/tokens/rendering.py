@@ -1,9 +1,9 @@
 """Conversion of messages to ids and back, for one tokenizer and its chat template.
 
-`prompt` renders the start of a conversation. `bridge` gives the ids between one sampled answer and the next:
-it renders a synthetic conversation whose last assistant turn is known, followed by the observations, and
-takes the text after that turn. So it contains everything that the template writes there (turn ends, headers,
-merged tool results), it never sees the sampled ids, and it cannot change them. See docs/decisions/tokens.md.
+`prompt` renders the start of a conversation. `bridge` returns the ids between one sampled answer and the
+next: it renders a synthetic conversation with a known assistant turn, followed by the observations, and takes
+the text after that turn. This text has everything that the template writes there (turn ends, headers, merged
+tool results). The sampled ids are not rendered, so they cannot change. See docs/decisions/tokens.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
 _MAX_ID = 2**32 - 1
 #: Tokens at a prompt's end that are searched for the start of reasoning.
 _TAIL = 16
-#: Number of such ends that are cached; most come from a template.
+#: Number of prompt ends that are cached. Most ends are written by the template, so they recur.
 _ENDS = 256
 #: Length in characters from which encoding takes milliseconds.
 LONG = 8192
-#: Fields of a message that a template writes next to its own text.
+#: Fields of a message that a template may write next to its own text.
 _PROSE = ("content", "reasoning_content", "thinking")
 
 
@@ -46,12 +46,12 @@ class TemplateRenderer:
         tokenizer: the model's tokenizer.
         template: the model's chat template.
         stop_ids: ids that stop a turn besides the template's own end of turn, such as `eos_token`.
-        vocab_size: ids the model can sample, [0, vocab_size); by default the tokenizer's.
+        vocab_size: number of ids that the model can sample; at least the tokenizer's number of ids.
         tool_format: how the model writes tool calls (`tool_formats.choice.FORMATS`); `auto` detects it.
 
     Raises:
-        InputError: the template's assistant turns have no end token, or the tokenizer does not encode piece
-            by piece, so that no bridge can be built; or the tool call format is unknown.
+        InputError: the template's assistant turns have no end token; the tokenizer does not encode piece by
+            piece, so that no bridge can be built; or the tool call format is unknown.
     """
 
     def __init__(
@@ -100,12 +100,13 @@ class TemplateRenderer:
 
     @property
     def plain_tools(self) -> bool:
-        """True if the template lacks calls or results: both are then written as text (see `plain_tools`)."""
+        """True if the template cannot write calls or results. Both are then written as text, see
+        `tool_formats.plain_tools`."""
         return not self._ends.calls or self._ends.content_beside_calls
 
     @property
     def tools_known(self) -> bool:
-        """True if the template describes the tools to the model; if not, the first message does."""
+        """True if the template describes the tools to the model; otherwise the first message does."""
         return self._tools_known
 
     @property
@@ -119,26 +120,25 @@ class TemplateRenderer:
             InputError: a message is malformed, or the template refuses the conversation.
         """
         if not self._tools_known:
-            about = plain_tools.about(tools, self._format.form, plain=self.plain_tools)
-            messages, tools = plain_tools.introduced(messages, about), ()
+            description = plain_tools.about(tools, self._format.form, plain=self.plain_tools)
+            messages, tools = plain_tools.introduced(messages, description), ()
         if self.plain_tools:
             messages = plain_tools.joined([plain_tools.written(message) for message in messages])
         text, mark = self._render(messages, tools, generation_prompt=True)
         return self._encode(text, mark)
 
     def bridge(self, sampled: Sampled, observations: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the ids to append after `sampled` so that the model reads `observations` and can answer
-        next.
+        """Return the ids to append after `sampled` so that the model reads `observations` and can answer.
 
-        An answer without a regular turn end (it was truncated, aborted, or has another stop token) is closed
-        first.
+        If the answer has no regular turn end (it was truncated, aborted, or has another stop token), the ids
+        begin with the turn end.
 
         Args:
             sampled: the answer; only its last id is used.
             observations: tool and user messages, at least one.
 
         Raises:
-            InputError: no observations, another role, or the template refuses them.
+            InputError: there are no observations, a role is wrong, or the template refuses the observations.
         """
         if not observations or any(m.get("role") not in ("tool", "user") for m in observations):
             raise InputError("observations are one or more tool or user messages")
@@ -147,7 +147,7 @@ class TemplateRenderer:
         conversation = [QUESTION, self._ends.stand_in(observations), *observations]
         text, mark = self._render(conversation, (), generation_prompt=True)
         end = self._ends.before(observations)
-        # The stand-in precedes the observations, so the first anchor belongs to it, regardless of their text.
+        # The stand-in precedes the observations, so the first anchor is its own, whatever the text of these.
         found = text.find(end, max(text.find(ANCHOR), 0))
         if found < 0:
             raise InputError("the chat template drops the assistant turn before these observations")
@@ -156,9 +156,9 @@ class TemplateRenderer:
         return ids[1:] if closed else ids
 
     def assistant(self, message: Mapping[str, Any]) -> list[int]:
-        """Return the ids that the template writes for one assistant message, including the end of turn: the
-        ids that a model would sample if it follows its template exactly. If the prompt starts the reasoning
-        and the message has none, the reasoning is closed at once.
+        """Return the ids that the template writes for one assistant message, including the end of turn. A
+        model that follows its template exactly would sample these ids. If the prompt starts the reasoning and
+        the message has none, the reasoning is closed at once.
 
         Raises:
             InputError: the template does not continue its own generation prompt here.
@@ -182,11 +182,11 @@ class TemplateRenderer:
     ) -> AssistantTurn:
         """Parse a sampled answer. Total: every id sequence gives a turn.
 
-        Call ids are derived from the sampled ids, so that parsing twice gives the same ones.
+        The ids of calls are derived from the sampled ids, so that parsing twice gives equal calls.
 
         Args:
             ids: the answer.
-            tools: the offered tools, which give the types of unquoted values.
+            tools: the offered tools, whose schemas give the types of unquoted values.
             prompt_ids: the context before the answer, which may start the reasoning; None for the start of a
                 conversation.
         """
@@ -204,7 +204,8 @@ class TemplateRenderer:
         return AssistantTurn(turn.content, calls, turn.malformed, turn.reasoning)
 
     def _end_of(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids from the last control token on. No reasoning start has a control token inside."""
+        """Return the ids from the last control token on. The text that starts reasoning contains a control
+        token only at its beginning."""
         tail = tuple(prompt_ids[-_TAIL:])
         starts = (start for start in reversed(range(len(tail))) if tail[start] in self._control)
         return tail[next(starts, 0) :]
@@ -263,7 +264,7 @@ class TemplateRenderer:
     def _encode_piece(self, text: str) -> list[int]:
         if len(text) < LONG:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
-        # Runs without the interpreter's lock, so that a thread can do it.
+        # This method releases the interpreter's lock, so that it can run in a thread.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _find_ends(self) -> TurnEnds:
@@ -293,8 +294,8 @@ class TemplateRenderer:
         chosen = choose_format(name, text or "")
         if chosen is None and text and TRIAL_TOOL.name in text:
             raise InputError(
-                f"the chat template writes tool calls in a form that is not known here: {text[:200]!r}",
-                hint=f"name the form it is nearest to (model.tool_format): {', '.join(FORMATS)}",
+                f"the chat template writes tool calls in an unknown format: {text[:200]!r}",
+                hint=f"set model.tool_format to the most similar format: {', '.join(FORMATS)}",
             )
         return chosen or FORMATS["hermes"]
 
@@ -305,12 +306,12 @@ class TemplateRenderer:
             text = self._template.render([QUESTION, message], generation_prompt=False)
         except InputError:
             return None
-        same = next((i for i, (a, b) in enumerate(zip(opening, text, strict=False)) if a != b), len(opening))
-        text = text[same:]
+        equal = next((i for i, (a, b) in enumerate(zip(opening, text, strict=False)) if a != b), len(opening))
+        text = text[equal:]
         return text.rpartition(self._ends.calls)[0] if self._ends.last and self._ends.calls else text
 
     def _check_pieces(self) -> None:
-        """Check that pieces do not interact: a bridge is encoded without the text before it."""
+        """Check that pieces do not interact, because a bridge is encoded without the text before it."""
         parts = ["some text", self._ends.stops[0], "\n", "and more", " text"]
         start = self._tokenizer.encode(parts[0] + parts[1], add_special_tokens=False).ids
         pieces = self._encode("\0".join(parts), "\0")

@@ -12,12 +12,12 @@ from typing import Any
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import JsonObject
 
-# Placeholder of the sampled answer in synthetic conversations; only letters, so that no filter changes it.
+#: Placeholder of the sampled answer in synthetic conversations; only letters, so that no filter changes it.
 ANCHOR = "AnchorOfTheSampledAnswer"
 QUESTION: JsonObject = {"role": "user", "content": "Question"}
-_SAID = "TextOfTheObservation"
+_OBSERVATION = "TextOfTheObservation"
 
-#: Renders messages; flags: arguments of calls as text, append the generation prompt.
+#: Renders messages. The flags: write arguments of calls as text, append the generation prompt.
 type Write = Callable[[Sequence[Mapping[str, Any]], bool, bool], str]
 
 
@@ -29,8 +29,8 @@ class TurnEnds:
         text: token after an answer in the history, before a user message.
         last: token after the last answer; "" if the model samples the start of the next turn.
         calls: token after calls, before their results; "" if the template cannot show results.
-        arguments_as_text: the template requires the arguments of calls as text (DeepSeek).
-        content_beside_calls: a stand-in with calls needs content too, because the template shows no calls.
+        arguments_as_text: True if the template requires the arguments of calls as text (DeepSeek).
+        content_beside_calls: True if the template shows no calls, so that a stand-in also needs content.
         refusal: why results cannot be shown, or None.
     """
 
@@ -48,7 +48,7 @@ class TurnEnds:
 
     @property
     def closing(self) -> frozenset[str]:
-        """Tokens that close a turn before any message; none if only the next turn's start closes it."""
+        """Tokens that close a turn before any message; none if only the start of the next turn closes it."""
         return frozenset(filter(None, (self.text, self.last, self.calls))) if self.last else frozenset()
 
     def before(self, observations: Sequence[Mapping[str, Any]]) -> str:
@@ -56,7 +56,7 @@ class TurnEnds:
         return self.calls if observations[0].get("role") == "tool" else self.text
 
     def stand_in(self, observations: Sequence[Mapping[str, Any]]) -> JsonObject:
-        """Return an assistant message that these observations can follow: with one call per tool result."""
+        """Return an assistant message that these observations can follow. It has one call per tool result."""
         return _stand_in(observations, ANCHOR if self.content_beside_calls else "")
 
 
@@ -68,14 +68,17 @@ def find_ends(write: Write, literals: Iterable[str]) -> TurnEnds:
         literals: texts of control tokens.
 
     Raises:
-        InputError: its turns have no end, or nothing can follow them.
+        InputError: the template writes no end token, or allows no message after an assistant turn.
     """
     known = [text for text in literals if text.strip()]
     answer = {"role": "assistant", "content": ANCHOR}
-    last = _first(known, _behind(write([QUESTION, answer], False, False)))
+    last = _first(known, _after_stand_in(write([QUESTION, answer], False, False)))
     try:
         text = _first(
-            known, _shown(write([QUESTION, answer, {"role": "user", "content": _SAID}], False, True), "user")
+            known,
+            _with_observation(
+                write([QUESTION, answer, {"role": "user", "content": _OBSERVATION}], False, True), "user"
+            ),
         )
     except InputError as error:
         if not last:
@@ -87,14 +90,14 @@ def find_ends(write: Write, literals: Iterable[str]) -> TurnEnds:
     if not last and not text:
         raise InputError(
             "the chat template does not end assistant turns with a token of its own",
-            hint="a bridge between turns needs one, such as <|im_end|>; take the instruct model's",
+            hint="a bridge between turns needs one, such as <|im_end|>; use the instruct model's tokenizer",
         )
     return _with_calls(write, known, TurnEnds(text or last, last), refused)
 
 
 def _with_calls(write: Write, known: Sequence[str], ends: TurnEnds, refused: InputError | None) -> TurnEnds:
     refusal: InputError | None = None
-    result = {"role": "tool", "content": _SAID, "tool_call_id": "abcdefgh1", "name": "tool"}
+    result = {"role": "tool", "content": _OBSERVATION, "tool_call_id": "abcdefgh1", "name": "tool"}
     for content in ("", ANCHOR):
         for as_text in (False, True):
             stand_in = _stand_in([result], content)
@@ -115,44 +118,49 @@ def _end_of_calls(known: Sequence[str], last: str, alone: str, followed: str) ->
     """Return the token that ends a turn with calls.
 
     Raises:
-        InputError: there is none, or the result does not follow it.
+        InputError: there is no such token, or the result does not follow it.
     """
-    shown = _shown(followed, "tool")
+    shown = _with_observation(followed, "tool")
     if last:
-        behind = _behind(alone)
-        end = last if last in behind else _last(known, behind)
+        rest = _after_stand_in(alone)
+        end = last if last in rest else _last(known, rest)
     else:
         end = _first(known, followed[len(alone) :]) if followed.startswith(alone) else ""
-    if not end or end not in shown or _SAID not in shown[shown.index(end) :]:
+    if not end or end not in shown or _OBSERVATION not in shown[shown.index(end) :]:
         raise _misplaced("tool")
     return end
 
 
-def _behind(text: str) -> str:
+def _after_stand_in(text: str) -> str:
     """Return the text of a synthetic conversation after the stand-in."""
-    _, found, behind = text.partition(ANCHOR)
+    _, found, rest = text.partition(ANCHOR)
     if not found:
         raise InputError("the chat template drops the assistant turn before these observations")
-    return behind.rpartition(ANCHOR)[2]
+    return rest.rpartition(ANCHOR)[2]
 
 
-def _shown(text: str, role: str) -> str:
-    """Return the text as `_behind` does, after a check that it contains the observation, of this role."""
-    behind = _behind(text)
-    if _SAID not in behind:
+def _with_observation(text: str, role: str) -> str:
+    """Return the same text as `_after_stand_in`, after a check that it contains the observation.
+
+    Args:
+        text: rendered conversation.
+        role: role of the observation's message.
+    """
+    rest = _after_stand_in(text)
+    if _OBSERVATION not in rest:
         raise _misplaced(role)
-    return behind
+    return rest
 
 
 def _misplaced(role: str) -> InputError:
     return InputError(
         f"the chat template puts {role} messages inside the assistant's turn, or nowhere",
-        hint="such a template cannot be appended to; take another model family",
+        hint="a conversation with such a template cannot be continued; use another model family",
     )
 
 
 def _first(known: Sequence[str], text: str) -> str:
-    """Return the first literal in the text, the longest of those at one position; "" if there is none."""
+    """Return the first literal in the text; at one position, the longest. "" if there is none."""
     found = [(text.index(literal), -len(literal), literal) for literal in known if literal in text]
     return min(found, default=(0, 0, ""))[2]
 
@@ -165,7 +173,9 @@ def _last(known: Sequence[str], text: str) -> str:
 def _stand_in(observations: Sequence[Mapping[str, Any]], content: str) -> JsonObject:
     calls = [
         {
-            "id": str(message.get("tool_call_id") or f"call{index:05}"),  # some require 9 characters
+            "id": str(
+                message.get("tool_call_id") or f"call{index:05}"
+            ),  # some templates require 9 characters
             "type": "function",
             "function": {"name": str(message.get("name") or "tool"), "arguments": {"value": ANCHOR}},
         }

@@ -1,7 +1,7 @@
 """Choice of the format in which a model writes its tool calls: detected by a trial, not by the model's name.
 
-The model's own chat template writes a call; the format that reads the same call back is the model's. So
-fine-tuned and renamed models work like their originals.
+The chat template of the model writes a call, and each format tries to read it. The format that returns the
+same call is chosen. So fine-tuned and renamed models work like their originals.
 """
 
 from prorl_envs.errors import InputError
@@ -13,7 +13,7 @@ from prorl_envs.model.tool_formats.reading import Declared, ReadCall, ToolFormat
 from prorl_envs.model.tool_formats.tagged import Coder, Dsml, Glm
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-#: In the order of the trials.
+#: Formats by name, in the order of the trials.
 FORMATS: dict[str, ToolFormat] = {
     each.name: each
     for each in (
@@ -50,11 +50,11 @@ def choose_format(name: str, written: str) -> ToolFormat | None:
     """Return the named format, or the format in which a template writes calls.
 
     Args:
-        name: of a format, or `auto`.
+        name: name of a format, or `auto`.
         written: output of the template for `trial_message`, after the generation prompt.
 
     Returns:
-        None if `auto` finds none.
+        the format; None if `auto` finds none.
 
     Raises:
         InputError: the name is unknown.
@@ -62,7 +62,7 @@ def choose_format(name: str, written: str) -> ToolFormat | None:
     if name != "auto":
         if name not in FORMATS:
             raise InputError(
-                f"there is no form of tool calls {name[:40]!r}", hint=f"known: auto, {', '.join(FORMATS)}"
+                f"there is no tool call format {name[:40]!r}", hint=f"known: auto, {', '.join(FORMATS)}"
             )
         return FORMATS[name]
     declared = Declared.of([TRIAL_TOOL])

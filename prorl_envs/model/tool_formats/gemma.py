@@ -1,4 +1,4 @@
-"""Gemma 4's format: a notation of its own, with strings between quote tokens.
+"""Gemma 4's format: a notation similar to JSON, with strings between quote tokens.
 
 <|tool_call>call:bash{command:<|"|>ls<|"|>,count:3}<tool_call|>
 """
@@ -99,7 +99,7 @@ def _string(text: str, at: int) -> tuple[str, int]:
 
 
 def _starts_call(value: str) -> bool:
-    """Return whether a call starts in a text and does not end there: the text's closing quote is missing."""
+    """Return true if a call starts in a text but does not end there, so that a closing quote is missing."""
     depth = 0
     for tag in _TAGS.finditer(value):
         depth = max(depth - 1, 0) if tag[0] == _CLOSE else depth + 1

@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>I look first.<|end|><|start|>assistant
     <|channel|>commentary to=functions.bash <|constrain|>json<|message|>{"command": "ls"}<|call|>
 
-Format: https://cookbook.openai.com/articles/openai-harmony. OpenAI's own library reads it from ids of its own
-vocabulary, which it downloads; this module reads it from text, with the tokenizer in use.
+Format: https://cookbook.openai.com/articles/openai-harmony. OpenAI's library reads the format from ids of a
+vocabulary that it downloads. This module reads it from text, which the tokenizer in use decodes.
 """
 
 import re
@@ -26,7 +26,7 @@ from prorl_envs.model.tool_formats.reading import (
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
-# Some answers lack the end of a message that is not a call.
+# In some answers, a message that is not a call lacks its end token.
 _NEXT = re.compile(f"{_END.pattern}|{re.escape('<|channel|>')}")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
@@ -50,7 +50,7 @@ class Harmony(ToolFormat):
         arguments, end = read_object(text, at)
         end = skip_space(text, end)
         if end != len(text) and not text.startswith(_ENDS, end):
-            raise Malformed("There is text behind the JSON of a tool call.")
+            raise Malformed("There is text after the JSON of a tool call.")
         return [checked(recipient[1].removeprefix("functions."), arguments)], end
 
     def resume(self, text: str, at: int) -> int:
@@ -59,7 +59,7 @@ class Harmony(ToolFormat):
 
     def turn(self, text: str, *, opened: str = "", declared: Declared = NOTHING_DECLARED) -> ReadTurn:
         """See `ToolFormat.turn`. If a turn contains no message, its whole text is the content."""
-        said: dict[str, list[str]] = {"analysis": [], "final": [], "commentary": []}
+        texts: dict[str, list[str]] = {"analysis": [], "final": [], "commentary": []}
         calls, malformed = list[ReadCall](), list[str]()
         at, channel, incomplete = 0, "final", False
         while (body := self.find(text, at)) >= 0:
@@ -69,7 +69,7 @@ class Harmony(ToolFormat):
             channel = named[1] if named else channel
             at = self.resume(text, body)
             if not _RECIPIENT.search(header):
-                said.setdefault(channel, []).append(text[body:at].strip())
+                texts.setdefault(channel, []).append(text[body:at].strip())
                 continue
             if len(calls) + len(malformed) >= MAX_CALLS:
                 malformed.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
@@ -82,10 +82,10 @@ class Harmony(ToolFormat):
         incomplete |= any(map(_names_call, _END.split(text[at:])))
         if incomplete and len(malformed) <= MAX_CALLS - len(calls):
             malformed.append(f"A tool call has no {_MESSAGE} before its JSON. {self.form}")
-        content = [*said["commentary"], *said["final"]]
+        content = [*texts["commentary"], *texts["final"]]
         if not at:
             content = [text.strip()]
-        reasoning = "\n\n".join(filter(None, said["analysis"]))
+        reasoning = "\n\n".join(filter(None, texts["analysis"]))
         return ReadTurn("\n\n".join(filter(None, content)), tuple(calls), tuple(malformed), reasoning)
 
 

@@ -41,8 +41,8 @@ class Llama(ToolFormat):
         return text.find(self._TAG, at)
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
-        begun = self._BEGIN.match(text, at)
-        value, end = read_object(text, begun.end() if begun else at + len(self._TAG))
+        beginning = self._BEGIN.match(text, at)
+        value, end = read_object(text, beginning.end() if beginning else at + len(self._TAG))
         if isinstance(value.get("function"), dict):
             value = value["function"]
         return [call_of(value, names=("name", "function"), keys=("parameters", "arguments"))], end
@@ -53,7 +53,7 @@ class Llama(ToolFormat):
 
 
 class DeepSeek(ToolFormat):
-    """DeepSeek V3 and R1, with the arguments in a code fence; V3.1, without.
+    """DeepSeek V3 and R1, which write the arguments in a code fence, and V3.1, which writes no fence.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>bash
     ```json
@@ -113,9 +113,9 @@ class Kimi(ToolFormat):
         return text.find(self._OPEN, at)
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
-        said, at = up_to(text, at + len(self._OPEN), self._ARGUMENTS, "The id of a tool call")
+        call_id, at = up_to(text, at + len(self._OPEN), self._ARGUMENTS, "The id of a tool call")
         arguments, end = read_object(text, at)
-        named = self._ID.fullmatch(said)
+        named = self._ID.fullmatch(call_id)
         return [checked(named[1] if named else "", arguments)], end_of(text, end, self._CLOSE)
 
     def resume(self, text: str, at: int) -> int:

@@ -18,24 +18,23 @@ def about(tools: Sequence[ToolSpec], form: str, *, plain: bool) -> str:
 
     Args:
         tools: the offered tools.
-        form: how a call is written.
-        plain: results come as a user message.
+        form: description of the format of a call.
+        plain: True if results are written as text of a user message.
     """
     if not tools:
         return ""
     listed = "\n".join(json.dumps(tool.to_openai(), ensure_ascii=False) for tool in tools)
-    said = f"You can call these functions, each given as a JSON schema:\n{listed}\nTo call one: {form}"
-    return f"{said}\n{_RESULTS}" if plain else said
+    text = f"You can call these functions, each given as a JSON schema:\n{listed}\nTo call one: {form}"
+    return f"{text}\n{_RESULTS}" if plain else text
 
 
 def introduced(messages: Sequence[Mapping[str, Any]], about: str) -> list[JsonObject]:
     """Return the conversation with the tool description at the end of its first message."""
     plain = [dict(message) for message in messages]
     if about and plain and plain[0].get("role") in ("system", "developer", "user"):
-        said = [{"type": "text", "text": f"\n\n{about}"}]
         first = plain[0].get("content") or ""
         parts = [{"type": "text", "text": first}] if isinstance(first, str) else list(first)
-        plain[0]["content"] = parts + said
+        plain[0]["content"] = [*parts, {"type": "text", "text": f"\n\n{about}"}]
     return plain
 
 
@@ -45,30 +44,30 @@ def written(message: Mapping[str, Any]) -> JsonObject:
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     if not calls:
         return plain
-    said = [plain.get("content") or ""]
+    texts = [plain.get("content") or ""]
     for call in calls:
         function = call["function"]
         arguments = function.get("arguments", {})
         shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         name = json.dumps(function.get("name"), ensure_ascii=False)
-        said.append(f'<tool_call>\n{{"name": {name}, "arguments": {shown}}}\n</tool_call>')
-    plain["content"] = "\n".join(filter(None, said))
+        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {shown}}}\n</tool_call>')
+    plain["content"] = "\n".join(filter(None, texts))
     return plain
 
 
 def as_user(observations: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
     """Return the observations as one user message."""
-    said = [
+    texts = [
         f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
         if message.get("role") == "tool"
         else str(message.get("content") or "")
         for message in observations
     ]
-    return [{"role": "user", "content": "\n".join(said)}]
+    return [{"role": "user", "content": "\n".join(texts)}]
 
 
 def joined(messages: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
-    """Return a conversation in which the results after each answer are one user message."""
+    """Return the conversation with the results after each answer joined to one user message."""
     plain: list[JsonObject] = []
     waiting: list[Mapping[str, Any]] = []
     for message in messages:

@@ -1,8 +1,8 @@
 """Common parts of all tool call formats: the loop over a turn, JSON parsing, types, and limits.
 
 Parsing is total: every text gives calls, content and error messages. A malformed call becomes a short message
-for the model. Calls inside reasoning do not count: the model is only considering them. If such reasoning has
-no end, the model receives a message, because it may have meant the call.
+for the model. Calls inside reasoning do not count, because the model only considers them. If the reasoning
+has no end, the model receives a message, because it may have meant the call.
 """
 
 import json
@@ -16,10 +16,10 @@ from prorl_envs.model.tool_formats.schema_types import ANY, SchemaTypes, type_na
 from prorl_envs.strict_json import STRICT_JSON
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-#: Most calls read from one turn; the others are dropped, and the model receives a message.
+#: Maximum calls read from one turn; the others are dropped, and the model receives a message.
 MAX_CALLS = 64
 MAX_NAME = 200
-#: Most blocks of closed reasoning in a row that are read as reasoning.
+#: Maximum blocks of closed reasoning at the start of a turn that are read as reasoning.
 MAX_THOUGHTS = 64
 _MAX_DEPTH = 64
 _SPACE = re.compile(r"\s*")
@@ -105,9 +105,9 @@ NOTHING_DECLARED = Declared()
 class ToolFormat(ABC):
     """A format for writing tool calls.
 
-    Args, of the class:
-        name: as in the settings.
-        form: description of a call, for a model that wrote a malformed one.
+    Class attributes:
+        name: name in the settings.
+        form: description of a call, for a model that wrote a malformed call.
         noise: control texts around calls that are not content.
     """
 
@@ -121,22 +121,22 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
-        """Parse the call at `at` (or several with one opening). Return the calls and their end.
+        """Parse the call at `at` (or several calls that share one opening). Return the calls and their end.
 
         Raises:
-            Malformed: it cannot be read.
+            Malformed: the call cannot be read.
         """
 
     @abstractmethod
     def resume(self, text: str, at: int) -> int:
-        """Return the position after `at` at which to continue after a malformed call at `at`."""
+        """Return the position at which to continue after a malformed call at `at`."""
 
     def turn(self, text: str, *, opened: str = "", declared: Declared = NOTHING_DECLARED) -> ReadTurn:
         """Parse one assistant turn.
 
         Args:
             text: the turn without its stop token.
-            opened: if the prompt contains the start of the reasoning: the text that ends the reasoning.
+            opened: text that ends the reasoning, if the prompt contains the start of the reasoning.
             declared: declarations of the offered tools.
         """
         reasoning, at, close = split_reasoning(text, opened)
@@ -171,7 +171,7 @@ class ToolFormat(ABC):
         return ReadTurn(content.strip(), tuple(calls), tuple(malformed), reasoning)
 
     def _end_of_call_around(self, text: str, position: int, declared: Declared) -> int:
-        """Return the end of the call of which `position` is in the middle; 0 if there is none."""
+        """Return the end of the call that encloses `position`; 0 if there is none."""
         at = 0
         for _ in range(MAX_CALLS):
             found = self.find(text, at)
@@ -192,11 +192,11 @@ def split_reasoning(text: str, opened: str = "", after: int = 0) -> tuple[str, i
 
     Args:
         text: the turn.
-        opened: if the prompt contains the start of the reasoning: the text that ends the reasoning.
-        after: position before which the reasoning does not end.
+        opened: text that ends the reasoning, if the prompt contains the start of the reasoning.
+        after: first position at which the reasoning may end.
 
     Returns:
-        The reasoning, the position after it, and the text that should have ended it; "" if it is closed.
+        the reasoning, the position after it, and the missing text that should end it ("" if it is closed).
     """
     start = skip_space(text, 0)
     close = opened
@@ -216,8 +216,8 @@ def left_open(prompt: str, *, only_last: bool = False) -> str:
     """Return the text that would end the reasoning that a prompt left open; "" if no reasoning is open.
 
     Args:
-        prompt: its text, or the last part of it.
-        only_last: consider only the prompt's last characters; earlier text may come from a tool.
+        prompt: text of the prompt, or of its last part.
+        only_last: consider only the last characters, because earlier text may come from a tool.
     """
     if only_last:
         tail = prompt.rstrip()
@@ -226,11 +226,11 @@ def left_open(prompt: str, *, only_last: bool = False) -> str:
 
 
 def continued(prompt: str, written: str) -> str | None:
-    """Return the text to sample after a prompt for an answer that a template wrote; None if impossible.
+    """Return the text that a model must sample after `prompt` to get `written`; None if that is impossible.
 
     Args:
-        prompt: ends with the generation prompt, which may contain the start of the reasoning.
-        written: the same conversation, including the answer.
+        prompt: text that ends with the generation prompt, which may contain the start of the reasoning.
+        written: text that the template writes for the same conversation and the answer.
     """
     if written.startswith(prompt):
         return written[len(prompt) :]
@@ -245,7 +245,7 @@ def continued(prompt: str, written: str) -> str | None:
 def read_json(text: str, start: int) -> tuple[Any, int]:
     """Parse the JSON value at `start`, after optional white space. Return it and its end.
 
-    The decoder finds the end. A search for a closing literal would fail on a file content that contains it.
+    The decoder finds the end. A search for a closing tag would fail if a string in the JSON contains the tag.
 
     Raises:
         Malformed: there is no such value.
@@ -280,7 +280,7 @@ def decode(text: str) -> Any:
     """
     value, end = read_json(text, 0)
     if skip_space(text, end) != len(text):
-        raise Malformed("There is text behind the JSON of a tool call.")
+        raise Malformed("There is text after the JSON of a tool call.")
     return value
 
 
@@ -294,7 +294,7 @@ def call_of(
         names, keys: possible keys of the name, and of the arguments.
 
     Raises:
-        Malformed: it contains no call.
+        Malformed: the value contains no call.
     """
     if not isinstance(value, dict):
         raise Malformed("A tool call is not a JSON object.")
@@ -356,7 +356,7 @@ def up_to(text: str, start: int, close: str, what: str) -> tuple[str, int]:
 
 
 def resume_behind(text: str, at: int, opening: str, close: str) -> int:
-    """Return the position after a call's closing literal, or of the next opening one, whichever is first."""
+    """Return the position after the next closing tag, or of the next opening tag, whichever comes first."""
     start = at + len(opening)
     closed, opened = text.find(close, start), text.find(opening, start)
     if closed >= 0 and (opened < 0 or closed < opened):

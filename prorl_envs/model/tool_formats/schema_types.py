@@ -1,6 +1,6 @@
-"""Types of parameters by their JSON schemas, for formats that write values without quotes. Pure.
+"""Types of parameters according to JSON schemas, for formats that write values without quotes. Pure.
 
-Keywords: https://json-schema.org/draft/2020-12. A reference leads to a part of the same schema.
+Keywords: https://json-schema.org/draft/2020-12. Only references to parts of the same schema are followed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class SchemaTypes:
         self._known: dict[str, Types] = {}
 
     def parameter(self, name: str) -> tuple[Types, list[Any]]:
-        """Return the types of a parameter, which may include `ANY`, and the values it may have, if listed."""
+        """Return the types of a parameter (perhaps `ANY`), and the allowed values that the schema lists."""
         parts = list(self._parts(self._root))
         declared = [p["properties"][name] for p in parts if name in _mapping(p.get("properties"))]
         declared = declared or [p["additionalProperties"] for p in parts if "additionalProperties" in p]
@@ -41,7 +41,7 @@ class SchemaTypes:
         return types or frozenset({ANY}), listed
 
     def _parts(self, schema: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield a schema and those that it combines, each reference once."""
+        """Yield a schema and all schemas that it combines or refers to; each reference once."""
         waiting, seen = [schema], set[str]()
         while waiting:
             part = _mapping(waiting.pop())
@@ -67,7 +67,7 @@ class SchemaTypes:
             found = _both(found, frozenset(map(type_name, listed)))
         if isinstance(reference := schema.get("$ref"), str):
             if reference not in self._known:
-                self._known[reference] = frozenset({ANY})  # for a reference to itself
+                self._known[reference] = frozenset({ANY})  # ends the recursion of a reference to itself
                 self._known[reference] = self._types(self._referred(reference), depth + 1)
             found = _both(found, self._known[reference])
         for part in _list(schema.get("allOf")):
@@ -91,13 +91,13 @@ class SchemaTypes:
         return found
 
 
-def _both(one: Types, other: Types) -> Types:
-    """Return the types that two schemas allow together."""
-    if ANY in one and ANY in other:
-        return one | other
-    if ANY in one or ANY in other:
-        return other if ANY in one else one
-    return one & other
+def _both(first: Types, second: Types) -> Types:
+    """Return the types that both schemas allow."""
+    if ANY in first and ANY in second:
+        return first | second
+    if ANY in first or ANY in second:
+        return second if ANY in first else first
+    return first & second
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any]:

@@ -1,9 +1,9 @@
 """Formats whose arguments are tags around plain values: the coder format, GLM's, and DeepSeek's DSML.
 
 Values are not quoted, so their types come from the tools' schemas. A value may contain its own closing tag:
-it ends at the first closing tag after which the call continues with valid syntax. It may also contain whole
-calls, as a text about tool calls does. If a call or parameter starts in a value and does not end there, the
-call is malformed: more likely the value's own closing tag is missing, and it would swallow the next call.
+it ends at the first closing tag after which the call continues with valid syntax. A value may also contain
+whole calls, for example in a text about tool calls. If a call or parameter starts in a value but does not end
+there, the call is malformed: probably the value's closing tag is missing, so it would include the next call.
 """
 
 import re
@@ -25,14 +25,14 @@ from prorl_envs.model.tool_formats.reading import (
 from prorl_envs.tools.types import JsonObject
 
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
-#: Most quoted tags that are open at once. Bounds the time for an answer of many calls without an end.
+#: Maximum quoted tags that are open at once. It bounds the time for an answer with many unclosed calls.
 _MAX_DEPTH = 64
 
 
 class _Tagged(ToolFormat):
     """A format with tagged parameters.
 
-    Args, of the class:
+    Class attributes:
         tags: matches a tag. Its groups `call` and `end` are the start and the end of a call; `parameter` and
             `close` those of a parameter.
         following: matches the text that continues a call after a parameter.
@@ -42,11 +42,11 @@ class _Tagged(ToolFormat):
     following: re.Pattern[str]
 
     def resume(self, text: str, at: int) -> int:
-        own = self.tags.match(text, at)
-        if not own:  # not even the call's start is valid
+        start = self.tags.match(text, at)
+        if not start:  # not even the call's start is valid
             opening = next(each for each in (_TOOL_CALL, "<") if text.startswith(each, at))
             return resume_behind(text, at, opening, _TOOL_CALL_END)
-        for tag in self.tags.finditer(text, own.end()):
+        for tag in self.tags.finditer(text, start.end()):
             if tag.lastgroup == "call":
                 return tag.start()
             if tag.lastgroup == "end":
@@ -59,7 +59,7 @@ class _Tagged(ToolFormat):
         Args:
             text: the turn.
             start: position after the value's opening tag.
-            name: of the call.
+            name: name of the call.
 
         Raises:
             Malformed: the closing tag is missing.
@@ -73,7 +73,7 @@ class _Tagged(ToolFormat):
                     break  # one call ends and the next starts
                 quoted.append("call")
             elif kind == "parameter":
-                # In the middle of a line it is a quotation, which ends at any closing tag.
+                # In the middle of a line, the tag is a quotation, which ends at any closing tag.
                 own_line = text[tag.start() - 1] == "\n" or tag.start() == start
                 quoted.append("parameter" if inner or own_line else "inline")
             elif (kind == "end" and inner == ["call"]) or (kind == "close" and inner == ["inline"]):
@@ -221,7 +221,7 @@ class Dsml(_Tagged):
 
 
 def _of_kind(string: str | None, value: str, declared: Declared, name: str, key: str) -> Any:
-    """Return a DSML value, according to its attribute `string`."""
+    """Return a DSML value with the type that its attribute `string` names."""
     match string:
         case "true":
             return value
