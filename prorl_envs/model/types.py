@@ -32,7 +32,7 @@ class Partial:
 
 
 type OnPartial = Callable[[Partial], None]
-"""Callback for the partial answer during sampling. If it has fewer ids than before, sampling was restarted."""
+"""Callback for the partial answer during sampling. Fewer ids than before mean that sampling was restarted."""
 
 type Reasoning = Literal["keep", "user_turn", "template"]
 """Handling of earlier reasoning when a conversation continues. `keep`: it stays, so the context only grows.

@@ -24,7 +24,7 @@ from prorl_envs.tools.types import Completed
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a command that surely fit into one argument (Linux takes 128 KiB).
+#: Maximum bytes of a command that is passed as one argument. Linux allows 128 KiB.
 _ARGUMENT_LIMIT = 100_000
 #: Chunk size, and maximum size of a file, for copies from a sandbox to the host.
 _CHUNK = 8 * 1024 * 1024
@@ -34,7 +34,7 @@ _FOREVER_S = 1e9
 
 
 class ProviderSandbox:
-    """Running sandbox with its tools. Created by `open`, or around a sandbox of another process."""
+    """Running sandbox with its tools. Created by `open`, or directly for a sandbox of another process."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class ProviderSandbox:
         self.tools = tools
         self.shell = shell
         self.workdir = workdir
-        #: True if its processes can be distinguished from this user's other processes.
+        #: True if the sandbox's processes can be distinguished from this user's other processes.
         self.isolated = isolated
         self.paused = False
         self._output_limit = output_limit
-        self._places = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
         self._notices = Notices(sandbox)
         self._entrypoint: asyncio.Task[Completed] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -67,11 +67,11 @@ class ProviderSandbox:
     async def open(
         cls, sandbox: Sandbox, plan: Plan, *, isolated: bool, output_limit: int, concurrency: int
     ) -> Self:
-        """Equip a sandbox that was just started, and take ownership: it is closed if this method fails.
+        """Prepare a new sandbox, and take ownership of it: the sandbox is closed if this method fails.
 
         Raises:
-            SandboxError, ToolError, OSError: it has no shell, or the plan's directory, files or entry point
-                cannot be created.
+            SandboxError, ToolError, OSError: the sandbox has no shell, or the plan's directory, files or
+                entry point cannot be created.
         """
         try:
             tools = await Toolbox.open(sandbox)
@@ -112,9 +112,9 @@ class ProviderSandbox:
             InputError: `timeout_s` is not a valid time.
         """
         if not is_unicode(command) or "\0" in command:
-            return failed("exec", "the command holds a character that no shell takes")
+            return failed("exec", "the command holds a character that no shell accepts")
         directory = self.path(cwd or "")
-        async with self._places:
+        async with self._slots:
             if self.paused:
                 return failed("sandbox", "the sandbox is paused")
             with self._notices.listen() as notices:
@@ -129,7 +129,7 @@ class ProviderSandbox:
                 return outcome(done, timeout_s, notices())
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file of the host into the sandbox, with its permissions; missing folders are created.
+        """Copy a file of the host into the sandbox, with its permissions. Create missing folders.
 
         Raises:
             OSError: as a local copy would raise.
@@ -157,11 +157,11 @@ class ProviderSandbox:
         part = target.with_name(f".part-{secrets.token_hex(8)}")
         try:
             with await asyncio.to_thread(part.open, "wb") as file:
-                moved = 0
-                while chunk := await self._read(path, moved):
+                copied = 0
+                while chunk := await self._read(path, copied):
                     await asyncio.to_thread(file.write, chunk)
-                    moved += len(chunk)
-                    if moved > _DOWNLOAD_LIMIT:
+                    copied += len(chunk)
+                    if copied > _DOWNLOAD_LIMIT:
                         raise ToolError(f"{source} has more than {_DOWNLOAD_LIMIT} bytes")
                     if len(chunk) < _CHUNK:
                         break
@@ -232,14 +232,13 @@ class ProviderSandbox:
             self.tools.run(entrypoint, cwd=self.workdir, timeout_s=_FOREVER_S, output_limit=4096)
         )
         self._entrypoint.add_done_callback(_report_end)
-        # The server starts processes in the order of the requests: after this one has run, the entry point is
-        # started.
+        # The server starts processes in the order of the requests, so the entry point starts before this one.
         await self.tools.run([self.shell, "-c", ":"], cwd="/", timeout_s=_SETUP_S)
         if self._entrypoint.done() and isinstance(error := self._entrypoint.exception(), OSError):
             raise SandboxError(f"cannot start the entry point {entrypoint[0]!r}: {error.strerror}")
 
     def _expire(self, ttl_s: float) -> None:
-        logger.warning("sandbox %s is ended: its %g s are over", self.sandbox.id, ttl_s)
+        logger.warning("closing sandbox %s: its lifetime of %g s is over", self.sandbox.id, ttl_s)
         self._closing = self._closing or asyncio.create_task(self._close())
 
     async def _run(self, command: str, directory: str, env: Mapping[str, str], timeout_s: float) -> Completed:
@@ -250,7 +249,9 @@ class ProviderSandbox:
         try:
             return await self._run_argv([self.shell, script], directory, env, timeout_s)
         finally:
-            with contextlib.suppress(OSError, SandboxError, ToolError):  # deleted with the sandbox anyway
+            with contextlib.suppress(
+                OSError, SandboxError, ToolError
+            ):  # the script is deleted with the sandbox anyway
                 await self.tools.run(["rm", "-f", script], cwd="/", timeout_s=_SETUP_S)
 
     async def _run_argv(
@@ -281,7 +282,7 @@ class ProviderSandbox:
         return done.output
 
     async def _signal_all(self, name: str) -> None:
-        # The kernel signals all but the sender and the sandbox's init process, in one step.
+        # The kernel signals all processes except the sender and the sandbox's init process, in one step.
         done = await self.tools.run(["sh", "-c", f"kill -{name} -1"], cwd="/", timeout_s=_SETUP_S)
         if done.exit_code not in (0, 1):  # 1: there was no process
             raise SandboxError(f"cannot signal the processes of sandbox {self.sandbox.id}")
@@ -295,7 +296,7 @@ async def find_shell(tools: Toolbox) -> str:
     """Return `bash` if the sandbox has it, else `sh`.
 
     Raises:
-        SandboxError: it has neither.
+        SandboxError: the sandbox has neither.
     """
     for shell in ("bash", "sh"):
         with contextlib.suppress(FileNotFoundError, PermissionError):
@@ -313,10 +314,10 @@ def check_user(user: str | int | None, uid: int) -> None:
         )
 
 
-def _check(done: Completed, what: str) -> None:
+def _check(done: Completed, problem: str) -> None:
     if done.exit_code != 0:
-        said = (done.errors or done.output)[-500:].decode("utf-8", "replace").strip()
-        raise SandboxError(f"{what}: {said or 'it took too long'}")
+        reason = (done.errors or done.output)[-500:].decode("utf-8", "replace").strip()
+        raise SandboxError(f"{problem}: {reason or 'it took too long'}")
 
 
 def _report_end(entrypoint: asyncio.Task[Completed]) -> None:

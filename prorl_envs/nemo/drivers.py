@@ -37,7 +37,7 @@ class DriverChoice:
 
     @classmethod
     def of(cls, config: ProviderConfig, settings: Settings) -> Self:
-        """Combine a provider's configuration with the settings; the configuration wins."""
+        """Combine a provider's configuration with the settings; the configuration takes precedence."""
         return cls(
             name=config.driver or settings.driver,
             run_dir=config.run_dir or settings.run_dir,
@@ -73,7 +73,7 @@ class SharedDriver:
         """
         loop = asyncio.get_running_loop()
         for key in [key for key in _shared if key[0].is_closed()]:
-            del _shared[key]  # its processes exited with its sockets
+            del _shared[key]  # the driver's processes exited when its sockets closed
         if (loop, choice) not in _shared:
             name = await asyncio.to_thread(
                 choose_driver, choice.name, choice.base, bwrap=choice.bwrap, apptainer=choice.apptainer
@@ -93,8 +93,7 @@ class SharedDriver:
             await self._lifetime.aclose()
 
     async def _until_loop_ends(self) -> AsyncGenerator[None]:
-        # A loop closes its generators when it shuts down (`asyncio.run` ensures that), even without a
-        # `release`.
+        # A loop closes its generators when it shuts down (`asyncio.run` ensures this), even without `release`.
         try:
             yield
         finally:

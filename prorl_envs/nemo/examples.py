@@ -19,7 +19,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import blank, jsonl, nemo_row
 from prorl_envs.tools.types import JsonObject
 
-#: Number of rows that NeMo Gym requires, exactly.
+#: Exact number of rows that NeMo Gym requires.
 COUNT = 5
 EXAMPLE = "data/example.jsonl"
 ROLLOUTS = "data/example_rollouts.jsonl"
@@ -39,7 +39,7 @@ def write_examples(environment: str, folder: Path, rollouts: Path | None = None)
         rollouts: output of `gym eval run` on the folder's example rows; None writes only the rows.
 
     Raises:
-        InputError: the family has fewer than five example tasks, or the rollouts are not those of its rows.
+        InputError: the family has fewer than five example tasks, or the rollouts do not match the rows.
     """
     made = example_rows(blank(environment), example_path(environment))
     write_jsonl(folder / EXAMPLE, made)
@@ -48,12 +48,12 @@ def write_examples(environment: str, folder: Path, rollouts: Path | None = None)
     recorded = example_rollouts(read_jsonl(rollouts))
     if [rollout["_ng_task_index"] for rollout in recorded] != list(range(COUNT)):
         raise InputError(
-            f"{rollouts}: not one rollout for each of the {COUNT} rows", hint=f"run them on {EXAMPLE} alone"
+            f"{rollouts}: not one rollout for each of the {COUNT} rows", hint=f"run only {EXAMPLE}"
         )
     if recorded[0]["reward"] != 1.0:
         raise InputError(
             f"{rollouts}: the reward of the first rollout is {recorded[0]['reward']}, not 1",
-            hint="the verifier's cases are made of it: solve that row",
+            hint="the verifier's cases need a solved task: repeat this rollout",
         )
     write_jsonl(folder / ROLLOUTS, recorded)
     write_jsonl(folder / CASES, verifier_cases(made[0], recorded[0]))
@@ -67,7 +67,7 @@ def example_rows(environment: Environment[Any], source: Path) -> list[JsonObject
     """
     made = [nemo_row(environment, row) for _, row in islice(rows(source), COUNT)]
     if len(made) < COUNT:
-        raise InputError(f"{source}: {len(made)} tasks", hint=f"NeMo Gym asks for {COUNT} examples")
+        raise InputError(f"{source}: {len(made)} tasks", hint=f"NeMo Gym requires {COUNT} examples")
     return made
 
 
@@ -85,8 +85,7 @@ def example_rollouts(results: Iterable[Mapping[str, Any]]) -> list[JsonObject]:
 
 
 def verifier_cases(row: Mapping[str, Any], rollout: Mapping[str, Any]) -> list[JsonObject]:
-    """Return the cases that NeMo Gym requires, made of an example row and its rollout with the full
-    reward."""
+    """Return the cases that NeMo Gym requires, for an example row and its rollout with the full reward."""
     request = {key: value for key, value in row.items() if key != "agent_ref"}
     full = request | {"response": rollout["response"]}
     closing = [item for item in rollout["response"]["output"] if item["type"] == "message"][-1:]

@@ -6,11 +6,11 @@ from prorl_envs.rollout.api.errors import QueueFull, Unavailable
 from prorl_envs.rollout.api.types import Failure
 from prorl_envs.tools.types import JsonObject
 
-#: Text that an agent passes to the model if a tool call met a failure of ours. The model learns that the
-#: episode is over, but not the reason.
+#: Text that an agent passes to the model if our infrastructure failed during a tool call. The model learns
+#: that the episode is over, but not the reason.
 TOOL_UNAVAILABLE = "The environment is no longer available. This episode is over."
 
-#: NeMo Gym (0.5 and later) names failures `<domain>_<condition>`, and asks for `<server>:<kind>` elsewhere.
+#: Failures that NeMo Gym (0.5 and later) names itself. Servers name all other failures `<server>:<kind>`.
 _SHARED_KINDS = {
     FailureKind.SANDBOX: "provider_unavailable",
     FailureKind.GRADER: "verifier_error",

@@ -1,7 +1,7 @@
 """Replay of recorded answers on a resources server in this process, to compare the rewards.
 
 Used by `VERIFIER_FIXTURE` of a server's `app.py`, which NeMo Gym 0.7 exercises, and by the tests in its
-folder. An episode is real: a sandbox is started, every tool call of the answer runs again in it, and the
+folder. An episode is real: a sandbox is started, every tool call of the answer runs in it again, and the
 episode is graded. Neither a port nor Ray is needed.
 """
 
@@ -76,7 +76,7 @@ def _reseed(server: object, request: object) -> None:
 
 
 class Replayer:
-    """Scorer of recorded answers; starts a server for each."""
+    """Scorer of recorded answers. It starts a server for each answer."""
 
     def __init__(self, environment: str) -> None:
         self._environment = environment
@@ -95,7 +95,7 @@ class Replayer:
         """
         async with _serving(self._environment) as server:
             answer = await _replay(server, request)
-        return _verdict(answer)  # raised inside the block, an error would become an exception group
+        return _verdict(answer)  # not inside the block, where an error would become an exception group
 
 
 def case_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:

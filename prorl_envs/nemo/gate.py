@@ -1,8 +1,8 @@
 """Sharing of a sandbox with another process of this user on this node.
 
 The owner listens on a socket in its driver's directory, which is closed to other users, hidden from every
-sandbox, and removed with the driver. A borrower names a sandbox and receives connected sockets to tool
-servers in it; afterwards it talks to them directly. Messages are JSON, one per packet.
+sandbox, and removed with the driver. A borrower names a sandbox and receives sockets that are connected to
+tool servers in it. From then on, it uses these servers directly. Messages are JSON, one per packet.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class SandboxShareServer:
         self._base = base
         self._boxes: dict[str, ProviderSandbox] = {}
         self._listening: asyncio.Task[None] | None = None
-        self._guests: dict[asyncio.Task[None], str] = {}
+        self._borrowers: dict[asyncio.Task[None], str] = {}
 
     def offer(self, box: ProviderSandbox) -> None:
         """Share this sandbox with borrowers until it is withdrawn."""
@@ -54,12 +54,12 @@ class SandboxShareServer:
     async def withdraw(self, box: ProviderSandbox) -> None:
         """Disconnect the borrowers of this sandbox, which will close. Idempotent."""
         self._boxes.pop(box.sandbox.id, None)
-        await _end(*(guest for guest, lent in self._guests.items() if lent == box.sandbox.id))
+        await _cancel(*(task for task, sandbox in self._borrowers.items() if sandbox == box.sandbox.id))
 
     async def aclose(self) -> None:
         """Stop accepting borrowers, and disconnect all. Idempotent."""
         if self._listening is not None:
-            await _end(self._listening, *self._guests)
+            await _cancel(self._listening, *self._borrowers)
 
     async def _listen(self, listener: socket.socket) -> None:
         with listener:
@@ -70,18 +70,18 @@ class SandboxShareServer:
                 except BlockingIOError:
                     continue
                 connection.setblocking(False)
-                guest = asyncio.create_task(self._serve(connection))
-                self._guests[guest] = ""
-                guest.add_done_callback(self._guests.pop)
+                borrower = asyncio.create_task(self._serve(connection))
+                self._borrowers[borrower] = ""
+                borrower.add_done_callback(self._borrowers.pop)
 
     async def _serve(self, connection: socket.socket) -> None:
-        guest = asyncio.current_task()
-        assert guest is not None
+        borrower = asyncio.current_task()
+        assert borrower is not None
         with connection:
             while message := (await receive(connection, _MESSAGE_LIMIT))[0]:
                 request = json.loads(message)
-                # The client that requests the close waits for it; the other borrowers are disconnected first.
-                self._guests[guest] = "" if request["do"] == "close" else request["sandbox"]
+                # `close` disconnects all borrowers except the one that requests it, which awaits the reply.
+                self._borrowers[borrower] = "" if request["do"] == "close" else request["sandbox"]
                 try:
                     answer, lent = await self._answer(request)
                 except (ProrlError, OSError) as error:
@@ -109,8 +109,8 @@ class SandboxShareServer:
                 return {}, None
             case _:
                 spec = box.sandbox.spec
-                seen = {"place": spec.workdir, "uid": spec.uid, "shell": box.shell, "workdir": box.workdir}
-                return {**seen, "isolated": box.isolated}, None
+                properties = {"place": spec.workdir, "uid": spec.uid, "shell": box.shell}
+                return {**properties, "workdir": box.workdir, "isolated": box.isolated}, None
 
 
 class SharedSandbox:
@@ -142,7 +142,7 @@ class SharedSandbox:
         sandbox = cls(sandbox_id, connection)
         try:
             connection.connect(str(driver_directory(base, sandbox_id) / _NAME))
-            seen, _ = await sandbox._ask("look")
+            properties, _ = await sandbox._ask("look")
         except OSError as error:
             connection.close()
             raise SandboxError(
@@ -152,9 +152,9 @@ class SharedSandbox:
         except BaseException:
             connection.close()
             raise
-        sandbox._spec = SandboxSpec(workdir=seen["place"], uid=seen["uid"])
-        sandbox.shell, sandbox.workdir = seen["shell"], seen["workdir"]
-        sandbox.isolated = seen["isolated"]
+        sandbox._spec = SandboxSpec(workdir=properties["place"], uid=properties["uid"])
+        sandbox.shell, sandbox.workdir = properties["shell"], properties["workdir"]
+        sandbox.isolated = properties["isolated"]
         return sandbox
 
     @property
@@ -168,11 +168,11 @@ class SharedSandbox:
 
     @property
     def workspace(self) -> NoReturn:
-        raise SandboxError("a borrowed sandbox's files are the owner's to reach")
+        raise SandboxError("only its owner can access the files of a borrowed sandbox")
 
     @property
     def socket_directory(self) -> NoReturn:
-        raise SandboxError("a borrowed sandbox's files are the owner's to reach")
+        raise SandboxError("only its owner can access the files of a borrowed sandbox")
 
     @property
     def alive(self) -> bool:
@@ -187,22 +187,22 @@ class SharedSandbox:
             return False
 
     async def listen_loopback(self) -> NoReturn:
-        raise SandboxError("what listens in a borrowed sandbox is its owner's")
+        raise SandboxError("only its owner can listen in a borrowed sandbox")
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
-        """Ask the owner to fork it; see `sandbox.base.Sandbox`."""
+        """Ask the owner to start the program; see `sandbox.base.Sandbox`."""
         _, lent = await self._ask("spawn", entry=entry, template=template)
         if lent is None:
-            raise SandboxError(f"the owner of sandbox {self.id} handed nothing over")
+            raise SandboxError(f"the owner of sandbox {self.id} sent no socket")
         lent.setblocking(False)
         return lent
 
     def end_error(self) -> SandboxError:
-        """Return a general error, see `sandbox.base.Sandbox`; the owner may know more."""
+        """Return a general error, because only the owner knows why the sandbox ended."""
         return SandboxError(f"sandbox {self._id} has ended")
 
     def path_inside(self, path: str, *, write: bool = False) -> str:
-        """Return the path: `Box` knows the work directory."""
+        """Return the path unchanged: `ProviderSandbox` resolves relative paths."""
         return path
 
     def pop_notices(self) -> list[str]:
@@ -214,34 +214,32 @@ class SharedSandbox:
         return None
 
     async def snapshot(self) -> NoReturn:
-        raise SandboxError("a borrowed sandbox's files are the owner's to copy")
+        raise SandboxError("only its owner can copy the files of a borrowed sandbox")
 
     async def take_layer(self, target: Path) -> NoReturn:
-        raise SandboxError("a borrowed sandbox's files are the owner's to take")
+        raise SandboxError("only its owner can take the files of a borrowed sandbox")
 
     async def close(self) -> None:
         """Ask the owner to close the sandbox, and release it. Idempotent."""
-        if self.alive:
-            try:
+        try:
+            if self.alive:
                 await self._ask("close")
-            except SandboxError:
-                pass  # it was closed meanwhile
-            finally:
-                self.release()
-        else:
+        except SandboxError:
+            pass  # it was closed meanwhile
+        finally:
             self.release()
 
     def release(self) -> None:
         """Release the sandbox without closing it. Idempotent."""
         self._connection.close()
 
-    async def _ask(self, what: str, **more: str) -> tuple[dict[str, Any], socket.socket | None]:
+    async def _ask(self, action: str, **more: str) -> tuple[dict[str, Any], socket.socket | None]:
         async with self._asking:
-            request = {"sandbox": self._id, "do": what, **more}
+            request = {"sandbox": self._id, "do": action, **more}
             try:
                 self._connection.send(json.dumps(request).encode())
                 message, descriptors = await receive(self._connection, _MESSAGE_LIMIT, descriptors=1)
-            except (OSError, ValueError) as error:  # closed, here or by the owner
+            except (OSError, ValueError) as error:  # this side or the owner has closed the connection
                 raise self.end_error() from error
         lent = socket.socket(fileno=descriptors[0]) if descriptors else None
         if not message:
@@ -252,7 +250,7 @@ class SharedSandbox:
         return answer, lent
 
 
-async def _end(*tasks: asyncio.Task[None]) -> None:
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,18 +16,18 @@ from prorl_envs.images.template import ImageTemplate
 
 logger = logging.getLogger(__name__)
 
-#: A path, as opposed to a name in a registry; `KIND:PATH` is one too.
+#: A path, as opposed to a name in a registry; `KIND:PATH` is also a path.
 _PATH = re.compile(r"([a-z-]+:)?[/.~].*", re.DOTALL)
 _FILE = re.compile(r".*\.(sif|def|tar|tar\.gz|tgz|tar\.bz2|tar\.xz)", re.DOTALL)
 
 
 def image_source(name: str | None, variables: Mapping[str, str]) -> Source | ImageTemplate:
-    """Return the source of an image. Looks at the named file.
+    """Return the source of an image. Accesses the named file.
 
     A name that is neither an address nor a path is a Docker name, as for NeMo Gym's own providers.
 
     Args:
-        name: as in a `SandboxSpec`; None, "" and `host` are the host's own system.
+        name: image name in a `SandboxSpec`; None, "" and `host` are the host's own system.
         variables: values for a definition.
 
     Raises:
@@ -40,7 +40,7 @@ def image_source(name: str | None, variables: Mapping[str, str]) -> Source | Ima
     if path.suffix == ".def" or (_PATH.fullmatch(text) and path.name.lower().startswith("dockerfile")):
         return ImageTemplate.read(path, variables=variables)
     if variables:
-        raise InputError(f"image_variables are for definitions, and {name!r} is none")
+        raise InputError(f"image_variables are for definitions, and {name!r} is not a definition")
     if "://" in text:
         return parse_source(text)
     return parse_source(text if _PATH.fullmatch(text) or _FILE.fullmatch(text) else f"docker://{text}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.types import Completed
 
-#: Exit status of NeMo Gym's own providers if there is no process with an exit status.
+#: Status that NeMo Gym's own providers return if no process has an exit status.
 NO_STATUS = 125
-#: Notices of limits kept for one command.
+#: Maximum notices of limits that are kept for one command.
 _NOTICES = 16
 
 
@@ -19,7 +19,7 @@ class EpisodeOutcome:
     """Outcome of a command.
 
     Args:
-        stdout, stderr: output, bounded. stderr closes with notices of actions on the sandbox's processes.
+        stdout, stderr: output, bounded. stderr ends with notices, such as of killed processes.
         return_code: exit status, 128 and more for a signal; NO_STATUS with an `error`.
         error: `timeout`; `sandbox`, if the sandbox failed; `exec`, if the command could not be started; None
             if the command finished.
@@ -41,24 +41,21 @@ class Notices:
 
     @contextmanager
     def listen(self) -> Iterator[Callable[[], list[str]]]:
-        """Collect notices during one command; yields a function that returns the notices so far, without
+        """Collect notices during one command. Yield a function that returns the notices so far, without
         duplicates."""
-        heard: deque[str] = deque(maxlen=_NOTICES)
-        self._listening.append(heard)
+        collected: deque[str] = deque(maxlen=_NOTICES)
+        self._listening.append(collected)
 
         def so_far() -> list[str]:
-            self._take()
-            return list(dict.fromkeys(heard))
+            for notice in self._sandbox.pop_notices():
+                for notices in self._listening:
+                    notices.append(notice)
+            return list(dict.fromkeys(collected))
 
         try:
             yield so_far
         finally:
-            self._listening = [each for each in self._listening if each is not heard]
-
-    def _take(self) -> None:
-        for notice in self._sandbox.pop_notices():
-            for heard in self._listening:
-                heard.append(notice)
+            self._listening = [each for each in self._listening if each is not collected]
 
 
 def outcome(done: Completed, timeout_s: float, notices: list[str]) -> EpisodeOutcome:
@@ -71,9 +68,9 @@ def outcome(done: Completed, timeout_s: float, notices: list[str]) -> EpisodeOut
     return EpisodeOutcome(stdout=stdout, stderr=with_notes(stderr, notices), return_code=status)
 
 
-def failed(kind: str, why: str) -> EpisodeOutcome:
-    """Return an outcome without an exit status; see `EpisodeOutcome.error`."""
-    return EpisodeOutcome(stdout="", stderr=why, return_code=NO_STATUS, error=kind)
+def failed(kind: str, message: str) -> EpisodeOutcome:
+    """Return an outcome without an exit status; `kind` is its `EpisodeOutcome.error`."""
+    return EpisodeOutcome(stdout="", stderr=message, return_code=NO_STATUS, error=kind)
 
 
 def with_notes(text: str, notes: list[str]) -> str:

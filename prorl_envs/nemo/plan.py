@@ -16,10 +16,10 @@ from prorl_envs.sandbox.base import Mount, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.mount_plan import HOME
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 
-#: Private empty directory of a sandbox whose commands run elsewhere.
+#: Private empty directory of a sandbox if its commands run in another directory.
 PRIVATE = "/sandbox"
 _READY_S = 120.0
-#: NeMo Gym's resources: their name, our name, the unit, and how many of our units make one.
+#: NeMo Gym's resources: its name, our name, its unit, and the number of our units in one of these.
 _RESOURCES = (
     ("cpu", "cpus", "CPUs", 1),
     ("memory_mib", "memory_bytes", "MiB of memory", 1 << 20),
@@ -40,12 +40,12 @@ class PlanOptions(_Strict):
 
     Args:
         image_variables: values for `{{ NAME }}`, if the image is a definition.
-        uid: user id inside. 0 looks like root and still has no capability.
-        binds: host paths that appear inside, `SOURCE:TARGET[:MODE]`; MODE is `ro` (the default), `rw` (the
+        uid: user id inside. 0 looks like root but has no capability.
+        binds: host paths that appear inside, as `SOURCE:TARGET[:MODE]`; MODE is `ro` (the default), `rw` (the
             host's path itself) or `overlay` (a private copy-on-write view of a directory).
         hostname: the sandbox's own host name.
-        default_route: connections to outside time out instead of failing at once.
-        host_python: this process's Python with its packages, at the same paths, read-only.
+        default_route: True lets connections to outside time out instead of failing at once.
+        host_python: True mounts this process's Python with its packages, at the same paths, read-only.
     """
 
     image_variables: dict[str, str] = {}
@@ -65,7 +65,7 @@ class ProviderConfig(_Strict):
             `run_dir`.
         default_timeout_s: timeout of a command if the caller gives none, in seconds.
         output_limit: bytes kept of stdout and of stderr of each command; longer output is cut in the middle.
-        concurrency: concurrent commands in one sandbox; further ones wait.
+        concurrency: maximum concurrent commands in one sandbox; further commands wait.
         unenforced: reaction to requested limits that are not enforced here: `warn` or `error`.
         options: see `PlanOptions`.
     """
@@ -86,7 +86,7 @@ class Plan:
     Args:
         spec: spec for the driver, without the image.
         image: source of the image, for `ImageBuilder.resolve`.
-        asked: the requested limits, in words, by their names in `SandboxLimits`.
+        asked: the requested limits in words, by their names in `SandboxLimits`.
         workdir: working directory of commands.
         make_workdir: create `workdir` after the start.
         files: text by path, written before the entry point starts.
@@ -114,17 +114,17 @@ def provider_config(values: Mapping[str, Any]) -> ProviderConfig:
     """Validate a configuration.
 
     Raises:
-        InputError: a setting is unknown or wrong.
+        InputError: a setting is unknown or invalid.
     """
     return _checked(ProviderConfig, values, "sandbox provider prorl")
 
 
 def plan(asked: Any, config: ProviderConfig, limits: SandboxLimits) -> Plan:
-    """Translate a request. Looks at the image and the binds.
+    """Translate a request. Accesses the files of the image and of the binds.
 
     Args:
-        asked: a `nemo_gym.sandbox.SandboxSpec`, of 0.4 or later.
-        config: the provider's.
+        asked: a `nemo_gym.sandbox.SandboxSpec` of NeMo Gym 0.4 or later.
+        config: configuration of the provider.
         limits: limits of a sandbox that requests none.
 
     Raises:
@@ -134,7 +134,7 @@ def plan(asked: Any, config: ProviderConfig, limits: SandboxLimits) -> Plan:
     options = _checked(PlanOptions, given, "provider_options")
     if getattr(asked, "ports", ()):
         raise InputError(
-            f"ports {list(asked.ports)} were asked for, and a sandbox has no network but its own loopback",
+            f"ports {list(asked.ports)} were requested, but a sandbox has only its own loopback network",
             hint="run the client of that service in the sandbox too",
         )
     image = image_source(asked.image, options.image_variables)
@@ -162,19 +162,20 @@ def unenforced(asked: Mapping[str, str], kept: Collection[str], config: Provider
         kept: limits that the driver enforces, by the names in `SandboxLimits`.
 
     Raises:
-        InputError: there are such limits, and the provider must not start without them.
+        InputError: such limits were requested, and `config.unenforced` is `error`.
     """
-    lost = tuple(f"a limit of {words} is not kept here" for name, words in asked.items() if name not in kept)
-    if lost and config.unenforced == "error":
-        raise InputError("; ".join(lost), hint="leave them out, or set `unenforced: warn`")
-    return lost
+    warnings = tuple(
+        f"a limit of {words} is not enforced here" for name, words in asked.items() if name not in kept
+    )
+    if warnings and config.unenforced == "error":
+        raise InputError("; ".join(warnings), hint="omit them, or set `unenforced: warn`")
+    return warnings
 
 
 def _limits(resources: Any, limits: SandboxLimits) -> tuple[SandboxLimits, dict[str, str]]:
-    """Return the default limits with those of a `SandboxResources` applied, and the requested limits in
-    words."""
+    """Return the default limits with those of a `SandboxResources` applied, and the latter in words."""
     if resources.gpu:
-        raise InputError("a GPU was asked for", hint="these sandboxes have no devices: leave `gpu` out")
+        raise InputError("a GPU was requested", hint="these sandboxes have no devices: omit `gpu`")
     bounds: dict[str, Any] = {}
     words: dict[str, str] = {}
     for key, name, unit, factor in _RESOURCES:
@@ -213,8 +214,8 @@ def _spec(place: str, env: dict[str, str], options: PlanOptions) -> SandboxSpec:
 def _places(workdir: str | None, *, host: bool) -> tuple[str, str, bool]:
     """Return the private directory, the working directory, and whether to create the latter.
 
-    On the host's system, which is read-only, the working directory is the private one, unless commands can
-    write to it anyway. In an image it is the image's own directory, with its contents.
+    The host's system is read-only, so there the private directory is at the path of the working directory,
+    unless commands can write to that path anyway. In an image, the working directory is the image's own.
     """
     private = "/workspace" if host else PRIVATE
     if not workdir:
@@ -242,7 +243,7 @@ def _bind(text: str) -> Mount:
     target, _, mode = rest.partition(":")
     if not source or not target or mode not in ("", "ro", "rw", "overlay"):
         raise InputError(
-            f"not a bind: {text!r}", hint="SOURCE:TARGET, or with :ro, :rw or :overlay behind it"
+            f"not a bind: {text!r}", hint="write SOURCE:TARGET, SOURCE:TARGET:rw or SOURCE:TARGET:overlay"
         )
     path = Path(source).expanduser()
     if not path.exists():

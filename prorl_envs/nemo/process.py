@@ -1,4 +1,4 @@
-"""Lifetime of our servers that NeMo Gym starts."""
+"""Lifetime of those of our servers that NeMo Gym starts."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ def die_with_parent() -> None:
 
 
 def live_within(app: FastAPI, serving: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-    """Run `serving` around the lifespan of `app`, inside its existing lifespan."""
+    """Hold the context `serving` while `app` runs, inside the app's existing lifespan."""
     inner = app.router.lifespan_context
 
     @asynccontextmanager

@@ -1,7 +1,7 @@
-"""Sandbox provider for every NeMo Gym harness: the class behind `{prorl: {}}`.
+"""Sandbox provider for every NeMo Gym harness, selected by `{prorl: {}}`.
 
 Registered under the entry point group `nemo_gym.sandbox_providers`. The protocol is
-`nemo_gym.sandbox.providers.base` of nemo-gym 0.4 and 0.7, optional capabilities included.
+`nemo_gym.sandbox.providers.base` of nemo-gym 0.4 and 0.7, including the optional capabilities.
 """
 
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
@@ -39,7 +39,7 @@ class ProrlSandboxProvider:
         config: see `plan.ProviderConfig`. Everything else comes from the settings in the environment.
 
     Raises:
-        InputError: a setting is unknown or wrong.
+        InputError: a setting is unknown or invalid.
     """
 
     name = "prorl"
@@ -57,12 +57,11 @@ class ProrlSandboxProvider:
     async def create(self, spec: Any) -> Any:
         """Start a sandbox and return its handle when it accepts commands.
 
-        A missing image is built or pulled first, which counts for the setting `image_build_s` and not for
-        `ready_timeout_s`.
+        A missing image is built or pulled first. This time is limited by the setting `image_build_s`, and
+        does not count towards `ready_timeout_s`.
 
         Raises:
-            SandboxCreateError: a request of `spec` cannot be met, or the sandbox did not start, or not in
-                time.
+            SandboxCreateError: `spec` cannot be satisfied, or the sandbox did not start in time.
         """
         try:
             wanted = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.per_sandbox)
@@ -88,11 +87,11 @@ class ProrlSandboxProvider:
         """Run a command in a new shell.
 
         Returns:
-            With `error_type` `timeout`, `sandbox` or `exec` if there is no exit status of the command;
-            includes the output so far.
+            the result. If the command has no exit status, `error_type` is `timeout`, `sandbox` or `exec`, and
+            the output so far is included.
 
         Raises:
-            ValueError: `user` is not the sandbox's.
+            ValueError: `user` is not the user of the sandbox.
             InputError: `timeout_s` is not a valid time.
         """
         box: ProviderSandbox = handle.raw
@@ -144,8 +143,8 @@ class ProrlSandboxProvider:
         """Open an interactive session: a shell, or `spec.command` in one.
 
         Raises:
-            ValueError: `spec.user` is not the sandbox's.
-            SandboxPtyError: it cannot be started.
+            ValueError: `spec.user` is not the user of the sandbox.
+            SandboxPtyError: the session cannot be started.
         """
         box: ProviderSandbox = handle.raw
         _check_user(spec.user, box)
@@ -162,7 +161,7 @@ class ProrlSandboxProvider:
         """Return the descriptor that `connect` needs in another process of this user on this node.
 
         Args:
-            scope: used by NeMo Gym's remote provider; ignored here, a borrower may do everything.
+            scope: used by NeMo Gym's remote provider; ignored here, because a borrower may do everything.
         """
         box: ProviderSandbox = handle.raw
         return {
@@ -174,14 +173,14 @@ class ProrlSandboxProvider:
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> Any:
-        """Borrow a sandbox that another process owns. It closes with its owner.
+        """Borrow a sandbox that another process owns. The sandbox closes with its owner.
 
         Args:
-            descriptor: from `serialize_handle`; `sandbox_id` suffices if both processes have the same
+            descriptor: result of `serialize_handle`; `sandbox_id` suffices if both processes have the same
                 `run_dir`.
 
         Raises:
-            InputError: the descriptor is another provider's or another node's.
+            InputError: the descriptor belongs to another provider or another node.
             SandboxError: the owner has exited, or has closed the sandbox.
         """
         here = socket.gethostname()
@@ -248,7 +247,7 @@ class ProrlSandboxProvider:
             output_limit=self._config.output_limit,
             concurrency=self._config.concurrency,
         )
-        self._boxes.add(box)  # from here on `aclose` closes it, also if this call fails
+        self._boxes.add(box)  # from here on, `aclose` closes the sandbox, even if this call fails
         shared.gate.offer(box)
         box.on_close = lambda: shared.gate.withdraw(box)
         return box

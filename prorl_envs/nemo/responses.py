@@ -2,9 +2,9 @@
 imports nothing of NeMo Gym.
 
 The last item of each model call carries `prompt_token_ids`, `generation_token_ids` and
-`generation_log_probs`. NeMo RL joins them to one row, and requires that each prompt starts with all tokens
-before it. This holds by construction, because prompts are prefixes of one ledger. It is checked anyway before
-the result is used for training.
+`generation_log_probs`. NeMo RL joins the calls to one row, and requires that each prompt starts with all
+earlier tokens. This holds by construction, because prompts are prefixes of one ledger. It is checked anyway
+before the result is used for training.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,22 +20,22 @@ def output_items(result: Result) -> list[JsonObject]:
     model call.
 
     Args:
-        result: of a job with a trajectory; without one the list is empty.
+        result: result of a job. If it has no trajectory, the list is empty.
 
     Raises:
-        NotContiguous: the trajectory is inconsistent with its turns, or is several rows.
+        NotContiguous: the trajectory is inconsistent with its turns, or has several rows.
     """
     trajectory = result.trajectory
     if trajectory is None or not trajectory.turns:
         return []
     if result.forks:
-        hint = "NeMo takes one row: set service.reasoning to keep"
-        raise NotContiguous("the episode is several rows", hint=hint)
+        hint = "NeMo accepts only one row: set service.reasoning to keep"
+        raise NotContiguous("the episode has several rows", hint=hint)
     check_trajectory(trajectory)
-    said = _since_first_answer(result.messages, len(trajectory.turns))
+    messages = _since_first_answer(result.messages, len(trajectory.turns))
     turns = iter(trajectory.turns)
     items: list[JsonObject] = []
-    for number, message in enumerate(said):
+    for number, message in enumerate(messages):
         if message["role"] == "assistant":
             answer = list(_answer(message, f"{result.job_id}-{number}"))
             answer[-1] |= _tokens(trajectory, next(turns))
@@ -55,7 +55,7 @@ def output_items(result: Result) -> list[JsonObject]:
 
 
 def check_contiguous(items: Iterable[Mapping[str, Any]]) -> None:
-    """Check the condition that NeMo RL asserts of a row: each prompt starts with all tokens seen before.
+    """Check the condition that NeMo RL requires of a row: each prompt starts with all earlier tokens.
 
     Raises:
         NotContiguous: names the call and the token that break the condition.
@@ -68,33 +68,32 @@ def check_contiguous(items: Iterable[Mapping[str, Any]]) -> None:
                 (i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt)
             )
             raise NotContiguous(
-                f"the prompt of model call {call} leaves what came before at token {same} of {len(seen)}",
-                hint="the history was rewritten or tokenised again; such a rollout is several rows",
+                f"the prompt of model call {call} differs from the history at token {same} of {len(seen)}",
+                hint="the history was rewritten or tokenised again; such a rollout has several rows",
             )
         if len(generated) != len(item["generation_log_probs"]):
-            raise NotContiguous(f"model call {call} has another number of log-probabilities than of tokens")
+            raise NotContiguous(f"model call {call} has different numbers of tokens and log-probabilities")
         seen = [*prompt, *generated]
 
 
 def usage(trajectory: Trajectory | None) -> JsonObject:
     """Return the input and output tokens of the model, over all calls."""
     turns = trajectory.turns if trajectory else []
-    read, wrote = sum(turn.start for turn in turns), sum(turn.end - turn.start for turn in turns)
+    prompts, sampled = sum(turn.start for turn in turns), sum(turn.end - turn.start for turn in turns)
     return {
-        "input_tokens": read,
+        "input_tokens": prompts,
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": wrote,
+        "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + wrote,
+        "total_tokens": prompts + sampled,
     }
 
 
 def _since_first_answer(messages: Sequence[Mapping[str, Any]], turns: int) -> Sequence[Mapping[str, Any]]:
-    """Return the conversation from the first sampled answer on. The prompt may contain answers too, as
-    examples."""
+    """Return the conversation from the first sampled answer on. The prompt may contain example answers."""
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(answers) < turns:
-        raise NotContiguous(f"{turns} model calls, and {len(answers)} answers in the conversation")
+        raise NotContiguous(f"{turns} model calls, but {len(answers)} answers in the conversation")
     return messages[answers[-turns] :]
 
 

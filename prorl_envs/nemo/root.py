@@ -1,8 +1,8 @@
-"""Folder from which `gym` runs our environments on one prepared virtual environment.
+"""Folder from which `gym` runs our environments with one prepared virtual environment.
 
-NeMo Gym finds a server by its folder `<root>/resources_servers/<name>`, where a root is the current directory
-or the folder it is installed in. By default it creates a virtual environment for each server, which takes
-minutes and a gigabyte. An existing one is used instead. Hence:
+NeMo Gym finds a server by its folder `<root>/resources_servers/<name>`. A root is the current directory, or
+the folder in which NeMo Gym is installed. By default, NeMo Gym creates a virtual environment for each server,
+which takes minutes and a gigabyte. With this folder, it uses an existing virtual environment:
 
     ROOT/venvs/<kind>/<name>/.venv                                links to the prepared virtual environment
     ROOT/resources_servers/prorl_bash/{app.py,configs,data,...}   links into envs/bash/nemo/server
@@ -24,7 +24,7 @@ from prorl_envs.nemo.rows import BUILT_IN, PREFIX, server_name
 #: Location of this package: a checkout, or a folder into which it was installed.
 _HOME = Path(prorl_envs.__file__).resolve().parents[1]
 
-#: Further servers that our configs name, and servers that users combine with ours.
+#: Servers of NeMo Gym that our configs name, or that users combine with our servers.
 NEMO_SERVERS = (
     "responses_api_agents/simple_agent",
     "responses_api_agents/gymnasium_agent",
@@ -40,8 +40,8 @@ class GymRoot:
     """A root folder and its usage.
 
     Args:
-        path: run `gym` in this directory, or pass it as `--search-dir`.
-        flags: for `gym env start` and `gym eval run`: use the prepared virtual environment.
+        path: directory in which to run `gym`, or to pass as `--search-dir`.
+        flags: options for `gym env start` and `gym eval run` that select the prepared virtual environment.
     """
 
     path: Path
@@ -52,9 +52,9 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
     """Create or refresh a root at `path`. Idempotent.
 
     Args:
-        path: the folder; created if missing. It must hold no `pyproject.toml`: NeMo Gym takes a folder with
-            one for its own checkout, and then no longer installs the version of itself that is running.
-        venv: virtual environment with NeMo Gym and this package; None takes the running one.
+        path: the folder; created if missing. It must not hold a `pyproject.toml`. Otherwise NeMo Gym takes
+            the folder for its own checkout, and installs that instead of its running version.
+        venv: virtual environment with NeMo Gym and this package; None takes that of this process.
 
     Raises:
         InputError: `path` holds a `pyproject.toml` or conflicting files, or `venv` is not a virtual
@@ -75,8 +75,8 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
         installed = any(venv.glob(f"lib/python3*/site-packages/{name}/"))
         _link_entries({} if installed else entries, path / name)
     # Servers of other packages are installed, so they only need the link to the virtual environment.
-    brought = f"resources_servers/{PREFIX}*/app.py"
-    others = [*venv.glob(f"lib/python3*/site-packages/{brought}"), *path.glob(brought)]
+    pattern = f"resources_servers/{PREFIX}*/app.py"
+    others = [*venv.glob(f"lib/python3*/site-packages/{pattern}"), *path.glob(pattern)]
     servers = [name for name, entries in folders.items() if "app.py" in entries]
     for name in {*servers, *(f"resources_servers/{app.parent.name}" for app in others), *NEMO_SERVERS}:
         _link(venv, path / "venvs" / name / ".venv")
@@ -84,7 +84,7 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
 
 
 def _folders() -> Iterator[tuple[str, dict[str, Path]]]:
-    """Yield the folders that NeMo Gym must find, by path below a root, each with its entries."""
+    """Yield the path below a root, and the entries, of each folder that NeMo Gym must find."""
     for family in BUILT_IN:
         server, environment = (
             f"{kind}/{server_name(family)}" for kind in ("resources_servers", "environments")
@@ -106,8 +106,8 @@ def _entries(folder: Path) -> dict[str, Path]:
 
 
 def _link_entries(wanted: Mapping[str, Path], target: Path) -> None:
-    """Create a real folder with a link per entry; no folder if there are no entries. NeMo Gym would resolve a
-    link to the folder itself, and then find the checkout's `pyproject.toml` above it."""
+    """Create a folder with a link per entry; without entries, no folder. The folder is not a link itself:
+    NeMo Gym would resolve the link, and find the checkout's `pyproject.toml` above the target."""
     target.mkdir(parents=True, exist_ok=True)
     for stale in target.iterdir():
         if stale.is_symlink() and stale.name not in wanted:

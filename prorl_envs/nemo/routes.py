@@ -26,7 +26,7 @@ def separate_tool_calls(
     session_id: Callable[[Request], str],
     call_tool: CallTool,
 ) -> None:
-    """Give every POST request that is not the agent's own to `call_tool`, with the path as the tool's name.
+    """Pass every POST request that is not the agent's own to `call_tool`, with the path as the tool's name.
 
     A request to one of the routes that `app` has now is the agent's own if its session has no episode yet, or
     if it carries the episode's task row. Call this after all other routes were added.
@@ -67,7 +67,7 @@ def _row(body: bytes) -> object:
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body, which was read already, and then what `receive` gives."""
+    """Return a `receive` whose first message is the body, which was already read."""
     first = True
 
     async def repeat() -> Message:

@@ -47,7 +47,7 @@ def nemo_row(environment: Environment[Any], row: Mapping[str, Any]) -> JsonObjec
             SWE-bench row its patch), so `verifier_metadata` is for servers, never for a template.
 
     Raises:
-        InputError: the row is wrong.
+        InputError: the row is invalid.
     """
     prompt = environment.prompt(environment.load(row))
     return {
@@ -64,7 +64,7 @@ def task_row(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the task row of a request that carries a NeMo Gym row.
 
     Raises:
-        InputError: there is none.
+        InputError: the request has no task row.
     """
     metadata = body.get("verifier_metadata")
     row = metadata.get("task") if isinstance(metadata, Mapping) else None
@@ -88,7 +88,7 @@ def response_tool(spec: ToolSpec) -> JsonObject:
 
 
 def blank(environment: str) -> Environment[Any]:
-    """Return an instance of a family that describes its tools and prompts, and starts nothing.
+    """Return an instance of a family that can only describe its tools and prompts.
 
     Raises:
         InputError: there is no such family.
@@ -97,7 +97,7 @@ def blank(environment: str) -> Environment[Any]:
 
 
 def unstarted(chosen: type[Environment[Any]]) -> Environment[Any]:
-    """Return an instance of a class that describes its tools and prompts, and starts nothing."""
+    """Return an instance of a class that can only describe its tools and prompts."""
     return chosen(Node(_NoDriver(), Path()))
 
 
@@ -110,7 +110,7 @@ def render(environment: str, source: Path, config: Path | None = None) -> str:
         config: YAML file of settings with `environments`.
 
     Raises:
-        InputError: an unknown environment, or a bad data file (with file, line and field).
+        InputError: unknown environment, or invalid data file (names file, line and field).
     """
     offered = Catalog.of(load_settings(config))
     offered.tasks(environment, source)  # raises errors with file and line
@@ -121,7 +121,7 @@ def render(environment: str, source: Path, config: Path | None = None) -> str:
 
 def jsonl(objects: Iterable[Mapping[str, Any]]) -> str:
     """Serialise objects as JSON Lines."""
-    return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in objects)
+    return "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in objects)
 
 
 def write_rows(environment: str, source: Path, target: Path, config: Path | None = None) -> int:
@@ -140,7 +140,7 @@ def write_rows(environment: str, source: Path, target: Path, config: Path | None
 
 
 class _NoDriver:
-    """Driver that starts nothing: rendering rows needs only data."""
+    """Driver that starts nothing, because rendering rows needs only data."""
 
     name = "none"
     sandboxes: Collection[Sandbox] = ()

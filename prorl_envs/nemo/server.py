@@ -6,7 +6,7 @@ it:
 - `simple_agent`: `/seed_session`, `/verify`, and any other path for the tool of that name;
 - `gymnasium_agent`: `/reset` and `/step`, with gymnasium's five values.
 
-`routes.py` keeps a model that names a route as its tool from reaching it.
+`routes.py` prevents a model from using a route by calling a tool of that name.
 """
 
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
@@ -54,7 +54,7 @@ from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 
-#: Marks the response of a tool that could not execute the call, because of a wrong argument, say.
+#: Header of the response if a tool could not execute the call, for example because of a wrong argument.
 REFUSED_HEADER = "x-prorl-refused"
 #: Maximum bytes of one tool call's arguments.
 MAX_ARGUMENT_BYTES = 8 * 2**20
@@ -91,9 +91,9 @@ class EnvironmentServer(SimpleResourcesServer):
         limits = SessionLimits(
             open=config.max_sessions, idle_s=config.idle_s, init_s=config.init_s, eval_s=config.eval_s
         )
-        kind = Catalog.of(load_settings(config.config)).family(config.environment)
-        async with Node.local() as node:  # NeMo Gym passes none of our arguments: defaults and environment
-            self._sessions = Sessions(lambda: kind(node), limits)
+        family = Catalog.of(load_settings(config.config)).family(config.environment)
+        async with Node.local() as node:  # configured by environment variables: NeMo Gym passes no arguments
+            self._sessions = Sessions(lambda: family(node), limits)
             async with asyncio.TaskGroup() as group:
                 expiring = group.create_task(self._sessions.keep_expiring())
                 try:
@@ -132,7 +132,7 @@ class EnvironmentServer(SimpleResourcesServer):
         except ProrlError as error:
             _log(error, call.name)
             return PlainTextResponse(TOOL_UNAVAILABLE, status_code=http_status(error))
-        # Not every caller is an agent that only passes text on: `remote/` checks for success.
+        # Agents of NeMo Gym only pass on the text, but the environment client in `remote/` reads the header.
         return PlainTextResponse(result.text, headers={} if result.ok else {REFUSED_HEADER: "1"})
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
@@ -153,9 +153,9 @@ class EnvironmentServer(SimpleResourcesServer):
 
     def _response(self, session_id: str, body: VerifyRequest, verdict: JsonObject) -> VerifyResponse:
         ended = self._sessions.ended(session_id)
-        about = {"environment": self.config.environment, "task_id": ended.task_id if ended else ""}
-        asked = body.model_dump(include={"responses_create_params", "response"})
-        return VerifyResponse(**asked, **about, **verdict)
+        task = {"environment": self.config.environment, "task_id": ended.task_id if ended else ""}
+        request = body.model_dump(include={"responses_create_params", "response"})
+        return VerifyResponse(**request, **task, **verdict)
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Aggregate metrics over the samples that have a reward."""
@@ -163,10 +163,11 @@ class EnvironmentServer(SimpleResourcesServer):
         return await super().aggregate_metrics(body.model_copy(update={"verify_responses": scored}))
 
     async def reset(self, request: Request, body: SeedRequest) -> ResetResponse:
-        """Start the episode for an agent that steps. The row already holds the first messages.
+        """Start the episode for an agent that uses `/step`. The row already holds the first messages.
 
         Raises:
-            InputError, RolloutFailure: as `seed_session`; five values cannot carry a failure.
+            InputError: as `seed_session`.
+            RolloutFailure: the episode did not start. The protocol has no masked response.
         """
         row = task_row(body.model_dump())
         await self._sessions.open(_session_id(request), row)
@@ -177,7 +178,7 @@ class EnvironmentServer(SimpleResourcesServer):
         finishing tool, or with the last turn. The reward is then the grade; before, it is 0.
 
         Raises:
-            RolloutFailure: a failure of ours; there is no reward.
+            RolloutFailure: our infrastructure failed; there is no reward.
         """
         session_id = _session_id(request)
         session = self._sessions.get(session_id)

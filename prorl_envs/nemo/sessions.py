@@ -3,8 +3,8 @@
 Independent of NeMo Gym, so that tests do not need it. Two properties matter most:
 
 - An agent posts to any route that the model names, so a model can call `seed_session` or `verify` as if they
-  were tools. Therefore a session knows its task row (`may_belong`; see `routes.py`), is seeded once (another
-  task is refused) and graded once (a repeated request gets the same answer), and a closed one stays closed.
+  were tools. Therefore a session stores a digest of its task row (`may_belong`; see `routes.py`), is seeded
+  once (another task is refused) and graded once (a repeated request gets the same answer), and stays closed.
 - An agent that dies sends no message. Therefore a session that is idle too long is closed, with its sandbox.
 """
 
@@ -36,7 +36,7 @@ type AnyEnvironment = Environment[Any]
 
 
 class SessionLost(EnvironmentFault):
-    """Error: no session under this id. It was never seeded here, or was forgotten, or the server
+    """Error: no session has this id. It was never seeded here, its outcome is no longer kept, or the server
     restarted."""
 
 
@@ -55,11 +55,11 @@ class SessionLimits:
     """Limits of a server's sessions.
 
     Args:
-        open: concurrent episodes, hence sandboxes; further seeds wait in order.
+        open: maximum concurrent episodes, and so sandboxes; further seeds wait in order.
         waiting: maximum number of waiting seeds.
-        remembered: closed sessions whose outcome is kept for a repeated request.
+        remembered: maximum number of closed sessions whose outcomes are kept for repeated requests.
         idle_s: seconds without a request after which a session is closed.
-        init_s, eval_s: timeouts of the start and of the grader, without the wait in the queue.
+        init_s, eval_s: timeouts of the start and of the grader in seconds, without the wait in the queue.
     """
 
     open: int = 64
@@ -80,7 +80,7 @@ class NemoSession:
     last_used: float
     prompt: Prompt | None = None
     turns: int = 0
-    placed: bool = False
+    has_slot: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -98,8 +98,8 @@ class Sessions:
 
     Args:
         make: creates a new, single-use environment.
-        limits: the limits.
-        clock: monotonic seconds.
+        limits: limits of the sessions.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Sessions:
         self._make = make
         self._limits = limits
         self._clock = clock
-        self._places = asyncio.Semaphore(limits.open)
+        self._slots = asyncio.Semaphore(limits.open)
         self._waiting = 0
         self._open: dict[str, NemoSession] = {}
         self._ended: OrderedDict[str, SessionEnded] = OrderedDict()
@@ -124,7 +124,7 @@ class Sessions:
         """Return the open session under `session_id`.
 
         Raises:
-            SessionLost: there is none.
+            SessionLost: no session has this id.
             RolloutFailure: the failure that closed the session.
             InputError: the session is graded and closed.
         """
@@ -143,8 +143,8 @@ class Sessions:
         return self._ended.get(session_id)
 
     def may_belong(self, session_id: str, row: object) -> bool:
-        """Return whether a request with this task row can be the agent's own: the session has no episode, or
-        the row is its episode's. The model never sees the row, so its requests have another or none."""
+        """Return true if a request with this task row can be the agent's own: the session has no episode, or
+        its episode has this row. The model never sees the row, so its requests have another row or none."""
         known = self._open.get(session_id) or self._ended.get(session_id)
         return known is None or known.row_digest == _digest(row)
 
@@ -153,7 +153,7 @@ class Sessions:
         session.
 
         Raises:
-            InputError: the row is wrong, or the session has another task or is closed.
+            InputError: the row is invalid, or the session has another task or is closed.
             RolloutFailure: the episode did not start; the session is closed with this failure.
         """
         if session_id in self._ended:
@@ -165,9 +165,9 @@ class Sessions:
         self._open[session_id] = session
         async with session.lock:
             try:
-                await self._take_place(session)
+                await self._acquire_slot(session)
                 starting = environment.init(session.task)
-                session.prompt = await _within(starting, self._limits.init_s, "The start")
+                session.prompt = await _with_timeout(starting, self._limits.init_s, "The start")
             except BaseException as error:
                 await self._end(session_id, session, _failure(error))
                 raise
@@ -178,7 +178,7 @@ class Sessions:
         """Run one tool call; calls of one session run one after another.
 
         Raises:
-            InputError, RolloutFailure: as `get`, or the call's own failure, which closes the session.
+            InputError, RolloutFailure: as `get`; or the call failed, which closes the session.
         """
         session = self.get(session_id)
         async with session.lock:
@@ -198,7 +198,7 @@ class Sessions:
             output: the model's answers and calls, as items of the Responses API.
 
         Raises:
-            RolloutFailure: the reason for the missing grade.
+            RolloutFailure: there is no grade, for this reason.
         """
         if (session := self._open.get(session_id)) is None:
             return self._graded(session_id)
@@ -206,8 +206,8 @@ class Sessions:
             if session_id in self._ended:
                 return self._graded(session_id)
             try:
-                _tell(session, output)
-                grade = await _within(session.environment.eval(), self._limits.eval_s, "The grader")
+                _pass_transcript(session, output)
+                grade = await _with_timeout(session.environment.eval(), self._limits.eval_s, "The grader")
             except BaseException as error:
                 await self._end(session_id, session, _failure(error))
                 raise
@@ -220,7 +220,7 @@ class Sessions:
         reason = f"the session was idle for more than {self._limits.idle_s:g} s"
         closed = 0
         for session_id, session in list(self._open.items()):
-            # Each is looked at only now, because closing the ones before it may have taken long.
+            # Checked for each session at its turn, because closing earlier sessions may have taken long.
             if session.lock.locked() or session.last_used >= oldest or session_id not in self._open:
                 continue
             async with session.lock:
@@ -229,8 +229,7 @@ class Sessions:
         return closed
 
     async def keep_expiring(self) -> None:
-        """Expire sessions in an endless loop, often enough that no idle session outlives its limit by
-        much."""
+        """Call `expire` in an endless loop, at intervals that are short compared with the limit."""
         while True:
             await asyncio.sleep(min(self._limits.idle_s / 4, 30.0))
             await self.expire()
@@ -262,20 +261,19 @@ class Sessions:
         self.get(session_id)  # raises the failure
         raise SessionLost("no such session")
 
-    async def _take_place(self, session: NemoSession) -> None:
-        if self._places.locked() and self._waiting >= self._limits.waiting:
-            raise SessionsFull(
-                f"{self._waiting} episodes wait already", hint="lower the concurrency, or raise max_sessions"
-            )
+    async def _acquire_slot(self, session: NemoSession) -> None:
+        if self._slots.locked() and self._waiting >= self._limits.waiting:
+            hint = "lower the concurrency, or raise max_sessions"
+            raise SessionsFull(f"{self._waiting} episodes wait already", hint=hint)
         self._waiting += 1
         try:
-            await self._places.acquire()
+            await self._slots.acquire()
         finally:
             self._waiting -= 1
-        session.placed = True
+        session.has_slot = True
 
     async def _end(self, session_id: str, session: NemoSession, outcome: Grade | RolloutFailure) -> None:
-        """Record the outcome first, then close: a repeated request never finds a half-closed session."""
+        """Record the outcome, then close, so that a repeated request never finds a half-closed session."""
         if self._open.pop(session_id, None) is None:
             return
         self._ended[session_id] = SessionEnded(session.row_digest, session.task.id, outcome)
@@ -288,8 +286,8 @@ class Sessions:
             # with the server.
             logger.error("closing %s: %s", session.task.id, error)
         finally:
-            if session.placed:
-                self._places.release()
+            if session.has_slot:
+                self._slots.release()
 
 
 def _digest(row: object) -> str:
@@ -297,9 +295,9 @@ def _digest(row: object) -> str:
     return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
 
 
-def _tell(session: NemoSession, output: Sequence[Mapping[str, Any]]) -> None:
-    """Pass the transcript to the environment. Some agents send items that are not a conversation; most
-    environments ignore the transcript, so an unreadable one is only logged."""
+def _pass_transcript(session: NemoSession, output: Sequence[Mapping[str, Any]]) -> None:
+    """Pass the transcript to the environment. Some agents send items that are not a conversation. This is
+    only logged, because most environments ignore the transcript."""
     prompt = session.prompt.messages if session.prompt else ()
     try:
         session.environment.on_transcript((*prompt, *said_messages(output)))
@@ -307,7 +305,7 @@ def _tell(session: NemoSession, output: Sequence[Mapping[str, Any]]) -> None:
         logger.warning("the conversation cannot be read: %s", error)
 
 
-async def _within[T](work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
+async def _with_timeout[T](work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
     try:
         async with asyncio.timeout(seconds) as scope:
             return await work

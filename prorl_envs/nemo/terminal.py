@@ -21,7 +21,7 @@ from prorl_envs.tools.protocol.terminal import (
 
 ENTRY = "prorl_envs.tools.server.interactive:serve"
 SIGNALS: tuple[str, ...] = get_args(Signal.__value__)
-#: Bytes of unread output at which the program blocks.
+#: Bytes of unread output above which no more is received, so that the program blocks.
 _BUFFER_LIMIT = 4 * 1024 * 1024
 
 
@@ -29,8 +29,8 @@ class TerminalSession(asyncio.Protocol):
     """Program on a terminal, or with pipes. Created by `open`; closed by `close`, by the exit of its program,
     or with the sandbox. An async context manager, and an iterator over its output.
 
-    Everything received is treated as hostile. Unread output blocks the program, in pipe mode also unread
-    stderr.
+    Everything received is treated as hostile. Too much unread output, or stderr in pipe mode, blocks the
+    program.
     """
 
     def __init__(self, session_id: str, mode: str, error: type[Exception]) -> None:
@@ -42,7 +42,7 @@ class TerminalSession(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
-        self._gone = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._closed = False
 
@@ -51,6 +51,7 @@ class TerminalSession(asyncio.Protocol):
         """Start a program in a running sandbox.
 
         Args:
+            request: program, directory, variables and terminal.
             error: class of the errors that the session's methods raise.
 
         Raises:
@@ -71,7 +72,7 @@ class TerminalSession(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """True if no command can run any more."""
+        """True if the session is over."""
         return self._closed or self._exit.done()
 
     async def read(self, *, timeout_s: float | None = None) -> bytes:
@@ -108,7 +109,7 @@ class TerminalSession(asyncio.Protocol):
             ValueError: `signal` is not one of SIGNALS.
         """
         if signal not in SIGNALS:
-            raise ValueError(f"signal {signal!r} cannot be sent; those can: {', '.join(SIGNALS)}")
+            raise ValueError(f"signal {signal!r} cannot be sent; known: {', '.join(SIGNALS)}")
         self._send(SendSignal(cast(Signal, signal)))
 
     async def wait_exit(self, *, timeout_s: float | None = None) -> int:
@@ -125,7 +126,7 @@ class TerminalSession(asyncio.Protocol):
         """Kill the program and close the session. Idempotent."""
         self._closed = True
         self._end("the session was closed")
-        await self._gone.wait()
+        await self._disconnected.wait()
 
     async def __aenter__(self) -> Self:
         return self
@@ -155,10 +156,10 @@ class TerminalSession(asyncio.Protocol):
             raise self._error("the session is over")
         self._transport.write(encode(message))
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         if not self._exit.done():
-            self._exit.set_exception(self._error(why))
-            self._exit.exception()  # retrieved, so that asyncio does not warn if no task waits
+            self._exit.set_exception(self._error(reason))
+            self._exit.exception()  # marks it as retrieved: asyncio warns otherwise if no task waits
         self._finish()
 
     def _finish(self) -> None:
@@ -186,15 +187,15 @@ class TerminalSession(asyncio.Protocol):
             self._end(f"the session broke the protocol: {error}")
             return
         for message in messages:
-            self._take(message)
+            self._handle(message)
         if self._full() and self._transport is not None:
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("the session's process ended")
-        self._gone.set()
+        self._disconnected.set()
 
-    def _take(self, message: Output | Exited) -> None:
+    def _handle(self, message: Output | Exited) -> None:
         if self._exit.done():
             return
         match message:

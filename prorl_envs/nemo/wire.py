@@ -22,7 +22,7 @@ from prorl_envs.tools.types import JsonObject
 #: True if NeMo Gym itself excludes masked samples from its metrics (0.5 and later).
 KNOWS_MASKS = "mask_sample" in BaseVerifyResponse.model_fields
 
-#: Response if there is no reward; see `masks`.
+#: Kind of response if there is no reward; see `EnvironmentServerConfig`.
 FailureMode = Literal["auto", "error", "mask"]
 
 
@@ -37,14 +37,14 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
     Args:
         environment: name of the family, or of an environment in `config`.
         config: YAML file of settings with `environments`; None offers every registered family.
-        failures: response of `/verify` if there is no reward: `error` an HTTP error, which fails the rollout;
-            `mask` a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder; `auto` masks if
-            NeMo Gym supports masks, else sends an error.
-        max_sessions: concurrent sandboxes; further episodes wait.
+        failures: response of `/verify` if there is no reward. `error`: an HTTP error, which fails the
+            rollout. `mask`: a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder.
+            `auto`: `mask` if NeMo Gym supports masks, else `error`.
+        max_sessions: maximum concurrent sandboxes; further episodes wait.
         idle_s: seconds without a request after which an episode is closed.
         init_s, eval_s: timeouts of the start and of the grader, in seconds.
-        max_turns: answers after which `/step` grades and truncates. Keep it at or below the agent's
-            `max_steps`: after that many, the agent stops without a grade.
+        max_turns: answers after which `/step` grades and truncates. It must not exceed the agent's
+            `max_steps`, after which the agent stops without a grade.
     """
 
     environment: str
@@ -69,7 +69,7 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
 
 
 class SeedRequest(BaseModel):
-    """A whole NeMo Gym row; only its task is read."""
+    """A whole NeMo Gym row, of which only the task is read."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -77,7 +77,7 @@ def test_resources_override_the_limits_of_the_machine() -> None:
 def test_unenforced_limits_become_warnings_or_errors() -> None:
     made = plan(asked({"cpu": 1.5, "memory_mib": 512}), ProviderConfig())
     assert unenforced(made.asked, {"memory_bytes"}, ProviderConfig()) == (
-        "a limit of 1.5 CPUs is not kept here",
+        "a limit of 1.5 CPUs is not enforced here",
     )
     assert unenforced(made.asked, {"memory_bytes", "cpus"}, ProviderConfig(unenforced="error")) == ()
     with pytest.raises(InputError, match=r"1\.5 CPUs"):

@@ -82,7 +82,7 @@ async def test_unenforced_limits_are_logged_or_refused(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, logger="prorl_envs.nemo"):
         async with sandbox(**spec) as box:
             await box.start()
-    assert caplog.messages == ["a limit of 2 CPUs is not kept here"]
+    assert caplog.messages == ["a limit of 2 CPUs is not enforced here"]
     strict = sandbox({"unenforced": "error"}, **spec)
     with pytest.raises(SandboxCreateError, match="2 CPUs"):
         await strict.start()
@@ -104,7 +104,7 @@ async def test_the_local_driver_can_be_chosen(caplog: pytest.LogCaptureFixture) 
     provider = create_provider({"prorl": {"driver": "local"}})
     with pytest.warns(NoIsolationWarning), caplog.at_level(logging.WARNING, logger="prorl_envs.nemo"):
         handle = await provider.create(SandboxSpec(resources=SMALL))
-    assert caplog.messages == ["a limit of 96 MiB of memory is not kept here"]
+    assert caplog.messages == ["a limit of 96 MiB of memory is not enforced here"]
     assert (await provider.exec(handle, "echo x > file; cat file")).stdout == "x\n"
     # It would stop every process of this user, this one too.
     with pytest.raises(SandboxError, match="pause"):

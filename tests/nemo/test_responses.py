@@ -111,7 +111,7 @@ def test_any_trajectory_of_the_ledger_is_one_row(steps: list[tuple[int, int]]) -
 def test_a_retokenised_history_is_refused_with_its_position() -> None:
     items = output_items(result([*PROMPT, said("a"), said("b")], trajectory((4, 7), (9, 10), length=10)))
     items[1]["prompt_token_ids"][5] += 1
-    with pytest.raises(NotContiguous, match=r"model call 1 leaves what came before at token 5 of 7"):
+    with pytest.raises(NotContiguous, match=r"model call 1 differs from the history at token 5 of 7"):
         check_contiguous(items)
     items[1]["prompt_token_ids"] = [100, 101]
     with pytest.raises(NotContiguous, match=r"at token 2 of 7"):

@@ -1,12 +1,12 @@
-"""Validation of a model's arguments against a tool's own schema. Pure."""
+"""Validation of a model's arguments against the schema of a tool. Pure."""
 
 from typing import Any
 
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-#: Characters of the longest text argument.
+#: Maximum characters of a text argument.
 TEXT_LIMIT = 4 * 1024 * 1024
-#: Items of the longest list, and the largest number.
+#: Maximum items of a list, and maximum absolute value of a number.
 LIST_LIMIT = 1000
 INTEGER_LIMIT = 2**53
 
@@ -38,7 +38,7 @@ def complaint(spec: ToolSpec, arguments: object) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Return True if a text can be encoded as UTF-8: JSON allows lone surrogates."""
+    """Return True if a text can be encoded as UTF-8. JSON also allows lone surrogates, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -57,8 +57,8 @@ def _wrong(schema: JsonObject, value: Any) -> str:
         case "array", list():
             if len(value) > LIST_LIMIT:
                 return f"has more than {LIST_LIMIT} items"
-            wrongs = (_wrong(schema["items"], item) for item in value)
-            return next((f"holds an item that {wrong}" for wrong in wrongs if wrong), "")
+            problems = (_wrong(schema["items"], item) for item in value)
+            return next((f"holds an item that {problem}" for problem in problems if problem), "")
         case kind, _:
             return f"must be {_NAMES[kind]}"
 

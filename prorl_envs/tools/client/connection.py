@@ -65,8 +65,8 @@ class ToolConnection:
 
     Args:
         output_limit: bytes of output kept of each command.
-        reach: starts a server on demand; this object owns the returned socket.
-        setup: builds the first request to the server.
+        reach: starts a server on demand; this connection owns the returned socket.
+        setup: builds the first request to the server, given its id.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ToolConnection:
         self._unsent = bytearray()
         self._waiting: dict[int, _Waiting] = {}
         self._descriptors: list[int] = []
-        #: By the shell's session name; the key of the Python session is None.
+        #: Lent sessions by the name of the shell's session; the key of the Python session is None.
         self._lent: dict[str | None, DirectSession[Any]] = {}
         self._deadline: asyncio.TimerHandle | None = None
-        self._why = "the tool server ended"
+        self._reason = "the tool server ended"
         #: True once no more requests can be sent.
         self.lost = False
 
@@ -138,33 +138,18 @@ class ToolConnection:
         if isinstance(reply, ToolRefused):
             raise OSError(reply.errno, reply.message)
         self.give_up(f"the tool server answered {type(reply).__name__}, not {reply_type.__name__}")
-        raise ToolError(self._why)
+        raise ToolError(self._reason)
 
-    def tell(self, make: Callable[[int], Request], *, deadline_s: float) -> None:
-        """Send a request that must be `Done` before any other can be, without waiting for the reply.
-
-        If the request fails, the next request raises the error.
-
-        Args:
-            make, deadline_s: see `request`.
-
-        Raises:
-            ServerLost: the server has stopped.
-            ToolError: the request cannot be sent.
-        """
-        _, future = self._ask(make, deadline_s)
-        future.add_done_callback(self._on_told)
-
-    def _on_told(self, future: asyncio.Future[AnyReply]) -> None:
+    def _on_setup_done(self, future: asyncio.Future[AnyReply]) -> None:
         if future.exception() is None and not isinstance(reply := future.result(), Done):
-            why = reply.message if isinstance(reply, ToolRefused) else f"it answered {type(reply).__name__}"
-            self.give_up(f"the tool server could not be set up: {why}")
+            cause = reply.message if isinstance(reply, ToolRefused) else f"it answered {type(reply).__name__}"
+            self.give_up(f"the tool server could not be set up: {cause}")
 
     def _ask(
         self, make: Callable[[int], Request], deadline_s: float
     ) -> tuple[Request, asyncio.Future[AnyReply]]:
         if self.lost:
-            raise ServerLost(self._why)
+            raise ServerLost(self._reason)
         if len(self._waiting) >= IN_FLIGHT_LIMIT:
             raise ToolError(f"{IN_FLIGHT_LIMIT} requests are under way on this toolbox already")
         request = make(next(self._ids))
@@ -172,18 +157,18 @@ class ToolConnection:
         due = self._loop.time() + deadline_s
         self._waiting[request.id] = _Waiting(request, future, due, deadline_s)
         self._send(request)
-        # One timer for all requests, rarely reset: a timer for each would cost as much as sending the
-        # request.
+        # One timer serves all requests and is rarely reset, because a timer per request would cost as much as
+        # sending the request.
         if self._deadline is None or self._deadline.when() > due:
             self._watch_deadline(due)
         return request, future
 
-    def give_up(self, why: str, error: Exception | None = None) -> None:
+    def give_up(self, reason: str, error: Exception | None = None) -> None:
         """Close at once; fail every request in flight with `error`, or `ServerLost` if there is none."""
         if self.lost:
             return
-        self.lost, self._why = True, why
-        self._reach = self._setup = None  # the owner holds this object too
+        self.lost, self._reason = True, reason
+        self._reach = self._setup = None  # breaks the reference cycle with the owner
         if self._sock is not None:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
@@ -198,7 +183,7 @@ class ToolConnection:
         self._drop_descriptors()
         for waiting in self._waiting.values():
             if not waiting.future.done():
-                waiting.future.set_exception(error or ServerLost(why))
+                waiting.future.set_exception(error or ServerLost(reason))
         self._waiting.clear()
 
     async def aclose(self) -> None:
@@ -220,7 +205,7 @@ class ToolConnection:
         else:
             self._watch_deadline(first.due)
 
-    # Sending: to the server, or to a lent session.
+    # Sending to the server, or to a lent session.
 
     def _send(self, request: Request) -> None:
         if isinstance(request, Bash | Python):
@@ -256,7 +241,7 @@ class ToolConnection:
             return sock.send(data)
         except BlockingIOError:
             return 0
-        except (BrokenPipeError, ConnectionResetError):  # the reader finds the end of the stream
+        except (BrokenPipeError, ConnectionResetError):  # `_on_readable` finds the end of the stream
             return len(data)
 
     def _reach_server(self) -> None:
@@ -270,8 +255,8 @@ class ToolConnection:
             sock = await self._reach()
             self._take_over(sock)
             unsent, self._unsent = self._unsent, bytearray()
-            # Not awaited: the first call need not wait for the reply to the setup.
-            self.tell(self._setup, deadline_s=_SETUP_S)
+            # Not awaited, so that the first call is sent at once. If the setup fails, that call fails.
+            self._ask(self._setup, _SETUP_S)[1].add_done_callback(self._on_setup_done)
         except (RolloutFailure, OSError) as error:
             self._reaching = None
             self.give_up(str(error), error)
@@ -284,7 +269,7 @@ class ToolConnection:
         self._sock = sock
         self._loop.add_reader(sock, self._on_readable)
 
-    # Receiving: from the server, or from a lent session.
+    # Receiving from the server, or from a lent session.
 
     def _on_readable(self) -> None:
         assert self._sock is not None
@@ -296,11 +281,11 @@ class ToolConnection:
             data, descriptors = b"", []
         self._descriptors += descriptors
         if not data:
-            self.give_up(self._why)
+            self.give_up(self._reason)
             return
         try:
             if len(self._descriptors) > DESCRIPTORS:
-                raise WireError("descriptors for nothing")
+                raise WireError("too many descriptors")
             for reply in [decode_reply(frame) for frame in self._framer.feed(data)]:
                 self._take(reply)
         except WireError as error:
@@ -310,11 +295,11 @@ class ToolConnection:
         """Pass a reply to its request.
 
         Raises:
-            WireError: the reply matches no request, or not this one.
+            WireError: the reply matches no request in flight, or its loan is invalid.
         """
         waiting = self._waiting.get(reply.id)
         if waiting is None:
-            raise WireError("a reply to no request")
+            raise WireError("a reply without a request")
         if isinstance(reply, BashDone | PythonDone) and reply.lent:
             self._borrow(waiting.request, reply)
         del self._waiting[reply.id]
@@ -322,20 +307,23 @@ class ToolConnection:
             waiting.future.set_result(reply)
 
     def _borrow(self, request: Request, done: BashDone | PythonDone) -> None:
-        """Take over a lent session, or decline: then the session's next request returns it to the server.
+        """Take over a lent session, or decline it. A declined session returns to the server with its next
+        request.
 
         Raises:
-            WireError: the session is lent at the wrong moment.
+            WireError: the session is lent in a wrong reply, or twice.
         """
         if not isinstance(request, Bash if isinstance(done, BashDone) else Python):
-            raise WireError("a session lent at the wrong moment")
+            raise WireError("a session lent in a wrong reply")
         session = _session(request)
         if session in self._lent:
             raise WireError("a session lent twice")
-        # The server runs a request that was sent before the loan was known, for instance after a cancelled
-        # call.
+        # Decline if another request was sent before the loan was known, for instance after a cancelled call:
+        # the server runs it.
         late = sum(_is_for(waiting.request, session) for waiting in self._waiting.values()) > 1
-        if late or len(self._descriptors) != DESCRIPTORS:  # descriptors may have run out
+        if (
+            late or len(self._descriptors) != DESCRIPTORS
+        ):  # the kernel drops descriptors beyond a process's limit
             self._drop_descriptors()
             return
         descriptors, self._descriptors = self._descriptors, []

@@ -1,10 +1,10 @@
-"""Sessions lent to the host: short commands and cells run without waking the tool server.
+"""Sessions lent to the host, which runs short commands and cells without waking the tool server.
 
 The server keeps the shell, or the Python session, and lends the descriptors that control it: its output, the
 channel on which it reports results, and the process. The host then starts a request and reads its result
-itself. In every unusual case the session returns to the server, with the output read so far: a request that
-takes long, writes much, or must be stopped; a text that cannot be typed; input; output while nothing runs;
-the exit of the process. So this module makes no decisions, and a sandbox takes little of the host's time.
+itself. In every unusual case, the session returns to the server with the output read so far: a request takes
+long, writes much, or must be stopped; a text cannot be typed; input; output while nothing runs; the process
+exits. So this module makes no decisions, and a sandbox takes little of the host's time.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from prorl_envs.tools.server.shell_syntax import BASH
 
 #: Number of descriptors of a loan: output, channel, process.
 DESCRIPTORS = 3
-#: Seconds after which a request returns to the server (at the latest twice that).
+#: Seconds after which a running request returns to the server (at the latest after twice this time).
 _HOLD_S = 0.02
 #: Bytes of output after which the request returns to the server.
 _OUTPUT_LIMIT = 16 * 1024
-#: Bytes of the longest cell run here, and of its result message.
+#: Maximum bytes of a cell that runs here, and of its result message.
 _CELL_LIMIT = 16 * 1024
 _CHANNEL_SIZE, _OUTPUT_SIZE = 8192, 65536
-#: Reads that empty an output whose writers may continue.
+#: Maximum reads to empty an output to which programs may still write.
 _DRAIN_READS = 16
 
 type GiveBack = Callable[[Request], None]
@@ -54,7 +54,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
     """Session driven by the host. Watches its descriptors in the running loop until `give_back` or `close`.
 
     Args:
-        descriptors: DESCRIPTORS of them, owned from here on.
+        descriptors: the `DESCRIPTORS` descriptors of the loan, which this object closes.
         output_limit: bytes of output kept of each request.
         give_back: called with the message that returns the session to the server.
         answer: called with the reply to a request.
@@ -80,7 +80,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
         try:
             for fd, kind in zip((self._source, self._channel), self._kinds, strict=True):
                 if not kind(os.fstat(fd).st_mode) or os.get_blocking(fd):
-                    raise ValueError(f"descriptor {fd} is not what it should be")
+                    raise ValueError(f"descriptor {fd} has a wrong type, or is blocking")
             self._loop.add_reader(self._source, self._on_output)
             self._loop.add_reader(self._channel, self._on_channel)
             self._loop.add_reader(self._process, self.give_back)
@@ -90,12 +90,12 @@ class DirectSession[RequestT: Bash | Python](ABC):
 
     def begin(self, request: RequestT) -> bool:
         """Start a request; return False if the session was returned to the server instead."""
-        words = self._words(request)
-        if words is None:
+        message = self._start_message(request)
+        if message is None:
             self.give_back()
             return False
         try:
-            self._say(words)
+            self._write(message)
         except OSError:  # the reader is slow or gone; the server determines the cause
             self.give_back()
             return False
@@ -111,7 +111,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
     def give_back(self) -> None:
         """Return the session to the server."""
         self.close()
-        self._give_back(self._returned(self._loop.time() - self._started))
+        self._give_back(self._return_message(self._loop.time() - self._started))
 
     def close(self) -> None:
         """Stop watching, and close the descriptors."""
@@ -122,24 +122,24 @@ class DirectSession[RequestT: Bash | Python](ABC):
             os.close(fd)
 
     @abstractmethod
-    def _words(self, request: RequestT) -> bytes | bytearray | None:
+    def _start_message(self, request: RequestT) -> bytes | bytearray | None:
         """Return the message that starts a request; None if the server must run the request."""
 
     @abstractmethod
-    def _say(self, words: bytes | bytearray) -> None:
-        """Write the message to the session.
+    def _write(self, message: bytes | bytearray) -> None:
+        """Write the message that starts a request to the session.
 
         Raises:
-            OSError: it cannot be written at once.
+            OSError: the message cannot be written at once.
         """
 
     @abstractmethod
-    def _returned(self, spent_s: float) -> Request:
-        """Return the message with which the session returns to the server."""
+    def _return_message(self, spent_s: float) -> Request:
+        """Return the message that returns the session to the server."""
 
     @abstractmethod
-    def _hear(self, data: bytes) -> BashDone | PythonDone | None:
-        """Return the reply to the running request, if these bytes of the channel complete it.
+    def _feed(self, data: bytes) -> BashDone | PythonDone | None:
+        """Return the reply to the running request, if these bytes of the channel complete it; else None.
 
         Raises:
             WireError: the bytes are unexpected; the server must handle them.
@@ -183,7 +183,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
         except ConnectionResetError:
             data = b""
         try:
-            done = self._hear(data)
+            done = self._feed(data)
         except WireError:
             self.give_back()
             return True
@@ -194,7 +194,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
         return True
 
     def _text(self) -> tuple[str, int]:
-        """Return the finished request's output, including all written before its end, and the bytes left out.
+        """Return the output that the finished request wrote, and the number of omitted bytes.
 
         See `OutputReader.drain`.
         """
@@ -240,7 +240,7 @@ class DirectShell(DirectSession[Bash]):
         self._nonce = ""
         super().__init__(descriptors, output_limit=output_limit, give_back=give_back, answer=answer)
 
-    def _words(self, request: Bash) -> bytes | None:
+    def _start_message(self, request: Bash) -> bytes | None:
         nonce = os.urandom(8).hex()
         line, content = BASH.line(request.command, nonce=nonce, status=self._status)
         # Only the server can store a text that cannot be typed.
@@ -251,10 +251,10 @@ class DirectShell(DirectSession[Bash]):
         self._nonce = nonce
         return line
 
-    def _say(self, words: bytes | bytearray) -> None:
-        os.write(self._source, words)
+    def _write(self, message: bytes | bytearray) -> None:
+        os.write(self._source, message)
 
-    def _returned(self, spent_s: float) -> Return:
+    def _return_message(self, spent_s: float) -> Return:
         running = self._running
         return Return(
             0 if running is None else running.id,
@@ -268,10 +268,10 @@ class DirectShell(DirectSession[Bash]):
             self._reports.rest,
         )
 
-    def _hear(self, data: bytes) -> BashDone | None:
+    def _feed(self, data: bytes) -> BashDone | None:
         report = self._reports.feed(data, self._nonce)
         if not data or self._running is None:
-            raise WireError("the shell is gone, or says something unasked")
+            raise WireError("the shell has exited, or sent an unexpected message")
         if report is None:
             return None
         self._status, self._cwd = report
@@ -283,7 +283,7 @@ class DirectPython(DirectSession[Python]):
     """Python session driven by the host. Its output is a pipe; its channel is the socket for cells.
 
     The process that runs the model's code writes to this channel. Only short, typed messages are accepted
-    here; all others are left to the server.
+    here. For any other message, the session returns to the server.
     """
 
     _kinds = stat.S_ISFIFO, stat.S_ISSOCK
@@ -291,35 +291,35 @@ class DirectPython(DirectSession[Python]):
     def __init__(
         self, descriptors: Sequence[int], *, output_limit: int, give_back: GiveBack, answer: Answer
     ) -> None:
-        self._heard = bytearray()
+        self._received = bytearray()
         super().__init__(descriptors, output_limit=output_limit, give_back=give_back, answer=answer)
 
-    def _words(self, request: Python) -> bytearray | None:
+    def _start_message(self, request: Python) -> bytearray | None:
         if len(request.code) > _CELL_LIMIT:
             return None
         with contextlib.suppress(WireError):
             return encode(Cell(request.id, request.code))
         return None  # not Unicode: the connection then raises ToolError
 
-    def _say(self, words: bytes | bytearray) -> None:
-        # A session that does not read may accept only a part; then its cell times out like any other.
-        os.write(self._channel, words)
+    def _write(self, message: bytes | bytearray) -> None:
+        # A session that does not read may accept only a part of the message. Then the cell times out.
+        os.write(self._channel, message)
 
-    def _returned(self, spent_s: float) -> ReturnPython:
+    def _return_message(self, spent_s: float) -> ReturnPython:
         running = self._running
         id_ = 0 if running is None else running.id
-        return ReturnPython(id_, running, spent_s, bytes(self._output), bytes(self._heard))
+        return ReturnPython(id_, running, spent_s, bytes(self._output), bytes(self._received))
 
-    def _hear(self, data: bytes) -> PythonDone | None:
-        self._heard += data
-        if not data or self._running is None or len(self._heard) > _CELL_LIMIT:
-            raise WireError("the session is gone, says something unasked, or says much")
-        frames = Framer(_CELL_LIMIT).feed(self._heard)
+    def _feed(self, data: bytes) -> PythonDone | None:
+        self._received += data
+        if not data or self._running is None or len(self._received) > _CELL_LIMIT:
+            raise WireError("the session has exited, or sent an unexpected or long message")
+        frames = Framer(_CELL_LIMIT).feed(self._received)
         if not frames:
             return None
         done = decode_cell_done(frames[0])
-        if done.id != self._running.id or len(frames[0]) + HEADER_SIZE != len(self._heard):
-            raise WireError("the end of another cell, or more than one")
-        self._heard.clear()
+        if done.id != self._running.id or len(frames[0]) + HEADER_SIZE != len(self._received):
+            raise WireError("the result of another cell, or more than one result")
+        self._received.clear()
         text, omitted = self._text()
         return PythonDone(done.id, text, omitted, done.error, False, "", done.display)

@@ -210,7 +210,7 @@ async def ask(answer: bytes) -> Done:
     [
         (b"\xff\xff\xff\xff", "announced"),
         (struct.pack(">I", 3) + b"\xc1\xc1\xc1", "not a reply"),
-        (bytes(encode(Done(99))), "a reply to no request"),
+        (bytes(encode(Done(99))), "a reply without a request"),
         (bytes(encode(RunDone(1, b"", 0, 0, False, 0.0))), "answered RunDone, not Done"),
         (b"", "did not answer within 0.2 s"),
         (b"\0\0", "did not answer within 0.2 s"),
