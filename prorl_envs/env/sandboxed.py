@@ -13,9 +13,9 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault, UnsupportedMachine
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.tools.client.arguments import is_unicode
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
+from prorl_envs.tools.protocol.tree import is_utf8
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
 #: Maximum characters of an answer in a finish call; longer answers are refused, not cut.
@@ -208,7 +208,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             answer = str(answer)
         if not isinstance(answer, str) or call.arguments.keys() - {"answer"}:
             return ToolResult(text="finish takes one argument, answer, a text.", ok=False)
-        if not is_unicode(answer):
+        if not is_utf8(answer):
             return ToolResult(text="The answer holds half a surrogate pair, which is no character.", ok=False)
         if len(answer) > MAX_ANSWER_CHARS:
             return ToolResult(text=f"The answer is longer than {MAX_ANSWER_CHARS} characters.", ok=False)

@@ -18,8 +18,8 @@ from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.nemo.outcome import EpisodeOutcome, Notices, failed, outcome, with_notes
 from prorl_envs.nemo.plan import Plan
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.client.arguments import is_unicode
 from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.protocol.tree import is_utf8
 from prorl_envs.tools.types import Completed
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class ProviderSandbox:
         Raises:
             InputError: `timeout_s` is not a valid time.
         """
-        if not is_unicode(command) or "\0" in command:
+        if not is_utf8(command) or "\0" in command:
             return failed("exec", "the command holds a character that no shell accepts")
         directory = self.path(cwd or "")
         async with self._slots:

@@ -93,7 +93,7 @@ class SharedDriver:
             await self._lifetime.aclose()
 
     async def _until_loop_ends(self) -> AsyncGenerator[None]:
-        # A loop closes its generators when it shuts down (`asyncio.run` ensures this), even without `release`.
+        # A loop closes its generators when it shuts down (as `asyncio.run` ensures), even without `release`.
         try:
             yield
         finally:

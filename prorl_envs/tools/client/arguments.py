@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from prorl_envs.tools.protocol.tree import is_utf8
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Maximum characters of a text argument.
@@ -37,15 +38,6 @@ def complaint(spec: ToolSpec, arguments: object) -> str:
     return ""
 
 
-def is_unicode(text: str) -> bool:
-    """Return True if a text can be encoded as UTF-8. JSON also allows lone surrogates, which cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _wrong(schema: JsonObject, value: Any) -> str:
     match schema["type"], value:
         case "string", str():
@@ -66,7 +58,7 @@ def _wrong(schema: JsonObject, value: Any) -> str:
 def _wrong_text(schema: JsonObject, text: str) -> str:
     if len(text) > TEXT_LIMIT:
         return f"is longer than {TEXT_LIMIT} characters"
-    if not is_unicode(text):
+    if not is_utf8(text):  # JSON allows lone surrogates
         return "holds half of a surrogate pair, which is no character"
     if "enum" in schema and text not in schema["enum"]:
         return f"must be one of: {', '.join(schema['enum'])}"

@@ -65,19 +65,19 @@ class ToolConnection:
 
     Args:
         output_limit: bytes of output kept of each command.
-        reach: starts a server on demand; this connection owns the returned socket.
+        spawn: starts a server on demand; this connection owns the returned socket.
         setup: builds the first request to the server, given its id.
     """
 
     def __init__(
         self,
         output_limit: int,
-        reach: Callable[[], Awaitable[socket.socket]] | None = None,
+        spawn: Callable[[], Awaitable[socket.socket]] | None = None,
         setup: Callable[[int], Setup] | None = None,
     ) -> None:
         self._sock: socket.socket | None = None
-        self._reach, self._setup = reach, setup
-        self._reaching: asyncio.Task[None] | None = None
+        self._spawn, self._setup = spawn, setup
+        self._starting: asyncio.Task[None] | None = None
         self._output_limit = output_limit
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
@@ -99,14 +99,14 @@ class ToolConnection:
         connection._take_over(sock)
         return connection
 
-    async def reach(self, *, deadline_s: float) -> None:
+    async def start(self, *, deadline_s: float) -> None:
         """Start a server and wait for its setup.
 
         Raises:
             OSError, SandboxError, ToolError: the server cannot be started or set up.
         """
-        assert self._reach is not None and self._setup is not None
-        self._take_over(await self._reach())
+        assert self._spawn is not None and self._setup is not None
+        self._take_over(await self._spawn())
         await self.request(self._setup, Done, deadline_s=deadline_s)
 
     async def request[R: Reply](
@@ -168,13 +168,13 @@ class ToolConnection:
         if self.lost:
             return
         self.lost, self._reason = True, reason
-        self._reach = self._setup = None  # breaks the reference cycle with the owner
+        self._spawn = self._setup = None  # breaks the reference cycle with the owner
         if self._sock is not None:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._sock.close()
-        if self._reaching is not None:
-            self._reaching.cancel()
+        if self._starting is not None:
+            self._starting.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
         for lent in self._lent.values():
@@ -223,7 +223,7 @@ class ToolConnection:
             raise ToolError(str(error), hint="send less at a time") from error
         if self._unsent or self._sock is None:
             self._unsent += frame
-            self._reach_server()
+            self._ensure_server()
             return
         sent = self._write(self._sock, frame)
         if sent < len(frame):
@@ -244,21 +244,21 @@ class ToolConnection:
         except (BrokenPipeError, ConnectionResetError):  # `_on_readable` finds the end of the stream
             return len(data)
 
-    def _reach_server(self) -> None:
+    def _ensure_server(self) -> None:
         """Start a server for the unsent requests, unless one runs or is starting."""
-        if self._sock is None and self._reaching is None:
-            self._reaching = self._loop.create_task(self._start_server())
+        if self._sock is None and self._starting is None:
+            self._starting = self._loop.create_task(self._start_server())
 
     async def _start_server(self) -> None:
-        assert self._reach is not None and self._setup is not None
+        assert self._spawn is not None and self._setup is not None
         try:
-            sock = await self._reach()
+            sock = await self._spawn()
             self._take_over(sock)
             unsent, self._unsent = self._unsent, bytearray()
             # Not awaited, so that the first call is sent at once. If the setup fails, that call fails.
             self._ask(self._setup, _SETUP_S)[1].add_done_callback(self._on_setup_done)
         except (RolloutFailure, OSError) as error:
-            self._reaching = None
+            self._starting = None
             self.give_up(str(error), error)
             return
         self._unsent += unsent

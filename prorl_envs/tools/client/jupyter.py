@@ -1,8 +1,8 @@
 """Jupyter kernel in the sandbox, run by the image's own interpreter.
 
-The kernel listens on Unix sockets in a directory in the sandbox's `socket_directory`, which is deleted once
-they are connected. Its content is untrusted: the host opens each socket through descriptors that follow no
-link, and connects to the opened file.
+The kernel listens on Unix sockets in a directory in the sandbox's `socket_directory`. The directory is
+deleted once the host is connected. Its content is untrusted: the host opens each socket through descriptors
+that follow no link, and connects to the opened file.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from prorl_envs.tools.client.server_handle import ToolLimits, ToolServerHandle
 from prorl_envs.tools.protocol.messages import Done, PythonDone, Run, RunDone, Write
 from prorl_envs.tools.types import ToolResult
 
-#: Seconds a kernel may take for its first answer.
+#: Timeout of a kernel's first answer, in seconds.
 START_TIMEOUT_S = 60.0
-#: Bytes of one message, and messages queued, per channel. A kernel that sends a longer message is
-#: disconnected, and its session is closed at the cell's deadline.
+#: Maximum bytes of one message, and maximum queued messages, per channel. A kernel that sends a longer
+#: message is disconnected, and its session is closed at the cell's deadline.
 MESSAGE_LIMIT = 16 * 1024 * 1024
 MESSAGES_WAITING = 16
-#: Exceptions that malformed messages raise, in the client's libraries or here.
+#: Exceptions that malformed messages cause, in the client's libraries or here.
 _BREACHES = (
     ValueError,
     KeyError,
@@ -89,8 +89,8 @@ class JupyterPython:
     async def run(self, code: str, *, timeout_s: float) -> ToolResult:
         started = time.monotonic()
         async with self._lock:
-            await self._stopped()
-            before = await self._take_note_of_an_end()
+            await self._wait_until_stopped()
+            before = await self._end_notice()
             if self._kernel is None:
                 await self.start()
             assert self._kernel is not None
@@ -101,7 +101,7 @@ class JupyterPython:
                 self._stopping = asyncio.create_task(self._stop(self._kernel, output))
                 raise
             except BaseException:
-                await self._end()  # it may still be busy, so the next cell gets a new one
+                await self._end()  # the kernel may still be busy, so the next cell gets a new kernel
                 raise
         if done.notice and not self._sandbox.alive:
             raise self._sandbox.end_error()
@@ -112,7 +112,7 @@ class JupyterPython:
         if self._kernel is not None:
             self._kernel.give_up("was restarted")  # stops a running cell and the kernel
         async with self._lock:
-            await self._stopped()
+            await self._wait_until_stopped()
             await self._end()
             await self.start()
 
@@ -124,23 +124,23 @@ class JupyterPython:
 
     async def aclose(self) -> None:
         await self._end()
-        await self._stopped()
+        await self._wait_until_stopped()
         await self._link.aclose()
 
     async def _stop(self, kernel: "_Kernel", output: CellOutput) -> None:
-        """Interrupt the running cell; stop the kernel if the cell goes on, or the kernel has ended."""
+        """Interrupt the running cell. Close the kernel if the cell continues or the kernel has stopped."""
         with contextlib.suppress(_KernelEnded):
             if await kernel.interrupt(output, self._limits.grace_s):
                 return
         await self._end()
 
-    async def _stopped(self) -> None:
+    async def _wait_until_stopped(self) -> None:
         """Wait until the cell of a cancelled call has stopped."""
         if self._stopping is not None:
             await asyncio.wait({self._stopping})
             self._stopping = None
 
-    async def _take_note_of_an_end(self) -> str:
+    async def _end_notice(self) -> str:
         """Return a notice for the model if the kernel has stopped since the last cell, else ""."""
         if self._kernel is None or not (ended := self._kernel.ended):
             return ""
@@ -171,7 +171,7 @@ class JupyterPython:
 
 
 class _KernelEnded(Exception):
-    """The kernel stopped, or broke the protocol; the message continues "the Python session"."""
+    """The kernel stopped, or broke the protocol; the message completes "the Python session ..."."""
 
 
 class _Kernel:
@@ -180,9 +180,9 @@ class _Kernel:
     def __init__(self, process: "asyncio.Task[RunDone]", info: dict[str, Any]) -> None:
         self._process = process
         self._info = info
-        self._why = ""
+        self._reason = ""
         self._context = zmq.asyncio.Context()
-        # Defaults of the sockets created from this context: the peer is untrusted.
+        # Defaults of all sockets of this context, because the peer is untrusted.
         self._context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
         self._context.setsockopt(zmq.RCVHWM, MESSAGES_WAITING)
         self._context.setsockopt(zmq.LINGER, 0)
@@ -202,7 +202,7 @@ class _Kernel:
 
         Raises:
             EnvironmentFault: the sandbox lacks the interpreter or ipykernel.
-            ToolError: the kernel does not start for another reason; the message includes its output.
+            ToolError: the kernel did not start for another reason; the message includes its output.
         """
         parent_inside, parent = link.sandbox.socket_directory
         name = f".kernel-{secrets.token_hex(6)}"
@@ -242,7 +242,7 @@ class _Kernel:
         """Run a cell; return False if it has not finished in time.
 
         Raises:
-            _KernelEnded: the kernel stopped instead.
+            _KernelEnded: the kernel stopped.
         """
         self._cell_start, self._cell_done = math.inf, False
         self._cell = self._client.execute(code, silent=silent, store_history=not silent, allow_stdin=False)
@@ -253,7 +253,7 @@ class _Kernel:
         return await self._follow(output, grace_s, interrupt=True)
 
     async def while_alive[T](self, work: "asyncio.Future[T] | Any") -> T:
-        """Await `work`, but only while the kernel lives.
+        """Return the result of `work`; cancel it if the kernel stops.
 
         Raises:
             _KernelEnded: the kernel stopped first.
@@ -273,9 +273,9 @@ class _Kernel:
 
     @property
     def ended(self) -> str:
-        """Reason for the kernel's end, which continues "the Python session"; empty while the kernel lives."""
+        """Completion of "the Python session ..." with the reason for its end; "" while the kernel lives."""
         if self._process.cancelled():
-            return self._why or "was ended"
+            return self._reason or "was ended"
         if not self._process.done():
             cut_off = self._cut_off is not None and self._cut_off.done()
             return f"sent a message of more than {MESSAGE_LIMIT} bytes, and was killed" if cut_off else ""
@@ -283,18 +283,18 @@ class _Kernel:
             done = self._process.result()
         except ServerLost as lost:
             return f"was lost ({lost.message})"
-        words = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
-        return f"exited with status {done.exit_code}{f' ({words})' if words else ''}"
+        shown = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
+        return f"exited with status {done.exit_code}{f' ({shown})' if shown else ''}"
 
-    def give_up(self, why: str) -> None:
-        """Kill the process; a running cell stops with it."""
-        self._why = why
+    def give_up(self, reason: str) -> None:
+        """Kill the process, and with it a running cell; see `ended` for the reason."""
+        self._reason = reason
         self._process.cancel()
 
     def connection_file(self) -> Path:
         """Write the connection file for a Jupyter client; it is deleted when the kernel stops."""
         if self._attachment is None:
-            folder = self._attachment = self._way_to_sockets()
+            folder = self._attachment = self._link_sockets()
             path = folder / "kernel.json"
             path.touch(mode=0o600)
             path.write_bytes(msgspec.json.encode({**self._info, "ip": str(folder / "k")}))
@@ -314,7 +314,7 @@ class _Kernel:
             os.close(fd)
         self._sockets.clear()
 
-    def _way_to_sockets(self) -> Path:
+    def _link_sockets(self) -> Path:
         """Create a directory with a short link to the opened file of each socket.
 
         The links are valid while this process lives, independent of the sandbox's own directory.
@@ -330,7 +330,7 @@ class _Kernel:
                 self._sockets[number] = _open_socket(parent, name, f"k-{number}")
         except OSError as error:
             raise ToolError(f"the Jupyter kernel's sockets cannot be opened: {error}") from error
-        folder = self._way_to_sockets()
+        folder = self._link_sockets()
         try:
             info: Any = {**self._info, "ip": str(folder / "k")}
             self._client.load_connection_info(info)
@@ -346,7 +346,7 @@ class _Kernel:
             shutil.rmtree(folder)
 
     async def _until_cut_off(self) -> None:
-        """Wait until the output connection closes while the kernel lives: a message was too long."""
+        """Wait until the output connection closes while the kernel lives, because a message was too long."""
         sock = self._client.iopub_channel.socket
         monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
@@ -366,7 +366,7 @@ class _Kernel:
                         self._client.control_channel.send(self._client.session.msg("interrupt_request", {}))
                         sent = True
                     await self._next(output)
-                if interrupt:  # just before or after the cell's own code, it suppresses the reply
+                if interrupt:  # just before or after the cell's code, an interrupt suppresses the reply
                     return True
                 while (reply := await self._reply())["parent_header"].get("msg_id") != self._cell:
                     pass  # reply to a request sent during the start

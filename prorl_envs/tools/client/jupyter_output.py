@@ -8,7 +8,7 @@ import msgspec
 from prorl_envs.tools.protocol.messages import DISPLAY_LIMIT, ERROR_NAME_LIMIT, MIME_LIMIT, PythonDone
 from prorl_envs.tools.protocol.output import OutputBuffer
 
-#: Characters of all rich representations forwarded per cell.
+#: Maximum characters of all rich representations that are forwarded per cell.
 DISPLAY_CHARACTERS = 1024 * 1024
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -64,7 +64,7 @@ class CellOutput:
                 self._show(msgspec.convert(content, Bundle).data)
             case "error":
                 failure = msgspec.convert(content, CellFailure)
-                self._error = _whole(failure.ename[:ERROR_NAME_LIMIT])
+                self._error = _without_surrogates(failure.ename[:ERROR_NAME_LIMIT])
                 self._write(_COLOUR.sub("", "\n".join(failure.traceback)) + "\n")
             case "status":
                 return msgspec.convert(content, KernelStatus).execution_state == "idle"
@@ -81,21 +81,25 @@ class CellOutput:
         self._text.feed(text.encode("utf-8", "replace"))
 
     def _show(self, bundle: dict[str, Any]) -> None:
-        rich = {_whole(mime): _whole(str(value)) for mime, value in bundle.items() if mime != "text/plain"}
+        rich = {
+            _without_surrogates(mime): _without_surrogates(str(value))
+            for mime, value in bundle.items()
+            if mime != "text/plain"
+        }
         if "text/plain" in bundle:
             self._write(f"{bundle['text/plain']}\n")
         if not rich:
             return
         size = sum(map(len, rich.values()))
         total = self._display_characters + size + sum(map(len, rich))
-        few = len(self._display) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
-        if few and total <= DISPLAY_CHARACTERS:
+        allowed = len(self._display) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
+        if allowed and total <= DISPLAY_CHARACTERS:
             self._display.append(rich)
             self._display_characters = total
         else:
             self._write(f"[display data of {size} characters left out]\n")
 
 
-def _whole(text: str) -> str:
-    """Replace lone surrogates: JSON can contain them, but a reply cannot."""
+def _without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which JSON can contain but a reply cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -8,8 +8,8 @@ import inspect
 
 from prorl_envs.tools.server import interrupts
 
-#: Runs `!command` without a terminal, which would take 0.1 s and alter line ends. Bounds the size of
-#: messages: otherwise one print of 20 MB would be one message, too large for the host.
+#: Runs `!command` without a terminal, which would take 0.1 s and alter line ends. Limits the size of
+#: messages: otherwise one print of 20 MB would be one message, which is too large for the host.
 SETUP = """
 def _setup(interrupts):
     import io, os, subprocess, sys
@@ -25,7 +25,7 @@ def _setup(interrupts):
             return text
         return "%s\\n[... %d characters left out ...]\\n%s" % (text[:limit], left_out, text[-limit:])
 
-    # A stream of its own, for the shell puts back the methods that it finds on the other.
+    # A separate object, because the shell restores the methods of the original stream.
     class Bounded(object):
         def __init__(self, stream):
             self._stream = stream
@@ -84,7 +84,7 @@ def _setup(interrupts):
         raise RuntimeError("input() is not available: there is no one to answer")
 
     def stop(process):
-        # The interrupt has reached it too, as one of the kernel's group.
+        # The interrupt has reached this process too, because it is in the kernel's process group.
         try:
             process.wait(0.25)
         except subprocess.TimeoutExpired:
@@ -117,16 +117,16 @@ def _setup(interrupts):
     format_any = shell.display_formatter.format
     shell.display_formatter.format = format_bounded
     shell.system = system
-    # A kernel would run a cell that awaits in its own loop, which no interrupt wakes, and `asyncio.run` would
-    # fail in every cell. It runs cells without its loop if the shell has another runner than its own.
+    # By default, a kernel runs cells that await in its own loop. No interrupt wakes this loop, and
+    # `asyncio.run` fails in every cell. With another `loop_runner`, the kernel runs cells without its loop.
     shell.run_cell = run_cell
     shell.loop_runner = names["run_coroutine"]
     shell.getoutput = getoutput
     shell.run_line_magic = run_line_magic
     shell.run_cell_magic = run_cell_magic
     shell.kernel.raw_input = shell.kernel.getpass = no_input
-    os.system = os_system  # its output would overtake what the cell prints, or come after it
-    sys.argv[:] = [""]  # the kernel's own arguments, on which a parser of arguments would fail
+    os.system = os_system  # otherwise its output is not in order with the cell's output
+    sys.argv[:] = [""]  # an argument parser in a cell would fail on the kernel's own arguments
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = ["python3"]
 

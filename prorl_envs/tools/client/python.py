@@ -34,7 +34,7 @@ class PythonTool(Protocol):
 
         Raises:
             SandboxError, ToolError: the session cannot be started.
-            EnvironmentFault: the sandbox lacks what the session needs.
+            EnvironmentFault: the sandbox lacks a program or package that the session needs.
         """
         ...
 
@@ -58,7 +58,7 @@ class PythonTool(Protocol):
 class ForkedPython:
     """IPython forked warm from a tool server.
 
-    The tool server is dedicated: a session's memory is a copy of its server's, which must hold nothing else.
+    The tool server does nothing else, because its memory is copied to the session and must hold nothing else.
     """
 
     def __init__(self, sandbox: Sandbox, limits: ToolLimits) -> None:

@@ -12,8 +12,8 @@ from prorl_envs.tools.client.connection import ServerLost, ToolConnection
 from prorl_envs.tools.protocol.messages import Reply, Request, Setup
 
 ENTRY = "prorl_envs.tools.server.server:serve"
-#: Variables of every tool's processes, unless the sandbox's own override them: no user can operate a pager,
-#: and the model reads no colours.
+#: Variables of all processes of the tools. The sandbox's own variables take precedence. No user can operate a
+#: pager, and the model reads no colours.
 ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
 
 
@@ -25,7 +25,7 @@ class ToolLimits:
         output_bytes: bytes of output kept of each tool call; half from its start, half from its end.
         grace_s: seconds a command has to react to an interrupt before it is killed.
         margin_s: seconds beyond a call's own timeout after which the connection to the server is closed.
-        transfer_s: seconds for moving a file.
+        transfer_s: timeout of reading, writing or editing a file, in seconds.
     """
 
     output_bytes: int = 32 * 1024
@@ -39,8 +39,8 @@ class ToolServerSession:
     """State of one session; its lock keeps the session's calls in order.
 
     Args:
-        server: the connection last used; None before the first call, or once the model was notified of a
-            loss.
+        server: the connection of the last call; None before the first call, and after the model was notified
+            of a loss.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -96,7 +96,7 @@ class ToolServerHandle:
 
         Args:
             timeout_s: seconds the request itself may take; the server gets `limits.margin_s` more.
-            connection: the connection to use, if the caller must know it.
+            connection: the connection to use; None uses the live one.
 
         Raises:
             OSError: the server refused the request with this error.
@@ -118,16 +118,16 @@ class ToolServerHandle:
             await self._connection.aclose()
 
     async def _start(self) -> ToolConnection:
-        connection = ToolConnection(self.limits.output_bytes, self._reach, self._setup)
+        connection = ToolConnection(self.limits.output_bytes, self._spawn, self._setup)
         if self._python:  # the server starts the Python session
             try:
-                await connection.reach(deadline_s=self.limits.margin_s)
+                await connection.start(deadline_s=self.limits.margin_s)
             except BaseException:
                 await connection.aclose()
                 raise
         return connection
 
-    async def _reach(self) -> socket.socket:
+    async def _spawn(self) -> socket.socket:
         return await self.sandbox.spawn(ENTRY, template=self._template)
 
     def _setup(self, request_id: int) -> Setup:
@@ -145,7 +145,7 @@ def check_timeout(timeout_s: float) -> None:
     """Check that a timeout is a positive number of seconds.
 
     Raises:
-        InputError: it is not.
+        InputError: the timeout is invalid.
     """
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise InputError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")

@@ -8,7 +8,7 @@ from typing import Self
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.client import transfer
-from prorl_envs.tools.client.arguments import complaint, is_unicode
+from prorl_envs.tools.client.arguments import complaint
 from prorl_envs.tools.client.connection import ServerLost
 from prorl_envs.tools.client.python import ForkedPython, PythonEngine, PythonTool
 from prorl_envs.tools.client.results import bash_result, server_lost, with_notices
@@ -34,18 +34,18 @@ from prorl_envs.tools.protocol.messages import (
     RunDone,
     Write,
 )
-from prorl_envs.tools.protocol.tree import Transferred, TreeLimits
+from prorl_envs.tools.protocol.tree import Transferred, TreeLimits, is_utf8
 from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
 from prorl_envs.tools.types import Completed, JsonObject, ToolCall, ToolResult
 
-#: Characters of the longest name of a shell session.
+#: Maximum characters of the name of a shell session.
 SESSION_NAME_LIMIT = 64
 
 
 class Toolbox:
     """Tools of one sandbox. Created by `open`; the creator closes it before the sandbox.
 
-    Calls of different kinds and sessions may be in flight together; those of one session run in order.
+    Calls of different kinds and sessions may be in flight together; calls of one session run in order.
     Cancelling a call stops the work it started and leaves the toolbox usable.
     """
 
@@ -76,7 +76,7 @@ class Toolbox:
     ) -> Self:
         """Open the tools of a running sandbox.
 
-        The Python session, if requested, starts now. A tool server or the shell starts with the first call.
+        The Python session, if requested, starts now. The tool server and the shell start at the first call.
 
         Args:
             sandbox: the running sandbox; its owner still closes it.
@@ -118,7 +118,7 @@ class Toolbox:
             timeout_s: seconds after which the command is interrupted, then killed.
             session: name of the shell; a new one is started at first use.
             is_input: True if the text is input for a waiting command.
-            restart: kill the session's shell, and all in it but background jobs, first.
+            restart: first kill the session's shell and its processes, except background jobs.
 
         Returns:
             The output, then the exit status if it is not 0, then notes about the command or shell. Returns
@@ -130,11 +130,11 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         check_timeout(timeout_s)
-        if "\0" in command or not is_unicode(command):
+        if "\0" in command or not is_utf8(command):
             return ToolResult(text="the command holds a character that bash cannot take", ok=False)
         shell = self._shells.get(session)
         if shell is None:
-            if len(session) > SESSION_NAME_LIMIT or not is_unicode(session):
+            if len(session) > SESSION_NAME_LIMIT or not is_utf8(session):
                 return ToolResult(
                     text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False
                 )
@@ -179,12 +179,12 @@ class Toolbox:
         check_timeout(timeout_s)
         if self._python is None:
             raise InputError("this toolbox has no Python session", hint="open it with a Python engine")
-        if not is_unicode(code):
+        if not is_utf8(code):
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
         return self._noted(await self._python.run(code, timeout_s=timeout_s))
 
     async def restart_python(self) -> None:
-        """Replace the Python session by a new one; a running cell stops, and its result says so.
+        """Replace the Python session by a new one. A running cell is stopped, and its result says so.
 
         Raises:
             InputError: this toolbox has no Python session.
@@ -298,7 +298,7 @@ class Toolbox:
                 output is lost.
 
         Raises:
-            OSError: as starting it locally would raise (no such program, no such directory).
+            OSError: as a local start would raise (no such program, no such directory).
             SandboxError, ToolError: our infrastructure failed.
         """
         check_timeout(timeout_s)
@@ -311,7 +311,7 @@ class Toolbox:
 
         done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
         if done.exit_code is not None and done.exit_code < 0 and not self.sandbox.alive:
-            # The process's exit can arrive before that of the tool server: the sandbox's stop killed both.
+            # The sandbox stopped, which killed the process and the tool server. The reply arrived in between.
             raise self.sandbox.end_error()
         return Completed(
             exit_code=done.exit_code,
@@ -326,13 +326,13 @@ class Toolbox:
         """Create or replace a file atomically, with the sandbox's own rights; create missing directories.
 
         Raises:
-            InputError: more than `messages.CONTENT_LIMIT` bytes.
+            InputError: `data` has more than `messages.CONTENT_LIMIT` bytes.
             OSError: as a local write would raise.
             SandboxError, ToolError: our infrastructure failed.
         """
         if len(data) > CONTENT_LIMIT:
             raise InputError(
-                f"{len(data)} bytes are more than one transfer takes", hint="upload a file, or use a mount"
+                f"{len(data)} bytes are too many for one write", hint="upload a file, or use a mount"
             )
         place = self.sandbox.path_inside(path, write=True)
         await self._tools.ask(
@@ -420,8 +420,7 @@ class Toolbox:
     async def end_processes(self) -> None:
         """Kill every process in the sandbox, including background jobs and daemons; files and tools stay.
 
-        For a grader that continues in the agent's own sandbox. The next call in each session starts a new
-        one.
+        For a grader that continues in the agent's own sandbox. The next call in a session starts it again.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed, or the processes cannot be killed.

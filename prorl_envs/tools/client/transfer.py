@@ -50,10 +50,10 @@ async def download(
 
     def work(sock: socket.socket) -> Transferred:
         if os.path.lexists(target):
-            raise InputError(f"{target} exists already", hint="a download makes something new")
+            raise InputError(f"{target} exists already", hint="choose a path that does not exist")
         channel = TransferChannel(sock)
         channel.send(Pack(source, limits, skip_unsupported))
-        # Unpack into a temporary directory beside the target; move it there only if all of it is valid.
+        # Unpack into a temporary directory beside the target. Move the result only if all of it is valid.
         scratch = Path(tempfile.mkdtemp(prefix=".prorl-", dir=target.parent))
         try:
             folder = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -87,7 +87,7 @@ async def _transfer(
                 try:
                     await asyncio.wait({thread})
                 finally:
-                    await _ended(thread, sock)
+                    await _finish(thread, sock)
                 return thread.result()
     except TimeoutError:
         raise ToolError(f"the transfer did not end within {timeout_s:g} s") from None
@@ -97,7 +97,7 @@ async def _transfer(
         raise ToolError(f"the transfer broke off: {error or 'its tool server ended'}") from error
 
 
-async def _ended(thread: "asyncio.Task[Transferred]", sock: socket.socket) -> None:
+async def _finish(thread: "asyncio.Task[Transferred]", sock: socket.socket) -> None:
     if thread.done():
         return
     sock.shutdown(socket.SHUT_RDWR)

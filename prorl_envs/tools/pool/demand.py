@@ -8,7 +8,7 @@ class Demand:
     """Estimate of demand, from the times of requests and the duration of a start.
 
     The target serves the largest recent burst: the number of sandboxes requested during the time of one
-    start. A kind that was requested only once gets none, because it may never be requested again.
+    start. After a single request the target is 0, because there may never be another.
 
     Args:
         memory_s: seconds for which a burst is remembered.

@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 #: Seconds for which a burst is remembered and an unused sandbox is kept.
 MEMORY_S = 60.0
-#: Kinds whose demand is remembered.
+#: Maximum number of kinds whose demand is remembered.
 KINDS = 256
 _READY_TIMEOUT_S = 30.0
-#: Seconds that a caller has for the first steps in its sandbox before the next one is started.
+#: Seconds for a caller's first steps in its sandbox, before the pool starts the next sandbox.
 _PAUSE_S = 0.01
 
 
@@ -52,25 +52,24 @@ class WarmPool:
         driver: starts the sandboxes; its owner closes it after the pool.
         limit: maximum number of idle sandboxes over all kinds; 0 disables the pool.
         memory_s: seconds for which unused sandboxes are kept.
-        max_concurrent_starts: sandboxes that may start at once, over all kinds; others wait in order of
-            arrival.
+        max_concurrent_starts: maximum concurrent starts over all kinds; others wait in order of arrival.
     """
 
     def __init__(
         self, driver: Driver, *, limit: int, memory_s: float = MEMORY_S, max_concurrent_starts: int = 64
     ) -> None:
         self._driver = driver
-        self._turns = asyncio.Semaphore(max_concurrent_starts)
+        self._start_slots = asyncio.Semaphore(max_concurrent_starts)
         self._limit = limit
         self._memory_s = memory_s
         self._stocks: OrderedDict[_Kind, _Stock] = OrderedDict()
-        self._asked = asyncio.Event()
+        self._woken = asyncio.Event()
         self._settled = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
         #: Number of requests served from the pool.
         self.hits = 0
-        #: Numbers of sandboxes that start now, and that wait for their turn.
+        #: Number of sandboxes that start now, and number of starts that wait for a slot.
         self.starting = self.waiting = 0
 
     @property
@@ -105,7 +104,7 @@ class WarmPool:
 
     async def settled(self) -> None:
         """Wait until the pool has its target size, or cannot grow further."""
-        while self._asked.is_set():
+        while self._woken.is_set():
             self._settled.clear()
             await self._settled.wait()
 
@@ -114,7 +113,7 @@ class WarmPool:
         self._closed = True
         if self._keeper is not None:
             # Not cancelled: a start or close in progress would remain incomplete.
-            self._asked.set()
+            self._woken.set()
             await asyncio.shield(self._keeper)
         for stock in self._stocks.values():
             while stock.ready:
@@ -130,14 +129,14 @@ class WarmPool:
         return stock
 
     def _wake(self) -> None:
-        self._asked.set()
+        self._woken.set()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
     async def _open(self, kind: _Kind) -> SandboxSession:
         self.waiting += 1
         try:
-            await self._turns.acquire()
+            await self._start_slots.acquire()
         finally:
             self.waiting -= 1
         self.starting += 1
@@ -146,7 +145,7 @@ class WarmPool:
             place = await SandboxSession.open(self._driver, kind.spec, python=kind.python)
         finally:
             self.starting -= 1
-            self._turns.release()
+            self._start_slots.release()
         if kind in self._stocks:
             self._stocks[kind].demand.started(time.monotonic() - started)
         return place
@@ -154,39 +153,38 @@ class WarmPool:
     async def _keep(self) -> None:
         """Start missing sandboxes and close unneeded ones while the pool is open."""
         while not self._closed:
-            while (place := self._unwanted(time.monotonic())) is not None:
+            while (place := self._pop_unwanted(time.monotonic())) is not None:
                 await place.aclose()
-            kind = self._short(time.monotonic())
+            kind = self._missing_kind(time.monotonic())
             if kind is not None and self.ready < self._limit and await self._fill(kind):
                 continue
             if self._closed:
                 break
-            self._asked.clear()
+            self._woken.clear()
             self._settled.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._memory_s / 4):
-                    await self._asked.wait()
+                    await self._woken.wait()
                     await asyncio.sleep(_PAUSE_S)
         self._settled.set()
 
-    def _unwanted(self, now: float) -> SandboxSession | None:
+    def _pop_unwanted(self, now: float) -> SandboxSession | None:
         """Remove and return an idle sandbox that is too old, surplus, or takes the place of another kind."""
-        short = self._short(now)
-        in_the_way = self.ready >= self._limit
+        missing = self._missing_kind(now)
+        replaceable = missing is not None and self.ready >= self._limit
         for kind, stock in self._stocks.items():  # least recently requested kinds first
-            if kind == short:
-                in_the_way = False
+            if kind == missing:
+                replaceable = False
             if not stock.ready:
                 continue
             since, place = stock.ready[0]
-            crowding = in_the_way and short is not None
-            if crowding or since < now - self._memory_s or len(stock.ready) > stock.demand.wanted(now):
+            if replaceable or since < now - self._memory_s or len(stock.ready) > stock.demand.wanted(now):
                 stock.demand.unused()
                 stock.ready.popleft()
                 return place
         return None
 
-    def _short(self, now: float) -> _Kind | None:
+    def _missing_kind(self, now: float) -> _Kind | None:
         """Return the most recently requested kind that is below its target."""
         stocks = reversed(self._stocks.items())
         return next((kind for kind, stock in stocks if len(stock.ready) < stock.demand.wanted(now)), None)
@@ -196,12 +194,12 @@ class WarmPool:
             place = await self._open(kind)
         except RolloutFailure as error:
             # No caller waits here; a later request that fails raises its own error.
-            logger.warning("a sandbox to stand ready could not be started: %s", error)
+            logger.warning("a sandbox for the warm pool could not be started: %s", error)
             return False
         try:
             await place.tools.bash(":", timeout_s=_READY_TIMEOUT_S)
         except RolloutFailure as error:
-            logger.warning("a sandbox to stand ready does not answer: %s", error)
+            logger.warning("a sandbox for the warm pool does not answer: %s", error)
             await place.aclose()
             return False
         stock = self._stocks.get(kind)

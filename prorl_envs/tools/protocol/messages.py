@@ -9,13 +9,13 @@ from typing import Annotated
 
 import msgspec
 
-#: Bytes of the longest frame either side accepts.
+#: Maximum bytes of a frame that either side accepts.
 FRAME_LIMIT = 48 * 1024 * 1024
-#: Bytes of file content that fit into one frame with room for the rest of the message.
+#: Maximum bytes of file content in one frame, with room for the rest of the message.
 CONTENT_LIMIT = FRAME_LIMIT - 64 * 1024
 
-#: Rich representations forwarded per cell, MIME types of one, and characters of an exception's name. A kernel
-#: that exceeds them breaks the protocol: a few megabytes of empty objects would decode to a gigabyte.
+#: Maximum rich representations per cell, MIME types of one representation, and characters of an exception's
+#: name. More breaks the protocol: a few megabytes of empty objects would decode to a gigabyte.
 DISPLAY_LIMIT = 16
 MIME_LIMIT = 64
 ERROR_NAME_LIMIT = 200
@@ -80,7 +80,7 @@ class Run(Request, tag=3):
     """Run a fresh process.
 
     Args:
-        output_limit: bytes kept, of each stream if stderr is kept apart.
+        output_limit: bytes kept of the output, or of each stream if stderr is kept apart.
         apart: keep stderr apart from stdout.
         background: let background processes continue after the process exits by itself.
     """
@@ -140,7 +140,7 @@ class Return(Request, tag=21):
     Args:
         status, cwd: last values that the shell reported.
         running: the command in progress, whose id this message has; None if there is none.
-        nonce: nonce under which the command's end will be reported.
+        nonce: nonce of the report of the command's end.
         spent_s: seconds the command has run.
         output, report: output, and part of an incomplete report, read so far.
     """
@@ -286,9 +286,9 @@ def encode(message: msgspec.Struct) -> bytearray:
     try:
         _encoder.encode_into(message, frame, HEADER_SIZE)
     except UnicodeEncodeError as error:
-        raise WireError(f"text that is no Unicode: {error}") from error
+        raise WireError(f"text that is not Unicode: {error}") from error
     if len(frame) - HEADER_SIZE > FRAME_LIMIT:
-        raise WireError(f"message of {len(frame)} bytes; a frame holds {FRAME_LIMIT}")
+        raise WireError(f"message of {len(frame)} bytes; the limit is {FRAME_LIMIT}")
     _LENGTH.pack_into(frame, 0, len(frame) - HEADER_SIZE)
     return frame
 
@@ -325,7 +325,7 @@ class Framer:
     """Splitter of a byte stream into frames.
 
     Args:
-        limit: bytes of the longest frame accepted.
+        limit: maximum bytes of a frame.
     """
 
     def __init__(self, limit: int = FRAME_LIMIT) -> None:

@@ -1,4 +1,4 @@
-"""Bounded output: the start and the end are kept, the bytes between are counted."""
+"""Bounded output: the start and the end are kept, and the bytes in between are counted."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Captured:
         """Return the output as valid Unicode, with a line that names the number of omitted bytes."""
         if not self.omitted:
             return (self.head + self.tail).decode("utf-8", "replace")
-        head, tail = _whole_end(self.head), _whole_start(self.tail)
+        head, tail = _drop_partial_end(self.head), _drop_partial_start(self.tail)
         omitted = self.omitted + len(self.head) - len(head) + len(self.tail) - len(tail)
         return (
             f"{head.decode('utf-8', 'replace')}\n"
@@ -91,7 +91,7 @@ def clip(text: str, limit: int) -> tuple[str, int]:
     return captured.text(), captured.omitted
 
 
-def _whole_end(data: bytes) -> bytes:
+def _drop_partial_end(data: bytes) -> bytes:
     """Drop a UTF-8 sequence that the cut left incomplete at the end."""
     for back in range(1, min(4, len(data) + 1)):
         byte = data[-back]
@@ -103,7 +103,7 @@ def _whole_end(data: bytes) -> bytes:
     return data
 
 
-def _whole_start(data: bytes) -> bytes:
+def _drop_partial_start(data: bytes) -> bytes:
     """Drop the continuation bytes that the cut left at the start."""
     start = 0
     while start < min(3, len(data)) and data[start] & 0xC0 == 0x80:

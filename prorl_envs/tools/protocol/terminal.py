@@ -1,6 +1,6 @@
 """Messages between the host and the process of an interactive session, in the frames of `messages`.
 
-Pure. Host to session: one `Open`, then the others in any order. Session to host: output as it arrives, and
+Pure. The host sends one `Open`, then other messages in any order. The session sends output as it arrives, and
 `Exited` as the last message.
 """
 
@@ -12,7 +12,7 @@ from prorl_envs.tools.protocol.messages import FRAME_LIMIT, decode
 
 #: Bytes of output in one frame.
 OUTPUT_SIZE = 32 * 1024
-#: Bytes of the longest frame the session sends, with room for the rest of it.
+#: Maximum bytes of a frame that the session sends, with room for the rest of the message.
 SESSION_FRAME_LIMIT = OUTPUT_SIZE + 64
 
 type Signal = Literal["SIGINT", "SIGTERM", "SIGKILL", "SIGQUIT", "SIGHUP"]
@@ -47,7 +47,7 @@ class Resize(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class SendSignal(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """Signal the program's process group; on a terminal, the foreground group too."""
+    """Send a signal to the program's process group; on a terminal, also to the foreground group."""
 
     name: Signal
 

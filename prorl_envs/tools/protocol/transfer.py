@@ -1,7 +1,7 @@
 """Messages of a file transfer: one request, an archive in chunks, one end message.
 
-Each transfer has its own tool server and socket: it may take minutes, and the socket's flow control slows
-down the faster side. Each side is a blocking process or thread.
+Each transfer has its own tool server and socket, because it may take minutes and the socket's flow control
+slows down the faster side. Each side is a blocking process or thread.
 """
 
 import socket
@@ -14,7 +14,7 @@ from prorl_envs.errors import TransferRefused
 from prorl_envs.tools.protocol.messages import Framer, WireError, encode
 from prorl_envs.tools.protocol.tree import NAMED_LIMIT, PATH_LIMIT, Transferred, TreeLimits
 
-#: Bytes of archive in one frame; and of any frame.
+#: Bytes of an archive in one frame, and maximum bytes of any frame.
 CHUNK_SIZE = 256 * 1024
 FRAME_LIMIT = 2 * 1024 * 1024
 _RECEIVE_SIZE = 256 * 1024
@@ -55,7 +55,7 @@ class TransferEnd(msgspec.Struct, array_like=True, tag=3):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=4):
-    """Failure of the peer; `errno` is 0 if the peer refuses the given or found data."""
+    """Failure of the peer: an OSError, or with `errno` 0 a `TransferRefused`."""
 
     errno: int
     message: str
@@ -67,7 +67,7 @@ _messages = msgspec.msgpack.Decoder(Pack | Unpack | Chunk | TransferEnd | Failed
 
 
 class TransferChannel:
-    """One side of a transfer, blocking. Has `read` and `write`, so that an archive can be streamed over it.
+    """One side of a transfer; blocking. Its `read` and `write` transfer an archive as a stream.
 
     Args:
         sock: the socket; its owner closes it.
@@ -82,7 +82,7 @@ class TransferChannel:
         self._end: TransferEnd | None = None
 
     def send(self, message: Message) -> None:
-        """Send a message. Raise BrokenPipeError or ConnectionResetError if the peer is gone."""
+        """Send a message. Raise BrokenPipeError or ConnectionResetError if the peer has disconnected."""
         self._sock.sendall(encode(message))
 
     def send_end(self, done: Transferred) -> None:
@@ -95,7 +95,7 @@ class TransferChannel:
         """Return the next message.
 
         Raises:
-            EOFError: the peer is gone.
+            EOFError: the peer has disconnected.
             WireError: the peer broke the protocol.
         """
         while not self._arrived:
@@ -110,7 +110,7 @@ class TransferChannel:
         return message
 
     def write(self, data: bytes) -> int:
-        """Send a part of an archive, buffered to whole chunks."""
+        """Send a part of an archive. Data is buffered until it fills a chunk."""
         self._waiting += data
         while len(self._waiting) >= CHUNK_SIZE:
             self._send_chunk()

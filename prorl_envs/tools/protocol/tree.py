@@ -1,8 +1,8 @@
 """File trees as tar archives: supported kinds of files, and packing without following links.
 
 Supported are directories, regular files, symbolic links that stay in the tree, permissions (without set-id
-and sticky bits) and modification times. Hard links become separate files. All else is refused: devices, named
-pipes, sockets, links that lead out of the tree, names that are not UTF-8.
+and sticky bits) and modification times. Hard links become separate files. Refused are devices, named pipes,
+sockets, links that lead out of the tree, and names that are not UTF-8.
 """
 
 import os
@@ -15,14 +15,13 @@ from prorl_envs.errors import TransferRefused
 
 #: Name of the archive's only top-level member, independent of the names on either side.
 TOP = "top"
-#: Bytes of a path in an archive, and of a link's target.
+#: Maximum bytes of a path in an archive, and of a link's target.
 PATH_LIMIT = 4096
-#: Bytes of all paths of a tree: the unpacker keeps them in memory, and an archive can hold paths without
-#: files.
+#: Maximum bytes of all paths of a tree, because the unpacker keeps them in memory.
 NAMES_LIMIT = 32 * 1024 * 1024
-#: Number of skipped entries that are named.
+#: Maximum number of skipped entries that are named.
 NAMED_LIMIT = 100
-#: The latest time of a file, in seconds since 1970.
+#: Latest modification time of a file, in seconds since 1970.
 LATEST = 2**33
 #: Flags to open a directory.
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -76,12 +75,12 @@ class Transferred:
 def stays_inside(place: tuple[str, ...], target: str) -> bool:
     """Return True if a link cannot lead out of its tree. Pure.
 
-    `..` may stand only at the start of the target: there it counts from the real directory of the link.
-    Behind a name, which may itself be a link, the name alone does not show the destination.
+    `..` is allowed only at the start of the target, where it counts from the real directory of the link.
+    After a name, which may itself be a link, `..` may lead anywhere.
 
     Args:
-        place: the link's own path, from the top of the tree (which is its first part).
-        target: the link's target.
+        place: parts of the link's path; the first part is the top of the tree.
+        target: target of the link.
     """
     parts = target.split("/")
     ups = 0
@@ -95,7 +94,7 @@ def pack(source: str, out: Any, limits: TreeLimits, *, skip_unsupported: bool) -
 
     Args:
         source: absolute path; links on the way to it are followed, those below it are not.
-        out: has `write(bytes)`.
+        out: object with the method `write(bytes)`.
         skip_unsupported: skip unsupported files instead of failing.
 
     Raises:
@@ -123,13 +122,13 @@ class _Packer:
     def __init__(self, archive: tarfile.TarFile, limits: TreeLimits, skip_unsupported: bool) -> None:
         self._archive = archive
         self._limits = limits
-        self._leave_out = skip_unsupported
+        self._skip_unsupported = skip_unsupported
         self.done = Transferred()
 
     def entry(self, folder: int, name: str, place: tuple[str, ...]) -> None:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if why := self._objection(place, status):
-            self._refuse(place, why)
+        if reason := self._objection(place, status):
+            self._refuse(place, reason)
         elif stat.S_ISLNK(status.st_mode):
             target = os.readlink(name, dir_fd=folder)
             if stays_inside(place, target) and is_utf8(target):
@@ -137,7 +136,7 @@ class _Packer:
             else:
                 self._refuse(place, "is a link that leads out of the tree")
         else:
-            # Opened before its type is checked: the entry may have been replaced meanwhile.
+            # The type is checked after opening, because the entry may have been replaced since `stat`.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             try:
                 fd = os.open(name, flags, dir_fd=folder)
@@ -166,7 +165,7 @@ class _Packer:
         elif not stat.S_ISREG(status.st_mode):
             self._refuse(place, "is a device, pipe or socket")
         elif status.st_size == 0 and os.read(fd, 1):
-            self._refuse(place, "does not say its size")  # as below /proc
+            self._refuse(place, "does not say its size")  # such as files in /proc
         else:
             with open(fd, "rb", closefd=False) as content:
                 self._add(place, status, tarfile.REGTYPE, content=content)
@@ -203,17 +202,17 @@ class _Packer:
             raise
         self._archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all members
 
-    def _refuse(self, place: tuple[str, ...], why: str) -> None:
+    def _refuse(self, place: tuple[str, ...], reason: str) -> None:
         name = "/".join(place[1:] or place).encode("utf-8", "replace").decode()
-        if not self._leave_out or len(place) == 1:
-            raise TransferRefused(f"{name[:PATH_LIMIT]} {why}")
+        if not self._skip_unsupported or len(place) == 1:
+            raise TransferRefused(f"{name[:PATH_LIMIT]} {reason}")
         self.done.left_out_count += 1
         if len(self.done.left_out) < NAMED_LIMIT:
-            self.done.left_out.append(f"{name[:PATH_LIMIT]} {why}")
+            self.done.left_out.append(f"{name[:PATH_LIMIT]} {reason}")
 
 
 def is_utf8(text: str) -> bool:
-    """Return True if a name can be encoded as UTF-8."""
+    """Return True if a text can be encoded as UTF-8, so that it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
 """Unpacking of untrusted archives into files and trees.
 
-The archive is GNU tar, read and written with Python's `tarfile`. Its extraction is not used: the `data`
-filter checks paths by name before they are opened, and links can mislead it (CVE-2025-4517 and related ones,
-fixed in 3.12.11). Here every directory is opened from its parent, following no link.
+The archive is GNU tar, read and written with Python's `tarfile`. The extraction of `tarfile` is not used: its
+`data` filter checks paths by name before they are opened, and links can mislead it (CVE-2025-4517 and related
+ones, fixed in 3.12.11). Here every directory is opened from its parent, without following a link.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from prorl_envs.tools.protocol.tree import (
 
 _COPY_SIZE = 256 * 1024
 _LONG = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-_CARRIED = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
+_SUPPORTED = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
 
 
 class _Header(tarfile.TarInfo):
@@ -35,10 +35,10 @@ class _Header(tarfile.TarInfo):
     checked = False
 
     def _proc_member(self, archive: tarfile.TarFile) -> Self:
-        # A long name is read completely, and extended headers are worse.
+        # tarfile reads a long name completely into memory, and extended headers may need even more memory.
         if self.type in _LONG and not 0 <= self.size <= PATH_LIMIT + 1:
             raise TransferRefused("the archive holds a name that is too long")
-        if self.type not in (*_LONG, *_CARRIED):
+        if self.type not in (*_LONG, *_SUPPORTED):
             raise TransferRefused(f"the archive holds a member of type {self.type!r}")
         if self.size < 0:
             raise TransferRefused("the archive holds a negative size")
@@ -51,10 +51,10 @@ def unpack(archive: Any, folder: int, name: str, limits: TreeLimits, *, merge: b
     """Create a file or tree from an untrusted archive.
 
     Args:
-        archive: has `read(size)`.
-        folder: descriptor of the parent directory; it is left open.
+        archive: object with the method `read(size)`.
+        folder: descriptor of the parent directory; it stays open.
         name: name of the file or tree in the parent directory.
-        merge: allow an existing tree: its directories are reused, and files and links in them replaced, each
+        merge: allow an existing tree. Its directories are reused; its files and links are replaced, each
             atomically.
 
     Raises:
@@ -69,7 +69,7 @@ def unpack(archive: Any, folder: int, name: str, limits: TreeLimits, *, merge: b
             while (info := opened.next()) is not None:
                 opened.members.clear()  # type: ignore[attr-defined]
                 assert isinstance(info, _Header)
-                if not info.checked:  # tarfile no longer calls `_proc_member`, as happened with `frombuf`
+                if not info.checked:  # tarfile does not call `_proc_member` in this version
                     raise TransferRefused("this Python's tarfile does not let headers be checked")
                 unpacker.entry(opened, info)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
@@ -84,10 +84,10 @@ class _Unpacker:
         self._name = name
         self._limits = limits
         self._merge = merge
-        #: Paths, as text: split into parts they would take many times the memory.
+        #: Paths as text, because split paths would need many times the memory.
         self._seen: set[str] = set()
         self._names_size = 0
-        #: Directories of the tree; for created ones, the final mode and time.
+        #: Directories of the tree; for each created directory, its final mode and time.
         self._folders: dict[str, tuple[int, int] | None] = {"": None}
         self.done = Transferred()
 
@@ -107,7 +107,7 @@ class _Unpacker:
                 self._replace(folder, place, lambda name: _write(folder, name, content, info))
 
     def finish(self) -> None:
-        """Set the directories' permissions and times, last: earlier, they would interfere with writes."""
+        """Set permissions and times of directories. This comes last, since writes need and change them."""
         for path, last in reversed(self._folders.items()):
             if last is not None:
                 mode, time = last
@@ -116,7 +116,7 @@ class _Unpacker:
                     os.utime(folder, (time, time))
 
     def _place(self, info: tarfile.TarInfo) -> tuple[str, ...]:
-        """Return a member's path in the tree; each member must follow its directory, and occur once."""
+        """Return the parts of a member's path. Each member must follow its directory, and occur once."""
         place = tuple(info.name.split("/"))
         good = place[0] == TOP and not {"", ".", ".."} & set(place) and "\0" not in info.name
         if not good or not is_utf8(info.name) or len(info.name.encode()) > PATH_LIMIT:
@@ -156,7 +156,7 @@ class _Unpacker:
         try:
             os.mkdir(name, 0o700, dir_fd=folder)
         except FileExistsError:
-            # Opening it fails if it is not a directory.
+            # Opening the existing entry fails if it is not a directory.
             if not self._merge:
                 raise
             os.close(os.open(name, FOLDER, dir_fd=folder))

@@ -1,7 +1,7 @@
 """File viewer and editor, with the commands and answers that agents have been trained on.
 
 Runs in the sandbox's mount namespace with the sandbox's own rights. A file keeps its permissions and all text
-outside of an edit (see `text.py`); binary files are refused. A link is followed; a file is replaced
+outside of an edit (see `text.py`). Binary files are refused. Links are followed. A file is replaced
 atomically, so other hard links to it keep the old content.
 """
 
@@ -14,7 +14,7 @@ from prorl_envs.tools.server.files.text import EditError, Text, decode, load
 from prorl_envs.tools.server.files.undo import UndoHistory, Version
 from prorl_envs.tools.server.files.whole_files import write_file
 
-#: Entries of a directory listing.
+#: Maximum entries of a directory listing.
 LISTING_LIMIT = 1000
 #: Lines shown before and after a change.
 _CONTEXT = 4
@@ -67,7 +67,7 @@ class Editor:
                 raise EditError(f"There is no command {unknown!r}.")
 
     def _view(self, path: str, view_range: list[int] | None) -> str:
-        if os.path.isdir(path):  # noqa: PTH112 - pathlib would be this process's only use of it
+        if os.path.isdir(path):  # noqa: PTH112 - this process does not import pathlib
             if view_range is not None:
                 raise EditError("`view_range` is for files, and this is a directory.")
             return _listing(path)
@@ -117,7 +117,8 @@ class Editor:
         return self._store(path, text, after, line + 1, added.strip("\n").count("\n"))
 
     def _store(self, path: str, text: Text, after: str, line: int, more: int) -> str:
-        """Write the new content; return it from `line` on, with the `more` changed lines after that."""
+        """Write the new content. Return the text for the model, with line `line` and the `more` changed lines
+        that follow it."""
         write_file(path, text.encode(after), mode=None)
         self._history.push(os.path.realpath(path), Version(text.encode(text.content)))
         lines = _lines(after)
@@ -156,13 +157,13 @@ def _with_crlf(text: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines without their ends. `splitlines` would also split at form feeds and others."""
+    """Return the lines without line ends. `splitlines` would also split at form feeds and others."""
     lines = text.split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 def _occurrences(text: str, part: str) -> Iterator[int]:
-    """Yield the line numbers at which `part` begins, including overlaps: any of them could be meant."""
+    """Yield the line numbers at which `part` begins. Overlaps count, because any of them could be meant."""
     position = text.find(part)
     line, counted = 1, 0
     while position >= 0:

@@ -1,7 +1,7 @@
 """Parser of patches written by models. Pure.
 
-Two formats: the envelope that agents are trained on (`*** Begin Patch`), and unified diffs. Line numbers in
-either are hints; context decides.
+There are two formats: the envelope that agents are trained on (`*** Begin Patch`), and unified diffs. Line
+numbers are only hints; the unchanged and removed lines determine the place of a change.
 """
 
 import re
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from prorl_envs.tools.server.files.text import EditError
 
-#: Files of one patch, and hunks of one file.
+#: Maximum files of one patch, and maximum hunks of one file.
 CHANGES_LIMIT = 1000
 HUNKS_LIMIT = 1000
 
@@ -21,7 +21,7 @@ _MOVE, _END_OF_FILE = "*** Move to:", "*** End of File"
 _RANGES = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
 #: Git's version, after a line `-- `, at the end of the output of `git format-patch`.
 _VERSION = re.compile(r"\d+\.\d")
-_NOT_TAKEN = ("rename ", "copy ", "GIT binary patch", "Binary files ")
+_UNSUPPORTED = ("rename ", "copy ", "GIT binary patch", "Binary files ")
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class Hunk:
     """Change at one place of a file.
 
     Args:
-        anchors: lines that lead to the place, one after the other, before the hunk itself.
-        lines: each a space (unchanged), minus (removed) or plus (added), and its text.
-        at_end: True if the hunk stands at the end of the file.
+        anchors: lines of the file that precede the hunk, in this order.
+        lines: sign and text of each line: a space (unchanged), minus (removed) or plus (added).
+        at_end: True if the hunk is at the end of the file.
         hint: line, counted from 0, at which a unified diff expects the hunk.
-        final_newline: True if the file then has a final line feed; None if this does not change.
+        final_newline: whether the changed file has a final line feed; None if the hunk does not change this.
     """
 
     anchors: list[str] = field(default_factory=list)
@@ -152,15 +152,15 @@ def _update(number: int, path: str, body: list[str]) -> Update:
         elif line.rstrip() == _END_OF_FILE:
             hunks[-1].at_end = True
         else:
-            _take(hunks[-1], line, number + offset)
+            _add_line(hunks[-1], line, number + offset)
     hunks = _complete(hunks)
     if not hunks and not move_to:
         raise EditError(f"The patch names {path} and says no change of it.")
     return Update(path, move_to, hunks)
 
 
-def _take(hunk: Hunk, line: str, number: int) -> None:
-    """Add one line to a hunk. An empty line is context whose space was lost."""
+def _add_line(hunk: Hunk, line: str, number: int) -> None:
+    """Add one line to a hunk. An empty line is an unchanged empty line without its leading space."""
     if line.startswith("\\"):  # \ No newline at end of file
         hunk.final_newline = bool(hunk.lines) and hunk.lines[-1][0] == "-"
     elif line[:1] in (" ", "+", "-", ""):
@@ -174,7 +174,7 @@ def _take(hunk: Hunk, line: str, number: int) -> None:
 
 def _complete(hunks: list[Hunk]) -> list[Hunk]:
     for hunk in hunks:
-        # Empty lines at the end are more likely separators between sections of the patch than context.
+        # Empty lines at the end are probably separators between sections of the patch, not context.
         while hunk.lines and hunk.lines[-1] == (" ", "") and not hunk.at_end:
             hunk.lines.pop()
     if len(hunks) > HUNKS_LIMIT:
@@ -183,7 +183,7 @@ def _complete(hunks: list[Hunk]) -> list[Hunk]:
 
 
 def _unified(lines: list[str]) -> list[Change]:
-    if refused := [line for line in lines if line.startswith(_NOT_TAKEN)]:
+    if refused := [line for line in lines if line.startswith(_UNSUPPORTED)]:
         raise EditError(f"A patch cannot do this; use the shell: {refused[0][:80]}")
     starts = list(_headers(lines))
     if not starts:
@@ -192,11 +192,11 @@ def _unified(lines: list[str]) -> list[Change]:
 
 
 def _headers(lines: list[str]) -> Iterator[int]:
-    """Yield the lines at which the parts for each file start.
+    """Yield the index of the first line of each file's part.
 
     A removed line `-- x` before an added line `++ y` looks like a header, so the lines of a hunk are counted.
     """
-    old = new = 0  # lines that the hunk's heading still announces
+    old = new = 0  # lines that are still missing according to the hunk's heading
     for n, line in enumerate(lines):
         if _is_header(lines, n) and not (old > 0 and new > 0 and _is_change(lines, n, old, new)):
             yield n
@@ -215,9 +215,9 @@ def _is_header(lines: list[str], n: int) -> bool:
 
 
 def _is_change(lines: list[str], n: int, old: int, new: int) -> bool:
-    """Return whether two lines that look like a header belong to a hunk, of which `old` and `new` lines are
-    missing. Models miscount: before a hunk's heading, the two must complete the hunk, and differ from the
-    usual `--- a/PATH` and `+++ b/PATH`."""
+    """Return true if two lines that look like a header belong to a hunk, which lacks `old` and `new` lines.
+    Models miscount lines. So if a hunk's heading follows, the two lines must complete the hunk, and differ
+    from the usual `--- a/PATH` and `+++ b/PATH`."""
     if not any(map(_RANGES.match, lines[n + 2 : n + 3])):
         return True
     usual = lines[n].startswith("--- a/") and lines[n + 1] == f"+++ b/{lines[n][6:]}"
@@ -236,7 +236,7 @@ def _unified_file(lines: list[str], number: int) -> Change:
         elif line.startswith("diff "):
             break
         elif hunks:
-            _take(hunks[-1], line, number + offset)
+            _add_line(hunks[-1], line, number + offset)
         elif line.strip():
             raise EditError(f"Line {number + offset} of the patch: a hunk begins with `@@ -a,b +c,d @@`.")
     hunks = _complete(hunks)
@@ -244,8 +244,8 @@ def _unified_file(lines: list[str], number: int) -> Change:
         return Delete(old.removeprefix("a/"))
     if old == "/dev/null":
         content = "\n".join(text for hunk in hunks for sign, text in hunk.lines if sign == "+")
-        whole = not hunks or hunks[-1].final_newline is False
-        return Add(new.removeprefix("b/"), content if whole else content + "\n")
+        complete = not hunks or hunks[-1].final_newline is False
+        return Add(new.removeprefix("b/"), content if complete else content + "\n")
     if old.startswith("a/") and new.startswith("b/"):
         old, new = old[2:], new[2:]
     if not hunks and old == new:

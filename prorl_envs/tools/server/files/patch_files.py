@@ -1,7 +1,7 @@
 """Application of a patch to the sandbox's files, completely or not at all.
 
-All files are read and checked before the first write. Each file is replaced atomically; if a write fails
-after others succeeded, those are reverted.
+All files are read and checked before the first write. Each file is replaced atomically. If a write fails, the
+earlier writes are reverted.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from prorl_envs.tools.server.files.text import FILE_LIMIT, EditError, Text, chec
 from prorl_envs.tools.server.files.undo import UndoHistory, Version
 from prorl_envs.tools.server.files.whole_files import read_file, write_file
 
-#: Bytes of all files of one patch, before and after.
+#: Maximum bytes of all files of one patch, old and new versions together.
 BYTES_LIMIT = 64 * 1024 * 1024
 _NEW_MODE = 0o644
 _UNCHANGED = "\nNo file was changed."
@@ -27,7 +27,7 @@ def apply_patch(patch: str, workdir: str, history: UndoHistory) -> str:
     Args:
         patch: the model's text.
         workdir: absolute directory for relative paths.
-        history: receives the previous versions of the files, so that each can be undone.
+        history: receives the previous versions of the files, so that each change can be undone.
 
     Returns:
         The text for the model.
@@ -38,7 +38,7 @@ def apply_patch(patch: str, workdir: str, history: UndoHistory) -> str:
     plan = _Plan(workdir)
     for change in parse(patch):
         plan.add(change)
-    plan.carry_out()
+    plan.write()
     for path, before in plan.before():
         history.push(path, before)
     return "Success. Updated the following files:\n" + "".join(f"{line}\n" for line in plan.summary)
@@ -71,7 +71,7 @@ class _Plan:
         except EditError as error:
             raise EditError(f"{change.path}: {error}{_UNCHANGED}") from None
 
-    def carry_out(self) -> None:
+    def write(self) -> None:
         """Write all files, or none.
 
         Raises:
@@ -79,19 +79,19 @@ class _Plan:
         """
         done: list[str] = []
         folders: list[str] = []
-        # Deletions come last: concurrent readers may see a moved file twice, but it is never missing.
+        # Deletions come last, so that a moved file is never missing; concurrent readers may see it twice.
         for path in sorted(self._after, key=lambda path: self._after[path] is None):
             folders += _missing_folders(path)
             try:
-                _become(path, self._after[path])
+                _store(path, self._after[path])
             except OSError as error:
-                stuck = [self._names[path] for path in reversed(done) if not self._taken_back(path)]
+                changed = [self._names[path] for path in reversed(done) if not self._revert(path)]
                 for folder in reversed(folders):
                     with contextlib.suppress(OSError):
                         os.rmdir(folder)  # noqa: PTH106
-                what = f"\nThese stay changed: {', '.join(stuck)}." if stuck else _UNCHANGED
-                name, why = self._names[path], (error.strerror or str(error)).lower()
-                raise EditError(f"{name}: {why}.{what}") from error
+                effect = f"\nThese stay changed: {', '.join(changed)}." if changed else _UNCHANGED
+                name, reason = self._names[path], (error.strerror or str(error)).lower()
+                raise EditError(f"{name}: {reason}.{effect}") from error
             done.append(path)
 
     def before(self) -> Iterator[tuple[str, Version | None]]:
@@ -104,7 +104,7 @@ class _Plan:
         match change:
             case Add():
                 self._must_be_new(path)
-                self._become(path, change.content.encode(), _NEW_MODE)
+                self._set(path, change.content.encode(), _NEW_MODE)
                 self.summary.append(f"A {change.path}")
             case Delete():
                 self._remove(path)
@@ -117,7 +117,7 @@ class _Plan:
                     self._must_be_new(target)
                     self._remove(path)
                     path = target
-                self._become(path, data, mode)
+                self._set(path, data, mode)
                 self.summary.append(f"M {change.move_to or change.path}")
 
     def _enter(self, name: str) -> str:
@@ -133,26 +133,26 @@ class _Plan:
         return real
 
     def _must_be_new(self, path: str) -> None:
-        if self._now(path) is not None:
+        if self._current(path) is not None:
             raise EditError("there is a file already, and the patch would overwrite it.")
 
-    def _now(self, path: str) -> Version | None:
+    def _current(self, path: str) -> Version | None:
         return self._after.get(path, self._before[path])
 
     def _text(self, path: str) -> tuple[Text, int]:
-        now = self._now(path)
-        if now is None:
-            gone = path in self._after
-            raise EditError("the patch has removed it already." if gone else "no such file.")
-        return checked(now.data, self._names[path]), _NEW_MODE if now.mode is None else now.mode
+        version = self._current(path)
+        if version is None:
+            removed = path in self._after
+            raise EditError("the patch has removed it already." if removed else "no such file.")
+        return checked(version.data, self._names[path]), _NEW_MODE if version.mode is None else version.mode
 
-    def _become(self, path: str, data: bytes, mode: int) -> None:
+    def _set(self, path: str, data: bytes, mode: int) -> None:
         version = Version(data, mode)
         self._count(version)
         self._after[path] = version
 
     def _remove(self, path: str) -> None:
-        if self._now(path) is None:
+        if self._current(path) is None:
             raise EditError("no such file.")
         if os.path.islink(self._names[path]):  # noqa: PTH114
             raise EditError("it is a link; use the shell to remove or move it.")
@@ -163,16 +163,16 @@ class _Plan:
         if self._bytes > BYTES_LIMIT:
             raise EditError(f"the files of one patch may have {BYTES_LIMIT} bytes.")
 
-    def _taken_back(self, path: str) -> bool:
+    def _revert(self, path: str) -> bool:
         try:
-            _become(path, self._before[path])
+            _store(path, self._before[path])
         except OSError:
             return False
         return True
 
 
 def _version(path: str) -> Version | None:
-    """Return the file at a path; None if there is none."""
+    """Return the current version of the file at a path; None if there is no file."""
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)  # noqa: PTH116
     except FileNotFoundError:
@@ -183,7 +183,7 @@ def _version(path: str) -> Version | None:
     return Version(data, mode)
 
 
-def _become(path: str, version: Version | None) -> None:
+def _store(path: str, version: Version | None) -> None:
     if version is None:
         os.unlink(path)  # noqa: PTH108
     else:

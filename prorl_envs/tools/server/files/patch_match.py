@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from prorl_envs.tools.server.files.patch import Hunk
 from prorl_envs.tools.server.files.text import EditError, Text
 
-#: Lines compared per file. Only files with very many repeated lines need more.
+#: Maximum lines compared per file. Only files with very many repeated lines need more.
 _COMPARISONS = 20_000_000
-#: Lines of the longest file that is patched.
+#: Maximum lines of a file that is patched.
 _LINES_LIMIT = 1_000_000
 _QUOTED_LINES = 3
 _QUOTED_CHARACTERS = 200
@@ -16,9 +16,9 @@ _QUOTED_CHARACTERS = 200
 def patched(text: Text, hunks: list[Hunk]) -> str:
     """Return the content of a file after a patch.
 
-    A hunk is applied to the lines that match it, after the hunk before it: at the first match, or for a
-    unified diff at the one nearest to its line number. Lines are compared exactly, and if there is no match,
-    without trailing white space. Unchanged lines are kept as in the file.
+    A hunk is applied to the lines that match it, after the previous hunk: at the first match, or for a
+    unified diff at the match nearest to its line number. Lines are compared exactly and, if there is no
+    match, without trailing white space. Unchanged lines are kept as in the file.
 
     Raises:
         EditError: a hunk has no match; the message names it and shows the file's text.
@@ -48,24 +48,24 @@ class _Patching:
             except EditError as error:
                 raise EditError(f"hunk {number} of {len(hunks)} does not apply: {error}") from None
             result += self._lines[done:start]
-            done = start + self._carry_out(hunk, start, result)
+            done = start + self._apply_hunk(hunk, start, result)
             if hunk.final_newline is not None:
                 self._final_newline = hunk.final_newline
         result += self._lines[done:]
         return "\n".join(result) + ("\n" if self._final_newline and result else "")
 
-    def _carry_out(self, hunk: Hunk, start: int, result: list[str]) -> int:
+    def _apply_hunk(self, hunk: Hunk, start: int, result: list[str]) -> int:
         """Append the result of a hunk at line `start`; return the number of the file's lines it covers."""
         end = "\r" if self._text.crlf else ""
-        taken = 0
+        covered = 0
         for sign, line in hunk.lines:
             if sign == "+":
                 result.append(self._text.fitted(line) + end)
                 continue
             if sign == " ":
-                result.append(self._lines[start + taken])
-            taken += 1
-        return taken
+                result.append(self._lines[start + covered])
+            covered += 1
+        return covered
 
     def _find(self, hunk: Hunk, start: int) -> int:
         for anchor in hunk.anchors:
@@ -76,17 +76,13 @@ class _Patching:
             return min(max(place, start), count)
         if hunk.at_end:
             start = max(start, count - len(old))
-        for lines, wanted in self._ways(old):
-            if places := self._places(lines, wanted, start, first_only=hunk.hint is None):
+        for lines, wanted in ((self._exact, old), (self._loose, [line.rstrip() for line in old])):
+            if places := self._matches(lines, wanted, start, first_only=hunk.hint is None):
                 hint = hunk.hint or 0
                 return min(places, key=lambda place: abs(place - hint))
         raise EditError(self._complaint(hunk, start))
 
-    def _ways(self, old: list[str]) -> Iterator[tuple[list[str], list[str]]]:
-        yield self._exact, old
-        yield self._loose, [line.rstrip() for line in old]
-
-    def _places(self, lines: list[str], wanted: list[str], start: int, *, first_only: bool) -> list[int]:
+    def _matches(self, lines: list[str], wanted: list[str], start: int, *, first_only: bool) -> list[int]:
         places: list[int] = []
         for place in self._occurrences(lines, wanted[0], start):
             self._budget -= len(wanted)
@@ -117,7 +113,7 @@ class _Patching:
         old = [line.rstrip() for line in hunk.old]
         if hunk.at_end:
             return f"the file does not end with its lines:\n{_quoted(hunk.old)}"
-        if self._places(self._loose, old, 0, first_only=True):
+        if self._matches(self._loose, old, 0, first_only=True):
             return f"its lines occur only before line {start + 1}; hunks come in the order of the file."
         matched, place = 0, -1
         for candidate in self._occurrences(self._loose, old[0], start):
@@ -134,7 +130,7 @@ class _Patching:
         )
 
     def _agreement(self, old: list[str], place: int) -> int:
-        """Return how many lines from `place` on match the hunk; `_places` has compared as many before."""
+        """Return how many lines from `place` on match the hunk. `_matches` bounds the cost of this too."""
         for length, line in enumerate(old):
             if self._loose[place + length : place + length + 1] != [line]:
                 return length

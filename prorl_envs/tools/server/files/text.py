@@ -1,7 +1,7 @@
 """Text of a file for the editing tools, and its conversion back to bytes.
 
-Text outside of an edit stays the same, byte for byte: a byte order mark, bytes that are not UTF-8, line
-endings, a missing newline at the end. An edit that cannot preserve these is refused.
+Text outside of an edit stays the same, byte for byte. This includes a byte order mark, bytes that are not
+UTF-8, line endings, and a missing newline at the end. An edit that cannot preserve these is refused.
 """
 
 import codecs
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prorl_envs.tools.server.files.whole_files import read_file
 
-#: Bytes of the largest file that can be viewed or edited.
+#: Maximum bytes of a file that can be viewed or edited.
 FILE_LIMIT = 16 * 1024 * 1024
 _BINARY_PROBE = 8192
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -24,7 +24,7 @@ class Text:
     """Content of a text file.
 
     Args:
-        content: text without a byte order mark; bytes that are not UTF-8 are surrogates.
+        content: text without a byte order mark; bytes that are not UTF-8 are decoded to surrogates.
         marked: True if the file begins with a byte order mark.
     """
 
@@ -74,8 +74,8 @@ def load(path: str) -> Text:
     """Read a file.
 
     Raises:
-        EditError: it is too large, or not an editable text.
-        OSError: it cannot be read.
+        EditError: the file is too large, or not an editable text.
+        OSError: the file cannot be read.
     """
     data, size = read_file(path, FILE_LIMIT)
     if size > FILE_LIMIT:
