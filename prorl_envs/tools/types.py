@@ -30,7 +30,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the model made. `arguments` is already parsed, but still untrusted."""
+    """Call by the model. `arguments` is already parsed, but still untrusted."""
 
     id: str
     name: str
@@ -42,9 +42,9 @@ class ToolResult:
     """Result of a tool call.
 
     Args:
-        text: text for the model; bounded, valid Unicode, names the number of bytes cut.
-        ok: False if the tool could not do its work (bad arguments, failed edit, timeout). A command with a
-            non-zero exit status is `ok`: it ran.
+        text: text for the model: valid Unicode of bounded length, which names the number of omitted bytes.
+        ok: False if the tool could not do its work (bad arguments, failed edit, timeout). A command that ran
+            is `ok`, even if its exit status is not 0.
         data: structured facts (exit_code, cwd, timed_out, ...) for graders, logs and viewers.
         duration_s: seconds from request to answer, measured on the host.
         truncated_bytes: bytes of the output missing from `text`.

@@ -1,4 +1,4 @@
-"""Children of a tool server that do not exec: the warm Python kernel, and a killer of all processes."""
+"""Children of a tool server that fork without exec: the Python kernel, and the killer of all processes."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 
 from prorl_envs.sandbox.template import sandbox_init
 
-#: Seconds a kernel may take to accept a cell; between cells it only reads.
+#: Timeout of sending a cell, in seconds. Between cells, a kernel only reads.
 SEND_TIMEOUT_S = 5.0
 _PR_SET_DUMPABLE = 4
 _KILL_ROUNDS = 1000
@@ -26,10 +26,10 @@ class Kernel:
     """Forked kernel process and its descriptors. Makes system calls but no decisions.
 
     Args:
-        workdir: its first directory.
+        workdir: directory in which the kernel starts.
 
     Raises:
-        OSError: it cannot be forked.
+        OSError: the kernel cannot be forked.
     """
 
     def __init__(self, workdir: str) -> None:
@@ -50,7 +50,7 @@ class Kernel:
         self.control.settimeout(SEND_TIMEOUT_S)
 
     def send(self, frame: bytes | bytearray) -> None:
-        """Send a cell. Ignore a kernel that is gone: its exit is handled. Kill one that does not read."""
+        """Send a cell. Kill the kernel if it does not read. Do nothing if it has exited."""
         try:
             self.control.sendall(frame)
         except TimeoutError:
@@ -80,21 +80,21 @@ class Kernel:
     def _signal(self, number: signal.Signals) -> None:
         try:
             os.killpg(self.pid, number)
-        except ProcessLookupError:  # just forked: not yet the leader of its group
+        except ProcessLookupError:  # the kernel was just forked, and does not yet lead a group
             signal.pidfd_send_signal(self.pidfd, number)
 
 
 def end_processes() -> None:
-    """Kill every process in the sandbox but its first.
+    """Kill every process in the sandbox except the first.
 
-    A child does this, because only children live in the sandbox's pid namespace, in which one call kills all
-    processes at once. A process may fork while the others die, so the child repeats the call until none is
-    left. A process may also stop or kill each new process, including the child; the remaining ones are then
-    killed one by one from here, out of their reach.
+    A child does this, because only children are in the sandbox's pid namespace, where one call kills all
+    processes at once. A process may fork while others die, so the child repeats the call until no process is
+    left. A process may also stop or kill each new process, including the child. Then this process, which they
+    cannot reach, kills the remaining processes one by one.
 
     Raises:
-        OSError: new processes start faster than they can be killed, or the sandbox has no pid namespace of
-            its own: then the call would kill all processes of this user.
+        OSError: new processes start faster than they can be killed; or the sandbox has no pid namespace of
+            its own, so that the call would kill all processes of this user.
     """
     if sandbox_init.is_inside():
         sandbox_init.kill_others()
@@ -141,7 +141,7 @@ def _kill_one_by_one() -> None:
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit() or name == "1":
             continue
-        # A process's /proc directory serves as its pidfd. Its number here is not valid for kill(2).
+        # A process's /proc directory serves as its pidfd. Its number there is not valid for kill(2) here.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             folder = os.open(f"/proc/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -151,7 +151,7 @@ def _kill_one_by_one() -> None:
 
 
 def _lives(pid: str) -> bool:
-    """Return True for a live process other than the sandbox's first and the caller; zombies do not count."""
+    """Return True for a live process, except the sandbox's first, the caller, and zombies."""
     if int(pid) in (1, os.getpid()):
         return False
     try:
@@ -162,11 +162,11 @@ def _lives(pid: str) -> bool:
 
 
 def _become_kernel(workdir: str, control: int, output: int) -> None:
-    """Run the forked child until it exits, with none of the server's descriptors open."""
+    """Run the kernel in the forked child until it exits. Closes all of the server's descriptors first."""
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDONLY)
-        # Copied to high numbers first, so that no target overwrites a source.
+        # Copy the descriptors to high numbers first, so that no target overwrites a source.
         sources = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (null, output, output, control)]
         for target, fd in enumerate(sources):
             os.dup2(fd, target, inheritable=target < 3)
@@ -174,8 +174,7 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        # The server is inaccessible to the sandbox's processes; this process is one of them, so it is
-        # accessible.
+        # The kernel is accessible to the sandbox's processes, as one of them; the server is not.
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
         os.chdir(workdir)
         # The server imports nothing from the sandbox's files; this process may, as part of the sandbox.

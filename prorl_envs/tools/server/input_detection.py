@@ -2,10 +2,10 @@
 
 A process waits for input if it is blocked in a read of the terminal, or in a poll, select or epoll of the
 terminal alone. If the terminal delivers single keys, as for line editors and full-screen programs, a poll of
-the terminal and other descriptors counts too (in line mode that is a program like ssh, which waits for its
-peer). Not detected: programs that read the terminal now and then without blocking; a process whose /proc
-entries are closed to its own user; all processes if the kernel closes these entries (Yama's ptrace_scope 2
-and 3). Those run until their timeout.
+the terminal and other descriptors counts too. (In line mode, such a poll is typical of programs like ssh,
+which wait for their peer.) The wait is not detected if a program reads the terminal from time to time without
+blocking, if the /proc entries of a process are closed to its own user, or if the kernel closes these entries
+for all processes (Yama's ptrace_scope 2 and 3). These commands run until their timeout.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-#: From <asm-generic/ioctls.h>: the terminal's number; its slave side, opened through the master.
+#: From <asm-generic/ioctls.h>: get a terminal's number; open its slave side through the master.
 TIOCGPTN, _TIOCGPTPEER = 0x80045430, 0x5441
 _SLAVE_MAJOR = 136
-#: Maximum number of threads examined, and of processes; those beyond are ignored.
+#: Maximum number of examined threads, and of processes; others are ignored.
 _THREAD_LIMIT = 512
 _PROCESS_LIMIT = 8192
 
-#: Descriptors of the longest poll examined, and bytes of an epoll's description.
+#: Maximum descriptors of a poll that is examined, and maximum bytes read of an epoll's description.
 _POLL_LIMIT = 64
 _EPOLL_LIMIT = 4096
 
@@ -73,11 +73,11 @@ class ForegroundProcess:
 
     Args:
         shell: True for the session's shell itself.
-        stopped: stopped by a signal.
-        running: at least one of its threads is not blocked.
-        reads: a thread waits for the terminal and nothing else.
-        polls: a thread waits for the terminal or something else.
-        reports: the report descriptor is open, as in the shell while it evaluates no command.
+        stopped: True if a signal has stopped it.
+        running: True if at least one of its threads is not blocked.
+        reads: True if a thread waits for the terminal and nothing else.
+        polls: True if a thread waits for the terminal or something else.
+        reports: True if the report descriptor is open, as in the shell while it evaluates no command.
     """
 
     shell: bool
@@ -89,7 +89,7 @@ class ForegroundProcess:
 
 
 def judge(processes: list[ForegroundProcess], *, by_line: bool) -> ForegroundState:
-    """Derive the foreground's state. `by_line`: the terminal is in line mode ("canonical mode"). Pure."""
+    """Return the foreground's state; `by_line` is True in the terminal's line ("canonical") mode. Pure."""
     if any(process.shell and process.stopped for process in processes):
         return ForegroundState.STOPPED
     if any(process.running for process in processes):
@@ -103,7 +103,7 @@ def judge(processes: list[ForegroundProcess], *, by_line: bool) -> ForegroundSta
 
 
 def parse_call(text: str) -> tuple[int, int, int] | None:
-    """Return number and first arguments of the call in /proc/PID/syscall; None if it shows no call."""
+    """Return the number and the first two arguments of a call in /proc/PID/syscall; None without a call."""
     number, *arguments = text.split(" ", 3)
     if not number.isdigit() or len(arguments) < 2:  # "running", or -1 for a thread blocked outside any call
         return None
@@ -115,15 +115,15 @@ def parse_call(text: str) -> tuple[int, int, int] | None:
 
 def polled(entries: bytes) -> set[int]:
     """Return the descriptors that a `struct pollfd` array asks to read from."""
-    whole = len(entries) // _POLL_ENTRY.size * _POLL_ENTRY.size
+    end = len(entries) // _POLL_ENTRY.size * _POLL_ENTRY.size
     return {
-        fd for fd, events, _ in _POLL_ENTRY.iter_unpack(entries[:whole]) if fd >= 0 and events & select.POLLIN
+        fd for fd, events, _ in _POLL_ENTRY.iter_unpack(entries[:end]) if fd >= 0 and events & select.POLLIN
     }
 
 
 def selected(bits: bytes) -> set[int]:
     """Return the descriptors in a select's bit array."""
-    return {8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1}
+    return {8 * index + bit for index, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1}
 
 
 def watched(description: str) -> set[int]:
@@ -142,7 +142,7 @@ def by_line(master: int) -> bool:
     return bool(termios.tcgetattr(master)[3] & termios.ICANON)
 
 
-def look(master: int, *, report_fd: int, shell: int) -> ForegroundState:
+def inspect_foreground(master: int, *, report_fd: int, shell: int) -> ForegroundState:
     """Return the foreground's state. Takes some tens of microseconds per process of the sandbox.
 
     Args:
@@ -150,20 +150,20 @@ def look(master: int, *, report_fd: int, shell: int) -> ForegroundState:
         report_fd: number of the shell's descriptor for reports.
         shell: the shell's process id in this process's pid namespace.
     """
-    # Checked first: with available input, a blocked reader is about to wake up.
+    # If input is available, a reader that seems blocked is about to wake up.
     if _has_unread_input(master):
         return ForegroundState.BUSY
     number = struct.unpack("I", fcntl.ioctl(master, TIOCGPTN, b"\0" * 4))[0]
     device = (number & 0xFF) | _SLAVE_MAJOR << 8 | (number & ~0xFF) << 12
-    # Process ids in the sandbox's /proc differ from ours, unless both are in one pid namespace; in that case,
-    # a terminal of another container may have the same device number.
+    # If /proc shows this process, it may also show processes of other containers, whose terminals may have
+    # the same device number. Otherwise, process ids in /proc differ from those of this namespace.
     session = shell if os.path.exists("/proc/self") else None  # noqa: PTH110
-    looked = _Look(
+    inspector = _Inspector(
         names={f"/dev/pts/{number}", "/dev/tty"},
         calls=CALLS.get(os.uname().machine, {}),
         report_fd=report_fd,
     )
-    processes = [looked.process(pid, state, leads) for pid, state, leads in _foreground(device, session)]
+    processes = [inspector.process(pid, state, leads) for pid, state, leads in _foreground(device, session)]
     return judge(processes, by_line=by_line(master))
 
 
@@ -182,7 +182,7 @@ def _has_unread_input(master: int) -> bool:
 
 
 def _foreground(device: int, session: int | None) -> Iterator[tuple[str, str, bool]]:
-    """Yield process id, state, and session leadership of each process in the terminal's foreground."""
+    """Yield id and state of each process in the terminal's foreground, and whether it leads the session."""
     names = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
     for name in names[:_PROCESS_LIMIT]:
         # state, parent, group, session, terminal, foreground group of the terminal
@@ -195,13 +195,13 @@ def _foreground(device: int, session: int | None) -> Iterator[tuple[str, str, bo
 
 
 @dataclass(slots=True)
-class _Look:
-    """Inspection of one process after the other.
+class _Inspector:
+    """Inspector of processes, with a common limit of examined threads.
 
     Args:
         names: paths under which the terminal is open.
         calls: system calls of this machine.
-        report_fd: as for `look`.
+        report_fd: see `inspect_foreground`.
         threads: number of threads examined.
     """
 
@@ -234,7 +234,7 @@ class _Look:
 
     def _is_terminal(self, pid: str, fd: int) -> bool:
         with contextlib.suppress(OSError):
-            # Only the link is read: opening its target might block, if it is another file.
+            # Only the link is read, because opening its target might block.
             return os.readlink(f"/proc/{pid}/fd/{fd}") in self.names  # noqa: PTH115
         return False
 
@@ -254,14 +254,14 @@ def _descriptors(pid: str, kind: ForegroundKind, first: int, second: int) -> set
 
 
 def _memory(pid: str, address: int, size: int) -> bytes:
-    # OverflowError: an invalid address that the call has not checked yet.
+    # OverflowError: the address is invalid, and the call has not checked it yet.
     with contextlib.suppress(OSError, OverflowError), open(f"/proc/{pid}/mem", "rb", 0) as file:  # noqa: PTH123
         return os.pread(file.fileno(), size, address)
     return b""
 
 
 def _read(path: str, limit: int = 4096) -> str:
-    # Not `open`, which takes half as long again.
+    # `os.open`, because `open` takes 50 % longer.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # the process has exited, or its entries are closed to us

@@ -33,12 +33,12 @@ from prorl_envs.tools.server.loop import EventLoop
 _RECEIVE_SIZE = 65536
 #: Bytes of input queued for a program that does not read; above this limit the program is killed.
 _INPUT_LIMIT = 64 * 1024 * 1024
-#: Reads that empty a terminal or pipe whose writers may continue.
+#: Maximum reads to empty a terminal or pipe to which programs may still write.
 _DRAIN_READS = 300
 
 
 def serve(sock: socket.socket) -> None:
-    """Run one session. Entry point into which a template forks.
+    """Run one session. Entry point of a process that a template forks.
 
     Args:
         sock: connected stream socket; its peer is the host.
@@ -57,7 +57,7 @@ class _Session:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        # A separate descriptor for sending: the loop watches each descriptor for one event.
+        # A separate descriptor for sending, because the loop watches each descriptor for one event.
         self._sending = sock.dup()
         self._loop = EventLoop()
         self._framer = Framer()
@@ -183,10 +183,9 @@ class _Session:
         except (BrokenPipeError, ConnectionResetError):
             self._loop.stop()
             return
-        running = self._program is not None and not self._ended
         if self._unsent:
-            if running:
-                for fd in self._program.outputs:  # type: ignore[union-attr]
+            if self._program is not None and not self._ended:
+                for fd in self._program.outputs:
                     self._loop.forget(fd)
             self._loop.watch(self._sending.fileno(), self._on_drained, write=True)
 
@@ -216,13 +215,13 @@ class _Program:
             _set_size(self.input, rows, columns)
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the program's group and, on a terminal, the foreground group."""
+        """Send a signal to the program's group and, on a terminal, to the foreground group."""
         groups = {self._process.pid}
         if self._terminal:
             with contextlib.suppress(OSError):
                 groups.add(os.tcgetpgrp(self.input))
         for group in groups:
-            # A terminal may name a group that has exited, and whose number has been reused.
+            # The terminal's foreground group may have exited, and its number may have been reused.
             with contextlib.suppress(ProcessLookupError):
                 if self._process.returncode is None and os.getsid(group) == self._process.pid:
                     os.killpg(group, number)

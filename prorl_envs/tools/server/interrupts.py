@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 _loop = None  # type: Any
-#: The method with which an event loop calls a task's next step, and the flags of a coroutine's code.
+#: Code with which an event loop calls a task's next step, and the flags of a coroutine's code.
 _HANDLE_RUN = asyncio.Handle._run.__code__
 _COROUTINE = inspect.CO_COROUTINE | inspect.CO_GENERATOR
 
 
-class _Interrupt(object):  # noqa: UP004 - as old interpreters have it
+class _Interrupt(object):  # noqa: UP004 - for old interpreters
     """Handler of SIGINT while a cell awaits.
 
-    Raised anywhere in an event loop, KeyboardInterrupt may lose the wake-up of a task, which then never ends.
-    So it is raised only in a task's own code; otherwise the cell is cancelled.
+    If KeyboardInterrupt is raised in the code of the event loop, the wake-up of a task may be lost, and the
+    task never finishes. So it is raised only in a task's own code; otherwise the cell is cancelled.
     """
 
     def __init__(self, loop: "Any", task: "Any") -> None:
@@ -38,8 +38,8 @@ class _Interrupt(object):  # noqa: UP004 - as old interpreters have it
 def _of_coroutine(frame: "Any") -> bool:
     """Return True if a frame belongs to a coroutine that the cell's event loop runs, not to the loop itself.
 
-    While a task is its loop's current one, the loop's `call_soon` runs as well, to wake the task up again. A
-    kernel's own loop runs `run_coroutine`, in a coroutine.
+    The loop's current task does not show this: while a task is current, the loop's `call_soon` runs too, to
+    wake the task up again. In a kernel, the kernel's own loop runs `run_coroutine` in a coroutine.
     """
     outermost = None
     while frame is not None and frame.f_code is not _HANDLE_RUN:
@@ -50,7 +50,7 @@ def _of_coroutine(frame: "Any") -> bool:
 
 
 def _interruptible() -> bool:
-    """Return True if an interrupt of this thread would raise KeyboardInterrupt in a cell's code."""
+    """Return True if an interrupt would raise KeyboardInterrupt in a cell's code in this thread."""
     handler = signal.getsignal(signal.SIGINT)  # type: Any
     expected = handler is signal.default_int_handler or isinstance(handler, _Interrupt)
     return expected and threading.current_thread() is threading.main_thread()
@@ -58,7 +58,7 @@ def _interruptible() -> bool:
 
 @contextlib.contextmanager
 def _handling(handler: "Any") -> "Iterator[None]":
-    """Set the handler of SIGINT for the block, unless the block sets another."""
+    """Set the handler of SIGINT during the block. Then restore it, unless the block has set another."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -69,7 +69,7 @@ def _handling(handler: "Any") -> "Iterator[None]":
 
 @contextlib.contextmanager
 def interrupt_kept() -> "Iterator[None]":
-    """Raise KeyboardInterrupt at the end if an interrupt came and the work did not raise it: IPython's
+    """Raise KeyboardInterrupt at the end if an interrupt arrived but the block did not raise it. IPython's
     commands and magics print `^C` or a traceback instead, and the cell would continue until it is killed."""
     if not _interruptible():
         yield
@@ -84,7 +84,7 @@ def interrupt_kept() -> "Iterator[None]":
     with _handling(on_interrupt):
         try:
             yield
-        except Exception:  # such as the failure of a command that the interrupt ended
+        except Exception:  # such as the failure of a command that the interrupt stopped
             if not interrupted:
                 raise
     if interrupted:
@@ -94,7 +94,7 @@ def interrupt_kept() -> "Iterator[None]":
 def run_coroutine(coroutine: "Any") -> "Any":
     """Run a cell that awaits, on an event loop that lives as long as the session. Return its result.
 
-    An interrupt cancels the cell: otherwise it would continue during the next cell that awaits.
+    An interrupt cancels the cell, which otherwise would continue during the next cell that awaits.
     """
     global _loop
     if _loop is None or _loop.is_closed():
@@ -105,14 +105,14 @@ def run_coroutine(coroutine: "Any") -> "Any":
     with _handling(_Interrupt(_loop, task)):
         try:
             return _loop.run_until_complete(task)
-        except KeyboardInterrupt:  # of a task that the cell started
+        except KeyboardInterrupt:  # raised in a task that the cell started
             task.cancel()
             return _loop.run_until_complete(task)
 
 
 @contextlib.contextmanager
 def no_running_loop() -> "Iterator[None]":
-    """Hide the event loop that runs in this thread, a kernel's own: cells can then run theirs."""
+    """Hide a kernel's own event loop, which runs in this thread, so that cells can run event loops."""
     loop = asyncio._get_running_loop()
     if loop is None:
         yield

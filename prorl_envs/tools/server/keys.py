@@ -4,7 +4,7 @@ Pieces are typed one at a time, each only when the program waits again: unread i
 terminal, because the shell would run it as a command.
 """
 
-#: Bytes of the longest line a terminal delivers whole, with room for the line's end.
+#: Maximum bytes of a line that a terminal delivers as a whole, with room for the line's end.
 LINE_LIMIT = 4000
 
 #: Names of keys, typed without Enter. Control keys are `C-a` to `C-z`, and `C-[ C-\ C-] C-^ C-_`.
@@ -21,7 +21,7 @@ KEYS = {
 
 
 def names_key(text: str) -> bool:
-    """Return True if the text is the name of a key, or empty, and thus no command."""
+    """Return True if the text is empty or the name of a key, and so not a command."""
     return not text or _is_control(text) or text in KEYS
 
 
@@ -30,7 +30,7 @@ def _is_control(text: str) -> bool:
 
 
 def to_type(text: str) -> str:
-    """Return the code of the key named `text`; otherwise the text with Enter appended; or nothing.
+    """Return the code of the key that `text` names, else the text with Enter appended; "" for "".
 
     Raises:
         ValueError: a line is longer than a terminal accepts.
@@ -57,6 +57,6 @@ def next_piece(text: str, *, by_line: bool, first: bool) -> tuple[bytes, str]:
         return (line + end).encode(), rest
     if not line:
         return b"\r", rest
-    if first and not line.startswith("\x1b"):  # which may be one key's code
+    if first and not line.startswith("\x1b"):  # an escape sequence may be the code of one key
         return line[0].encode(), line[1:] + end + rest
     return line.encode(), end + rest

@@ -1,24 +1,25 @@
 """Event loop of a tool server: descriptors and timers in one thread.
 
-A tool server lives in another pid namespace than its children, may not start threads, and answers in tens of
-microseconds: asyncio, or even `selectors`, would add overhead to each of several events per command.
+A tool server is in another pid namespace than its children, cannot start threads, and answers in tens of
+microseconds. asyncio, or even `selectors`, would add overhead to each of several events per command.
 
-poll(2), not epoll(7): the kernel counts epoll watches per host user, so another sandbox could use them up
-(`fs.epoll.max_user_watches`). For the few descriptors of a tool server both cost the same.
+The loop uses poll(2), not epoll(7), because the kernel counts epoll watches per host user, so that another
+sandbox could use them up (`fs.epoll.max_user_watches`). For the few descriptors of a tool server, both have
+the same cost.
 """
 
 import select
 import time
 from collections.abc import Callable
 
-#: Seconds; poll accepts at most 2**31 milliseconds.
-_LONGEST_WAIT_S = 3600.0
+#: Maximum seconds of one poll, which accepts less than 2**31 milliseconds.
+_MAX_WAIT_S = 3600.0
 
 type Callback = Callable[[], None]
 
 
 class Timer:
-    """Callback due at a time, unless cancelled before."""
+    """Callback that is called at a time, unless it is cancelled before."""
 
     __slots__ = ("_timers", "callback", "due")
 
@@ -40,7 +41,7 @@ class EventLoop:
         self._poll = select.poll()
         self._callbacks: dict[int, Callback] = {}
         self._forgotten: set[int] = set()
-        # A few at a time, nearly all cancelled before they are due: a heap would fill up with those.
+        # Not a heap, which would fill up with cancelled timers: nearly all are cancelled before they are due.
         self._timers: set[Timer] = set()
         self._running = False
 
@@ -65,8 +66,7 @@ class EventLoop:
         while self._running:
             self._forgotten.clear()
             for fd, _ in self._poll.poll(self._wait_ms()):
-                # An earlier callback of this round may have closed it, and even opened another with its
-                # number.
+                # An earlier callback of this round may have closed the descriptor, or reused its number.
                 if fd not in self._forgotten:
                     self._callbacks[fd]()
             if self._timers:
@@ -80,7 +80,7 @@ class EventLoop:
         if not self._timers:
             return None
         due = min(timer.due for timer in self._timers)
-        return 1000 * min(max(0.0, due - time.monotonic()), _LONGEST_WAIT_S)
+        return 1000 * min(max(0.0, due - time.monotonic()), _MAX_WAIT_S)
 
     def _fire(self) -> None:
         now = time.monotonic()

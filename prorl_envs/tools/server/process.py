@@ -22,13 +22,13 @@ _WRITE_SIZE = 65536
 
 
 class FreshProcess:
-    """One run, from start to answer.
+    """Run of one command, from its start to the answer.
 
     Args:
         loop: the server's loop.
         request: the command to run.
         env: its environment, before the request's own variables.
-        leftovers: receives the outputs that background processes still hold.
+        leftovers: receives the outputs to which background processes may still write.
         answer: called once with the result.
 
     Raises:
@@ -65,7 +65,7 @@ class FreshProcess:
         self._deadline = loop.call_later(request.timeout_s, self._on_deadline)
 
     def cancel(self) -> None:
-        """Kill the process now; it is answered like any killed process."""
+        """Kill the process. The request is answered as for any killed process."""
         self._leftovers = None
         self._kill()
 
@@ -95,7 +95,7 @@ class FreshProcess:
 
     def _on_exit(self) -> None:
         if self._leftovers is None:
-            # The group before the reaping: until then its id cannot be another's.
+            # Kill the group before its process is reaped: until then, its id cannot be reused.
             self._kill()
         code = self._process.wait()
         for output in self._outputs:
@@ -130,7 +130,7 @@ class FreshProcess:
 
 
 class _Output:
-    """One output stream: its pipe, and the kept bytes."""
+    """Output stream: its pipe, and the kept bytes."""
 
     def __init__(self, loop: EventLoop, pipe: IO[bytes], limit: int) -> None:
         self.buffer = OutputBuffer(limit)
@@ -138,7 +138,7 @@ class _Output:
         self._reader = OutputReader(loop, pipe.fileno(), self.buffer)
 
     def finish(self, leftovers: Leftovers | None) -> None:
-        """Read the available output; pass a pipe that others still write to to `leftovers`, if given."""
+        """Read the available output. Pass a pipe that still has writers to `leftovers`, if given."""
         ended = self._reader.drain()
         self._reader.stop()
         if leftovers is not None and not ended:

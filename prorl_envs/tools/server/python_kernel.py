@@ -1,4 +1,4 @@
-"""Process of the Python session: IPython, driven by its direct API, one cell after the other.
+"""Process of the Python session: IPython, used through its Python API, one cell after the other.
 
 Forked by the tool server (`python_session.py`); the template has already called `prepare`. Output goes to
 descriptors 1 and 2 as in any program; descriptor 3 receives the cells and returns their results. The cells'
@@ -53,7 +53,7 @@ _PLAIN = frozenset(
 _MAGIC = re.compile(r"[%!?]|^\s*[,;/]")
 #: Prefix of the paths of this package's files.
 _OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")  # noqa: PTH118, PTH120
-#: Characters of all rich representations forwarded per cell.
+#: Maximum characters of all rich representations that are forwarded per cell.
 DISPLAY_CHARACTERS = 1024 * 1024
 
 
@@ -77,8 +77,8 @@ class Displays:
             return
         size = sum(map(len, rich.values()))
         total = self._characters + size + sum(map(len, rich))
-        few = len(self._bundles) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
-        if few and total <= DISPLAY_CHARACTERS:
+        allowed = len(self._bundles) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
+        if allowed and total <= DISPLAY_CHARACTERS:
             self._bundles.append(rich)
             self._characters = total
         else:
@@ -114,15 +114,15 @@ class _Hook(DisplayHook):
         _displays(self).show(format_dict)
 
     def cull_cache(self) -> None:
-        with warnings.catch_warnings(action="ignore"):  # it would warn the model
+        with warnings.catch_warnings(action="ignore"):  # the model would see the warning
             super().cull_cache()  # type: ignore[no-untyped-call]
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
-        pass  # IPython would keep every output forever
+        pass  # IPython would keep every output
 
 
 def _is_registered(kind: type, formatters: dict[str, Any]) -> bool:
-    """Return True if a formatter shows a built-in type in another form than text."""
+    """Return True if a formatter other than the text formatter is registered for a built-in type."""
     names = {(each.__module__, each.__name__) for each in kind.__mro__}
     for mime, formatter in formatters.items():
         if mime != "text/plain":
@@ -150,7 +150,7 @@ def _displays(part: DisplayHook | DisplayPublisher) -> Displays:
 
 
 class Transformers(TransformerManager):
-    """Transformer that tokenizes only cells with possible magics: it takes a tenth of a short cell's time."""
+    """Transformer that tokenizes only cells that may have magics. It saves a tenth of a short cell's time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,13 +212,13 @@ class CellShell(InteractiveShell):
 
     def init_user_ns(self) -> None:
         super().init_user_ns()  # type: ignore[no-untyped-call]
-        # `multiprocessing` reads it of the main module to start processes by `spawn` and `forkserver`.
+        # `multiprocessing` reads this attribute of the main module to start processes (spawn, forkserver).
         self.user_ns.setdefault("__spec__", None)
         self.user_ns_hidden.setdefault("__spec__", None)
 
     def system(self, cmd: str) -> None:
-        """Run a `!` command. IPython's own way uses a terminal, takes 0.1 s, alters line ends, and continues
-        the cell after an interrupt."""
+        """Run a `!` command. IPython's own method uses a terminal, takes 0.1 s, alters line ends, and
+        continues the cell after an interrupt."""
         sys.stdout.flush()
         command = self.var_expand(cmd, depth=1)  # type: ignore[no-untyped-call]
         status = subprocess.call(command, shell=True, executable=os.environ.get("SHELL"))
@@ -245,18 +245,18 @@ class CellShell(InteractiveShell):
 
 
 def _leave_out_own_frames(error: BaseException) -> None:
-    """Remove the frames of this package from tracebacks: its files lie at a path of the host."""
-    left, seen = [error], set[int]()
-    while left:
-        one = left.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = _without_own_frames(one.__traceback__)
-            left += filter(None, (one.__cause__, one.__context__))
+    """Remove the frames of this package from tracebacks, because the paths of its files are the host's."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        current = waiting.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = _without_own_frames(current.__traceback__)
+            waiting += filter(None, (current.__cause__, current.__context__))
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames of this package from a traceback, in place; return the first remaining one."""
+    """Remove the frames of this package from a traceback in place; return the first remaining frame."""
     first = TracebackType(trace, sys._getframe(), 0, 1)
     last = first
     while last.tb_next is not None:
@@ -268,20 +268,20 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def prepare(*, libraries: bool = True) -> Any:
-    """Create the shell, once per process: a template does it before it forks.
+    """Create the shell, once per process. A template calls this before it forks.
 
     Args:
         libraries: import the libraries that most sessions use.
 
     Returns:
-        The process's `CellShell`; IPython is untyped.
+        the process's `CellShell`; IPython is untyped.
     """
     warm = CellShell.initialized()
     shell: Any = CellShell.instance()
     if not warm:
         if libraries:
             _import_libraries()
-        # A first cell and a first traceback import another megabyte of modules.
+        # Run now, because a first cell and a first traceback import another megabyte of modules.
         sys.stdout, stdout = open(os.devnull, "w"), sys.stdout  # noqa: PTH123, SIM115
         try:
             shell.run_cell("1 + 1")
@@ -294,13 +294,13 @@ def prepare(*, libraries: bool = True) -> Any:
 
 
 def prepare_alone() -> Any:
-    """Create the shell without the libraries, which are then imported by the first cell that needs them."""
+    """Create the shell without the libraries; the first cell that needs a library imports it."""
     return prepare(libraries=False)
 
 
 def _import_libraries() -> None:
-    """Import the libraries of nearly every session, once for all of them: seconds of processor time each."""
-    # A forked process has no threads, so none may start before the fork: OpenBLAS would start some.
+    """Import the libraries that nearly every session uses, to save each session seconds of processor time."""
+    # A forked process has no threads, so none may start before the fork. OpenBLAS would start some.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for name in LIBRARIES:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -315,8 +315,8 @@ def main() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     builtins.input = getpass.getpass = _no_input
-    os.system = _run_system  # type: ignore[assignment]  # typeshed knows paths of bytes, too
-    # These name the program of the template, and directories of the host.
+    os.system = _run_system  # type: ignore[assignment]  # typeshed also allows paths of bytes
+    # These values name the program of the template, and directories of the host.
     sys.argv[:] = [""]
     sys.orig_argv[:] = ["python3"]
     multiprocessing.process.ORIGINAL_DIR = None  # type: ignore[attr-defined]
@@ -331,13 +331,13 @@ def main() -> None:
             if os.getpid() != pid:  # the cell forked, and this is the child
                 os._exit(0)
             if shell.exiting:  # the exit of this process is the answer
-                control.detach()  # if it were closed earlier, the server would kill this process
+                control.detach()  # if it were closed before the exit, the server would kill this process
                 return
             control.sendall(encode(reply))
 
 
 def _text_stream(fd: int, mode: str) -> TextIOWrapper:
-    # Buffered by line, so that the two outputs keep their order.
+    # Buffered by line, so that stdout and stderr keep their order.
     raw = open(fd, f"{mode}b", closefd=False)  # noqa: SIM115
     return TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
@@ -349,7 +349,7 @@ def _run(shell: Any, cell: Cell) -> CellDone:
         error = result.error_before_exec or result.error_in_exec
         sys.stdout.flush()
         sys.stderr.flush()
-    except KeyboardInterrupt as interrupt:  # between IPython's own handlers
+    except KeyboardInterrupt as interrupt:  # raised outside IPython's own handlers
         error = interrupt
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -358,8 +358,8 @@ def _run(shell: Any, cell: Cell) -> CellDone:
 
 
 def _run_system(command: str | bytes | os.PathLike[str]) -> int:
-    """Run a command like `os.system`, which however ignores interrupts while the command runs, so that a loop
-    of commands would have to be killed. Return the wait status."""
+    """Run a command like `os.system`, but without ignoring interrupts meanwhile: otherwise a loop of commands
+    could only be killed. Return the wait status."""
     status = subprocess.call(command, shell=True, close_fds=False)
     return -status if status < 0 else status << 8
 

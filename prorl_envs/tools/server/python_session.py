@@ -19,7 +19,7 @@ from prorl_envs.tools.server.loop import EventLoop, Timer, has_ended
 from prorl_envs.tools.server.reader import OutputReader
 from prorl_envs.tools.server.session import Answer, Cause, RequestSession, Running
 
-#: Bytes of the longest frame a kernel may send: its display data and room for the rest.
+#: Maximum bytes of a kernel's frame: its display data, with room for the rest of the message.
 FRAME_LIMIT = 8 * 1024 * 1024
 _READ_SIZE = 262144
 
@@ -58,17 +58,17 @@ class KernelSession(RequestSession[Python]):
         """
         if not self.lent:
             raise WireError("the Python session is not lent")
-        self._own()
+        self.reclaim()
         self.output.feed(returned.output)
         if returned.running is not None:
             self.resume(returned.running, answer, returned.spent_s)
-        self._hear(returned.heard)
+        self._feed(returned.heard)
 
     def start(self) -> Kernel:
         """Fork a kernel.
 
         Raises:
-            OSError: it cannot be forked.
+            OSError: the kernel cannot be forked.
         """
         kernel = self._kernel = Kernel(self._workdir)
         self._framer = Framer(FRAME_LIMIT)
@@ -84,7 +84,7 @@ class KernelSession(RequestSession[Python]):
             self._kernel.kill()
             self._discard()
 
-    def _settle(self) -> None:
+    def _check_exit(self) -> None:
         if self._kernel is not None and has_ended(self._kernel.pidfd):
             self._on_exit()
 
@@ -96,7 +96,7 @@ class KernelSession(RequestSession[Python]):
         self.loop.watch(kernel.control.fileno(), self._on_control)
         self.loop.watch(kernel.pidfd, self._on_exit)
 
-    def _own(self) -> None:
+    def reclaim(self) -> None:
         assert self._kernel is not None and self._reader is not None
         self.lent = False
         self._reader.start()
@@ -126,13 +126,13 @@ class KernelSession(RequestSession[Python]):
             data = self._kernel.control.recv(_READ_SIZE)
         except ConnectionResetError:
             data = b""
-        if not data:  # closed by a cell, or the kernel exited
+        if not data:  # a cell closed the socket, or the kernel exited
             self.loop.forget(self._kernel.control.fileno())
             self._kernel.kill()
         else:
-            self._hear(data)
+            self._feed(data)
 
-    def _hear(self, data: bytes) -> None:
+    def _feed(self, data: bytes) -> None:
         """Process bytes from the kernel's control socket."""
         assert self._kernel is not None and self._reader is not None
         try:

@@ -6,16 +6,17 @@ from prorl_envs.tools.protocol.output import OutputBuffer
 from prorl_envs.tools.server.loop import EventLoop
 
 _SIZE = 65536
-# More than a terminal (64 KiB) or a pipe (64 KiB, at most 1 MiB) can hold, so that a drain stops even if a
-# writer never does.
+#: Maximum reads of a drain, so that it stops even if a writer does not. This is more than a terminal (64 KiB)
+#: or a pipe (64 KiB, at most 1 MiB) can hold.
 _DRAIN_READS = 300
 
 
 class Leftovers:
-    """Reader that discards output of background processes, so that a closed pipe kills none of them.
+    """Reader that discards output of background processes, because a closed pipe would kill them.
 
     Args:
-        limit: pipes read at a time; above it the oldest is closed.
+        loop: watches the pipes.
+        limit: maximum number of pipes; a further pipe closes the oldest.
     """
 
     def __init__(self, loop: EventLoop, limit: int = 64) -> None:
@@ -45,11 +46,11 @@ class Leftovers:
 
 
 class OutputReader:
-    """Reader that feeds a descriptor's data into a buffer until the writers are gone.
+    """Reader that feeds a descriptor's data into a buffer until all writers have closed it.
 
     Args:
         loop: watches the descriptor.
-        fd: set non-blocking here; its owner closes it.
+        fd: the descriptor, which becomes non-blocking; its owner closes it.
         buffer: receives the data.
     """
 
@@ -65,10 +66,10 @@ class OutputReader:
         self._loop.watch(self._fd, self._on_readable)
 
     def drain(self) -> bool:
-        """Read all data written before now. Return True if the writers are known to be gone.
+        """Read all data written before now. Return True if all writers are known to have closed it.
 
-        Reading until no data is left is sufficient, for a terminal too: the kernel delivers buffered data
-        before it reports that there is none.
+        Reading until no data is left is sufficient, even for a terminal: the kernel delivers buffered data
+        before it reports that there is no data.
         """
         for _ in range(_DRAIN_READS):
             try:

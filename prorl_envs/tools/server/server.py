@@ -1,6 +1,6 @@
 """Tool server: one small process per sandbox that answers the host's requests.
 
-It runs inside the sandbox's namespaces but outside its pid namespace, forked warm from a template: it may
+It is forked warm from a template, and runs inside the sandbox's namespaces except the pid namespace: it may
 have children there, but no threads. When the host closes its end of the socket, the server kills its children
 and exits.
 """
@@ -52,16 +52,16 @@ from prorl_envs.tools.server.python_session import KernelSession
 from prorl_envs.tools.server.reader import Leftovers
 from prorl_envs.tools.server.shell import ShellSession
 
-#: Shell sessions of one sandbox.
+#: Maximum shell sessions of one sandbox.
 SESSION_LIMIT = 16
 _RECEIVE_SIZE = 32768
 _REHEARSAL_S = 10.0
-#: Descriptors in flight are counted per host user, including those of other sandboxes; see unix(7).
+#: Errors of passing descriptors. Those in flight are counted per host user, over all sandboxes; see unix(7).
 _CANNOT_PASS = frozenset({errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 def serve(sock: socket.socket) -> None:
-    """Answer requests until the peer closes. Entry point into which a template forks.
+    """Answer requests until the peer closes the socket. Entry point of a process that a template forks.
 
     Args:
         sock: connected stream socket; its peer is the host.
@@ -80,8 +80,8 @@ def serve(sock: socket.socket) -> None:
 def rehearse() -> None:
     """Serve a few requests in the template itself, before it forks.
 
-    The interpreter specialises code during its first runs, which modifies memory. Done once in the template,
-    all forks share the result: they start faster and use a tenth less memory.
+    The interpreter specialises code during its first runs, which modifies memory. If this is done once in the
+    template, all forks share the result: they start faster and use a tenth less memory.
     """
     sock, ours = socket.socketpair()
     with ours:
@@ -116,12 +116,12 @@ class ToolServer:
 
     def run_until(self, host: socket.socket, *, replies: int) -> None:
         """Run until the given number of replies can be read at the host's end."""
-        framer, left = Framer(), replies
+        framer, missing = Framer(), replies
 
         def on_reply() -> None:
-            nonlocal left
-            left -= len(framer.feed(host.recv(_RECEIVE_SIZE)))
-            if left <= 0:
+            nonlocal missing
+            missing -= len(framer.feed(host.recv(_RECEIVE_SIZE)))
+            if missing <= 0:
                 self._loop.stop()
 
         self._loop.watch(host.fileno(), on_reply)
@@ -156,7 +156,7 @@ class ToolServer:
         self._send(encode(reply))
 
     def _send(self, frame: bytearray) -> None:
-        # Blocking: the host always reads; if it does not, the commands' output waits too.
+        # Blocking, because the host always reads. If it does not, the commands' output waits too.
         try:
             self._sock.sendall(frame)
         except (BrokenPipeError, ConnectionResetError):
@@ -172,7 +172,7 @@ class ToolServer:
         except OSError as error:
             if error.errno not in _CANNOT_PASS:
                 raise
-            session.keep()
+            session.reclaim()
             reply.lent = type(reply.lent)()
             self._answer(reply)
         else:
@@ -205,7 +205,7 @@ class ToolServer:
             case Cancel():
                 self._cancel(request.id)
             case Setup():
-                # The actual start directory: the local driver has no directory with the requested name.
+                # The actual start directory: with the local driver, the requested directory does not exist.
                 self._setup = msgspec.structs.replace(request, workdir=os.getcwd())  # noqa: PTH109
                 # Environment of all later processes, including the Python session's fork.
                 os.environ.update(request.env)
@@ -217,8 +217,8 @@ class ToolServer:
         name = request.session
         if name not in self._shells:
             if len(self._shells) >= SESSION_LIMIT:
-                why = f"[not run: {SESSION_LIMIT} sessions are open already; use one of them]"
-                self._answer(BashDone(request.id, "", 0, None, "", False, why, False, True))
+                notice = f"[not run: {SESSION_LIMIT} sessions are open already; use one of them]"
+                self._answer(BashDone(request.id, "", 0, None, "", False, notice, False, True))
                 return
             self._shells[name] = self._new_shell()
         shell = self._shells[name]

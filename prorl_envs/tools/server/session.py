@@ -13,9 +13,9 @@ from prorl_envs.tools.server.loop import EventLoop, Timer
 
 #: Maximum number of queued requests.
 QUEUE_LIMIT = 64
-#: Seconds after its start during which a request is not interrupted: the session may not have read it yet.
-#: Then the interrupt would be lost, or would discard the typed text, and only a kill would help.
-_RIPE_S = 0.05
+#: Seconds after its start during which a request is not interrupted. If the session has not read the request
+#: yet, the interrupt would be lost, or would discard the typed text, and only a kill would help.
+_UNINTERRUPTED_S = 0.05
 
 type Answer = Callable[[Reply], None]
 
@@ -32,26 +32,28 @@ class Running[RequestT: Bash | Python]:
     """Request in progress.
 
     Args:
-        ripe: earliest time for an interrupt, by the monotonic clock.
-        cause: reason for stopping it.
+        interruptible_at: earliest time of an interrupt, by the monotonic clock.
+        cause: reason for stopping the request.
         killed: True if more than an interrupt was needed.
     """
 
     request: RequestT
     answer: Answer
     deadline: Timer | None = None
-    ripe: float = 0.0
+    interruptible_at: float = 0.0
     cause: Cause | None = None
     killed: bool = False
 
     @property
     def stopped(self) -> str:
-        """Description of how the request was stopped, for the notice; empty if it was not."""
+        """Description of how the request was stopped, for the notice; "" if it was not stopped."""
         if self.cause is None:
             return ""
         timed_out = f"timed out after {self.request.timeout_s:g} s"
-        why = timed_out if self.cause is Cause.TIMEOUT else "cancelled"
-        return f"{why}: {'it ignored the interrupt and was killed' if self.killed else 'it was interrupted'}"
+        cause = timed_out if self.cause is Cause.TIMEOUT else "cancelled"
+        return (
+            f"{cause}: {'it ignored the interrupt and was killed' if self.killed else 'it was interrupted'}"
+        )
 
 
 class RequestSession[RequestT: Bash | Python](ABC):
@@ -73,9 +75,9 @@ class RequestSession[RequestT: Bash | Python](ABC):
         self._waiting: deque[Running[RequestT]] = deque()
 
     def submit(self, request: RequestT, answer: Answer) -> None:
-        """Run a request after those before it; `answer` is called with its reply."""
+        """Run a request after the queued requests; `answer` is called with its reply."""
         if self.lent:  # sent before the host knew of the loan
-            self._own()
+            self.reclaim()
         if len(self._waiting) >= QUEUE_LIMIT:
             answer(ToolRefused(request.id, 11, f"{QUEUE_LIMIT} requests already wait in this session"))
             return
@@ -87,12 +89,8 @@ class RequestSession[RequestT: Bash | Python](ABC):
         """True if requests wait for the running one."""
         return bool(self._waiting)
 
-    def keep(self) -> None:
-        """Cancel a loan whose descriptors could not be passed."""
-        self._own()
-
     def resume(self, request: RequestT, answer: Answer, spent_s: float) -> None:
-        """Take over a request that has run on the host for `spent_s` seconds."""
+        """Continue a request that the host has run for `spent_s` seconds."""
         assert self.running is None
         self.running = Running(request, answer)
         self._set_deadline(self.running, request.timeout_s - spent_s)
@@ -113,11 +111,11 @@ class RequestSession[RequestT: Bash | Python](ABC):
         """Kill the running process, without an answer."""
 
     @abstractmethod
-    def _own(self) -> None:
-        """Take the session back after a loan."""
+    def reclaim(self) -> None:
+        """Watch the session's descriptors again, after a loan."""
 
     @abstractmethod
-    def _settle(self) -> None:
+    def _check_exit(self) -> None:
         """Handle an exit of the session's process for which no event has arrived yet.
 
         Called between two requests. Otherwise the exit would be attributed to the next request.
@@ -145,7 +143,7 @@ class RequestSession[RequestT: Bash | Python](ABC):
 
     def _next(self) -> None:
         while self._waiting and self.running is None:
-            self._settle()
+            self._check_exit()
             running = self.running = self._waiting.popleft()
             request = running.request
             try:
@@ -160,17 +158,19 @@ class RequestSession[RequestT: Bash | Python](ABC):
             else:
                 self._set_deadline(running, request.timeout_s)
 
-    def _set_deadline(self, running: Running[RequestT], left_s: float) -> None:
-        running.ripe = time.monotonic() + _RIPE_S - (running.request.timeout_s - left_s)
-        running.deadline = self.loop.call_later(left_s, lambda: self._stop(Cause.TIMEOUT))
+    def _set_deadline(self, running: Running[RequestT], remaining_s: float) -> None:
+        spent_s = running.request.timeout_s - remaining_s
+        running.interruptible_at = time.monotonic() + _UNINTERRUPTED_S - spent_s
+        running.deadline = self.loop.call_later(remaining_s, lambda: self._stop(Cause.TIMEOUT))
 
     def _stop(self, cause: Cause) -> None:
         running = self.running
         assert running is not None
         if running.cause is None:
             running.cause = cause
-            self.loop.call_later(running.ripe - time.monotonic(), lambda: self._interrupt_ripe(running))
+            delay_s = running.interruptible_at - time.monotonic()
+            self.loop.call_later(delay_s, lambda: self._interrupt_if_running(running))
 
-    def _interrupt_ripe(self, running: Running[RequestT]) -> None:
+    def _interrupt_if_running(self, running: Running[RequestT]) -> None:
         if self.running is running:
             self._interrupt(running)

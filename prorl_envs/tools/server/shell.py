@@ -2,12 +2,12 @@
 
 idle -> running -> idle                       the report arrived
         running -> waiting                    the command waits for input: the call is answered
-                   waiting -> running         the next call types into it
-                   waiting -> idle            the command exited by itself; the next call says so
+                   waiting -> running         the next call types into the command
+                   waiting -> idle            the command exited by itself; the next call reports this
         running -> interrupted -> idle        the command released the terminal, and the report arrived
-                   interrupted -> killed      it did not, so its process group was killed
-                                  killed -> dead   that did not help either, so the shell was killed
-        any -> dead -> running                the shell exited; the next command starts another
+                   interrupted -> killed      there was no report, so the process group was killed
+                                  killed -> dead   there was still no report, so the shell was killed
+        any -> dead -> running                the shell exited; the next command starts another shell
 idle -> lent -> idle, running                 the host drives the shell: see `tools/client/direct_session.py`
 """
 
@@ -24,12 +24,12 @@ from prorl_envs.tools.server.session import Answer, Cause, RequestSession, Runni
 from prorl_envs.tools.server.shell_syntax import SH
 from prorl_envs.tools.server.terminal import Terminal
 
-#: Seconds between checks whether an interrupted command has released the terminal: there is no event for it.
-_LOOK_S = 0.01
+#: Seconds between checks whether an interrupted command has released the terminal, for which no event exists.
+_INTERRUPTED_CHECK_S = 0.01
 #: Seconds until the first check whether a command waits for input; maximum between two checks; after input.
-_FIRST_LOOK_S, _LAST_LOOK_S, _TYPED_LOOK_S = 0.05, 1.0, 0.005
+_FIRST_CHECK_S, _MAX_CHECK_S, _TYPED_CHECK_S = 0.05, 1.0, 0.005
 _READ_SIZE = 8192
-#: Number of requests for a lost report; the last one includes a repair.
+#: Maximum requests for a missing report; the last request includes a repair.
 _REPAIRS = 2
 
 _WAITS = "[the command waits for input: call again with is_input to type into it, C-c interrupts it]"
@@ -48,7 +48,7 @@ class ShellSession(RequestSession[Bash]):
 
     Args:
         loop: the server's loop.
-        workdir: directory of the first shell; later ones start in the last known directory.
+        workdir: directory of the first shell; later shells start in the last known directory.
         env: the shell's whole environment.
         output_limit: bytes of output kept of each command.
         grace_s: seconds between the interrupt, the kill of the command, and the kill of the shell.
@@ -66,18 +66,18 @@ class ShellSession(RequestSession[Bash]):
         self._nonce = ""
         self._status = 0
         self._notices: list[str] = []
-        self._told = False
+        self._said_no_bash = False
         self._waits = False
         #: Exit status of a command that waited and then exited by itself.
         self._ended: int | None = None
-        #: Remaining input to type, and True if nothing of it has been typed.
+        #: Remaining input to type, and whether none of it has been typed yet.
         self._input, self._untyped = "", True
         #: Bytes of output at the last check.
         self._seen: int | None = None
         self._timer: Timer | None = None
-        #: Number of requests for the command's report; True if no report can arrive any more.
+        #: Number of requests for the command's report, and whether no report can arrive any more.
         self._asked = 0
-        self._deaf = False
+        self._report_closed = False
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -93,14 +93,14 @@ class ShellSession(RequestSession[Bash]):
         """
         if not self.lent:
             raise WireError(f"session {returned.session!r} is not lent")
-        self._own()
+        self.reclaim()
         self._status, self._cwd = returned.status, returned.cwd
         self._reports = Reports(returned.report)
         self.output.feed(returned.output)
         if returned.running is not None:
             self._nonce, self._asked, self._seen = returned.nonce, 0, None
             self.resume(returned.running, answer, returned.spent_s)
-            self._watch(max(0.0, _FIRST_LOOK_S - returned.spent_s))
+            self._watch(max(0.0, _FIRST_CHECK_S - returned.spent_s))
 
     def close(self) -> None:
         """Kill the shell and its command. Background jobs continue without a terminal."""
@@ -108,7 +108,7 @@ class ShellSession(RequestSession[Bash]):
             self._terminal.kill()
             self._discard()
 
-    def _settle(self) -> None:
+    def _check_exit(self) -> None:
         if self._terminal is not None and has_ended(self._terminal.pidfd):
             self._on_exit()
 
@@ -130,7 +130,7 @@ class ShellSession(RequestSession[Bash]):
         self._asked = 0
         terminal.evaluate(request.command, nonce=self._nonce, status=self._status)
         self._seen = None
-        self._watch(_FIRST_LOOK_S)
+        self._watch(_FIRST_CHECK_S)
         return None
 
     def _continue(self, request: Bash) -> Reply | None:
@@ -164,15 +164,15 @@ class ShellSession(RequestSession[Bash]):
         self._notices = [_NEW]
 
     def _open(self) -> Terminal:
-        if not os.path.isdir(self._cwd):  # noqa: PTH112 - pathlib would be this process's only use of it
+        if not os.path.isdir(self._cwd):  # noqa: PTH112 - this process does not import pathlib
             self._cwd = self._workdir
         terminal = self._terminal = Terminal.open(self._cwd, self._env)
         self._reader = OutputReader(self.loop, terminal.fd, self.output)
         self._reports = Reports()
         self._status = 0
-        self._deaf = False
-        if terminal.dialect is SH and not self._told:
-            self._told = True
+        self._report_closed = False
+        if terminal.dialect is SH and not self._said_no_bash:
+            self._said_no_bash = True
             self._notices.append(_NO_BASH)
         self.lent = False
         self._watch_shell(terminal)
@@ -182,7 +182,7 @@ class ShellSession(RequestSession[Bash]):
         self.loop.watch(terminal.report, self._on_report)
         self.loop.watch(terminal.pidfd, self._on_exit)
 
-    def _own(self) -> None:
+    def reclaim(self) -> None:
         assert self._terminal is not None and self._reader is not None
         self.lent = False
         self._reader.start()
@@ -215,9 +215,9 @@ class ShellSession(RequestSession[Bash]):
             data = os.read(self._terminal.report, _READ_SIZE)
         except BlockingIOError:
             return
-        if not data:  # the shell closed it or is gone: its exit, a check, or the deadline decides
+        if not data:  # the shell closed the pipe or exited; its exit, a check or the deadline follows
             self.loop.forget(self._terminal.report)
-            self._deaf = True
+            self._report_closed = True
             return
         report = self._reports.feed(data, self._nonce)
         if report is None or not (self.running is not None or self._waits):
@@ -261,10 +261,10 @@ class ShellSession(RequestSession[Bash]):
         text = "\n".join(filter(None, notices))
         return BashDone(request.id, captured.text(), captured.omitted, status, self._cwd, False, text)
 
-    def _refuse(self, request: Bash, why: str) -> BashDone:
-        return BashDone(request.id, "", 0, None, self._cwd, False, why, self._waits, True)
+    def _refuse(self, request: Bash, notice: str) -> BashDone:
+        return BashDone(request.id, "", 0, None, self._cwd, False, notice, self._waits, True)
 
-    # Checks while a command runs: does it wait for input?
+    # Checks whether a running command waits for input.
 
     def _watch(self, delay_s: float) -> None:
         self._timer = self.loop.call_later(delay_s, lambda: self._observe(delay_s))
@@ -277,15 +277,15 @@ class ShellSession(RequestSession[Bash]):
         quiet = self._seen in (None, self.output.size)
         self._seen = self.output.size
         if not quiet:
-            self._watch(_TYPED_LOOK_S if waited_s <= _TYPED_LOOK_S else _FIRST_LOOK_S)
+            self._watch(_TYPED_CHECK_S if waited_s <= _TYPED_CHECK_S else _FIRST_CHECK_S)
             return
-        match terminal.look():
+        match terminal.inspect_foreground():
             case ForegroundState.BUSY:
-                self._watch(min(max(2 * waited_s, _TYPED_LOOK_S), _LAST_LOOK_S))
+                self._watch(min(max(2 * waited_s, _TYPED_CHECK_S), _MAX_CHECK_S))
             case ForegroundState.STOPPED:  # no other process would continue it
                 terminal.resume()
-                self._watch(_FIRST_LOOK_S)
-            case ForegroundState.WAITING if not self._deaf and not terminal.is_mute:
+                self._watch(_FIRST_CHECK_S)
+            case ForegroundState.WAITING if not self._report_closed and not terminal.is_mute:
                 self._feed(terminal)
             case _:
                 self._recover(terminal)
@@ -296,7 +296,7 @@ class ShellSession(RequestSession[Bash]):
             piece, self._input = next_piece(self._input, by_line=terminal.by_line, first=self._untyped)
             self._untyped = False
             terminal.answer(piece)
-            self._watch(_TYPED_LOOK_S)
+            self._watch(_TYPED_CHECK_S)
             return
         assert self._reader is not None
         self._reader.drain()  # output written between the previous read and the check
@@ -311,40 +311,43 @@ class ShellSession(RequestSession[Bash]):
     def _recover(self, terminal: Terminal) -> None:
         """Request the missing report of a shell that reads its next line.
 
-        An interrupt discarded the rest of the shell's line, or the command made the shell misread it.
+        Either an interrupt discarded the rest of the shell's line, or the command made the shell misread it.
         """
         running = self.running
         self._on_report()
         if self.running is not running:
             return
-        self._asked = _REPAIRS + 1 if self._deaf else self._asked + 1
+        self._asked = _REPAIRS + 1 if self._report_closed else self._asked + 1
         if self._asked > _REPAIRS:
             terminal.kill()
             return
         terminal.ask_report(nonce=self._nonce, repair=self._asked == _REPAIRS)
-        self._watch(_TYPED_LOOK_S)
+        self._watch(_TYPED_CHECK_S)
 
     # Steps after an interrupt.
 
     def _interrupt(self, running: Running[Bash]) -> None:
         assert self._terminal is not None
         self._terminal.interrupt()
-        self._look_again(running, self.grace_s, asked=False)
+        self._check_later(running, self.grace_s, asked=False)
 
-    def _look_again(self, running: Running[Bash], left_s: float, *, asked: bool) -> None:
-        # Never at once: a builtin that waits for input must not read the next typed line.
-        self.loop.call_later(_LOOK_S, lambda: self._look(running, left_s - _LOOK_S, asked=asked))
+    def _check_later(self, running: Running[Bash], remaining_s: float, *, asked: bool) -> None:
+        # The delay prevents that a builtin that waits for input reads the next typed line.
+        delay_s = _INTERRUPTED_CHECK_S
+        self.loop.call_later(
+            delay_s, lambda: self._check_interrupted(running, remaining_s - delay_s, asked=asked)
+        )
 
-    def _look(self, running: Running[Bash], left_s: float, *, asked: bool) -> None:
-        """Request the report once the shell has its terminal back; take the next step when time is up."""
+    def _check_interrupted(self, running: Running[Bash], remaining_s: float, *, asked: bool) -> None:
+        """Request the report once the shell has its terminal back. When time is up, take the next step."""
         terminal = self._terminal
         if self.running is not running or terminal is None:
             return
-        if left_s <= 0 and running.killed:
+        if remaining_s <= 0 and running.killed:
             terminal.kill()
             return
-        if left_s <= 0:
-            running.killed, asked, left_s = True, False, self.grace_s
+        if remaining_s <= 0:
+            running.killed, asked, remaining_s = True, False, self.grace_s
             if terminal.at_prompt:
                 terminal.interrupt()
             else:
@@ -352,4 +355,4 @@ class ShellSession(RequestSession[Bash]):
         elif terminal.at_prompt and not asked:
             terminal.ask_report(nonce=self._nonce)
             asked = True
-        self._look_again(running, left_s, asked=asked)
+        self._check_later(running, remaining_s, asked=asked)

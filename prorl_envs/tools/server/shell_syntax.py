@@ -1,14 +1,14 @@
 """Lines to type into a shell: bash if it exists, otherwise `sh`. Pure.
 
-A typed line makes the shell evaluate a command's text. The text is quoted in the line or, if it is long or
-not printable, stored in a memory file, so that a syntax error or an unclosed quote cannot extend beyond the
-text. The line then makes the shell report. Both descriptors are closed for the command itself.
+A typed line makes the shell evaluate a command's text, and then report. The text is quoted in the line or, if
+it is long or not printable, stored in a memory file, so that a syntax error or an unclosed quote cannot
+extend beyond the text. The descriptors of memory file and report are closed for the command itself.
 """
 
 from dataclasses import dataclass
 
-#: Characters of the longest command typed into the terminal, whose lines hold 4,095 bytes (busybox reads
-#: 1,023 at a time). Using the file costs 25 microseconds more.
+#: Maximum characters of a command that is typed into the terminal, whose lines hold 4,095 bytes (busybox
+#: reads 1,023 at a time). Using the memory file costs 25 microseconds more.
 _TYPED_LIMIT = 500
 
 
@@ -18,18 +18,18 @@ class ShellSyntax:
 
     Args:
         name: name of the shell, for the model.
-        options: its command-line arguments.
-        text_fd: its descriptor for a command's text. bash uses some itself, from 10 up and from 63 down, and
-            `ulimit -n` may be low; POSIX shells can redirect none above 9.
-        report_fd: its descriptor for reports.
-        quiet: discard its output during the start; `prepare` then connects its output.
+        options: command-line arguments of the shell.
+        text_fd: the shell's descriptor for a command's text. bash uses descriptors from 10 up and from 63
+            down itself, and `ulimit -n` may be low; POSIX shells can redirect no descriptor above 9.
+        report_fd: the shell's descriptor for reports.
+        quiet: discard the shell's output during its start; `prepare` then connects its output.
         prepare: first line to type.
-        evaluate: has placeholders for the preceding commands (reading the text), for `$?`, and for the text.
+        evaluate: evaluates a text; placeholders: commands that read it, commands that restore `$?`, the text.
         read: reads the text from the memory file.
-        report: has a placeholder for the nonce. Trace output of these lines goes into the pipe too, and is
+        report: reports; placeholder: the nonce. Trace output of these lines goes into the pipe too, and is
             not parsed as a report. `errexit` and tracing last only for the command that sets them: with
             errexit on, a shell would exit at the next failing command.
-        repair: undoes changes that can keep the lines above from working.
+        repair: undoes changes that can prevent the other lines from working.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ShellSyntax:
         """Return the line that makes the shell evaluate `command`, with `$?` as before, and report.
 
         Returns:
-            The line, and the content of the memory file if the line reads it.
+            the line, and the content of the memory file if the line reads it.
         """
         # In a list with `&&`, so that neither errexit nor a trap on ERR treats it as a failure.
         restore = f"(exit {status}) && :; " if status else ""
@@ -66,11 +66,12 @@ class ShellSyntax:
         return (self.repair + self.report % nonce).encode()
 
 
-#: The leading empty line makes the shell notice finished background jobs while job control is off; then it
+#: The leading empty line makes the shell notice finished background jobs while job control is off, so that it
 #: prints nothing about them. Job control is on only for the command, so that the command has its own process
-#: group for signals. Aliases too are on only for the command: one could replace `{` in these lines. History
-#: is off, so that no history file appears in the workspace; the environment of children has no prompt. A
-#: command may have redirected the shell's own input; `builtin exec` would restore it only for its own line.
+#: group for signals. Aliases are also on only for the command, because an alias could replace `{` in these
+#: lines. History is off, so that no history file appears in the workspace. The environment of children has no
+#: prompt. A command may have redirected the shell's own input; `exec` restores it, which `builtin exec` would
+#: do only for its own line.
 BASH = ShellSyntax(
     name="bash",
     options=("--norc", "--noprofile", "--noediting", "-i"),
@@ -88,7 +89,7 @@ BASH = ShellSyntax(
         "\\builtin shopt -u expand_aliases; "
         "[[ -t 0 ]] || \\exec 0</dev/tty; PS0= PS0= PS1= PS2= PROMPT_COMMAND=; } >&41 2>&1\n"
     ),
-    # Functions hide builtins, but in POSIX mode they do not hide the special ones.
+    # Functions hide builtins, but in POSIX mode they do not hide special builtins.
     repair=(
         "POSIXLY_CORRECT=1\n\\unset -f builtin enable eval exec printf set trap unalias unset\n"
         "\\unset POSIXLY_CORRECT\n\\enable builtin eval exec printf set trap unalias unset\n"
@@ -96,7 +97,7 @@ BASH = ShellSyntax(
     ),
 )
 
-#: It reads its terminal as a script: busybox would edit the lines otherwise, and exit at a signal meanwhile.
+#: The shell reads its terminal as a script. Otherwise busybox would edit the lines, and exit at a signal.
 SH = ShellSyntax(
     name="sh",
     options=("-i", "/dev/tty"),

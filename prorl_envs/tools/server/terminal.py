@@ -1,8 +1,8 @@
 """Shell on a pseudo-terminal, and the descriptors that control it.
 
-The shell is interactive, so that an interrupt stops the command and not the shell. Its terminal carries only
-the commands' input and output. Lines are typed into it (`shell_syntax.py`); the end of the command, its
-status and its directory are reported over a pipe.
+The shell is interactive, so that an interrupt stops the command and not the shell. The terminal carries typed
+lines (`shell_syntax.py`) and the commands' input and output. The shell reports the end of a command, its
+status and its directory over a pipe.
 """
 
 import contextlib
@@ -18,13 +18,19 @@ from typing import Self
 
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
-from prorl_envs.tools.server.input_detection import TIOCGPTN, ForegroundState, by_line, look, settings
+from prorl_envs.tools.server.input_detection import (
+    TIOCGPTN,
+    ForegroundState,
+    by_line,
+    inspect_foreground,
+    settings,
+)
 from prorl_envs.tools.server.shell_syntax import BASH, SH, ShellSyntax
 
-# From <asm-generic/ioctls.h>: signal the foreground process group of a pty, regardless of its `stty isig`.
+#: From <asm-generic/ioctls.h>: signal the foreground process group of a pty, regardless of its `stty isig`.
 _TIOCSIG = 0x40045436
 ROWS, COLUMNS = 50, 160
-#: Temporary numbers of a shell's descriptors: numbers that this process does not use.
+#: Temporary numbers for a shell's descriptors, which this process does not use otherwise.
 _TEXT_FD, _REPORT_FD = 990, 991
 
 
@@ -32,9 +38,9 @@ class Terminal:
     """Running shell, bash or else `sh`. Makes system calls but no decisions.
 
     Args:
-        dialect: its syntax.
-        pid: its pid; a child of this process.
-        master: the terminal's master side. This and the following descriptors are owned from here on.
+        dialect: syntax of the shell.
+        pid: process id of the shell, a child of this process.
+        master: the terminal's master side. This object closes this and the following descriptors.
         report: read end of the pipe on which the shell reports.
         text: memory file from which the shell reads commands that cannot be typed.
     """
@@ -54,8 +60,8 @@ class Terminal:
         """Start a shell.
 
         Args:
-            cwd: its directory; if that cannot be entered, the shell starts in the server's own directory.
-            env: its whole environment.
+            cwd: directory; if it cannot be entered, the shell starts in the server's own directory.
+            env: the shell's whole environment.
 
         Raises:
             OSError: there is no shell, or no pseudo-terminal.
@@ -95,20 +101,18 @@ class Terminal:
         self._type(keys)
 
     def lendable(self) -> bytes:
-        """Return the terminal's settings if the host can drive the shell by typing alone, else nothing."""
+        """Return the terminal's settings if the host can drive the shell by typing alone, else b""."""
         usual = self.dialect is BASH and not self._unread and settings(self.fd) == self._settings
         return self._settings if usual else b""
 
-    def look(self) -> ForegroundState:
+    def inspect_foreground(self) -> ForegroundState:
         """Return the state of the foreground."""
-        return look(self.fd, report_fd=self.dialect.report_fd, shell=self.pid)
+        return inspect_foreground(self.fd, report_fd=self.dialect.report_fd, shell=self.pid)
 
     @property
     def is_mute(self) -> bool:
-        """True if the shell waits for a line, or for a builtin's input, and can never report again.
-
-        It has lowered its limit of open files below the number of its report descriptor.
-        """
+        """True if the shell waits for a line, or for a builtin's input, and can never report again: its limit
+        of open files is below the number of its report descriptor."""
         soft, _ = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
         return self.dialect.report_fd >= soft != resource.RLIM_INFINITY and self.at_prompt
 
@@ -142,7 +146,10 @@ class Terminal:
 
     def kill_foreground(self) -> None:
         """Kill the running command's process group; the shell itself survives unless it is in the group."""
-        _kill_foreground(self.fd, self.pid)
+        group = _foreground(self.fd)
+        if group > 0 and _is_in_session(group, self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill the shell and its foreground."""
@@ -159,7 +166,7 @@ class Terminal:
         """Close all descriptors. The shell must have been reaped."""
         for fd in (self._text, self.report, self.pidfd):
             os.close(fd)
-        # Its own close() sleeps, and signals a process that is gone.
+        # `PtyProcess.close` sleeps, and signals a process that has exited.
         self._process.fileobj.close()
         self._process.closed = True
 
@@ -203,7 +210,7 @@ def _spawn(
 
 def set_up(terminal: int) -> None:
     """Apply a shell's settings to a new terminal."""
-    # Must precede the shell's start: after killing a command, it restores the settings found at its start.
+    # Must precede the shell's start. After killing a command, the shell restores the settings of its start.
     settings = termios.tcgetattr(terminal)
     settings[1] &= ~termios.OPOST  # "\n" stays "\n"
     settings[3] &= ~termios.ECHO
@@ -216,12 +223,12 @@ def _spawn_on(
 ) -> int:
     """Start the shell as leader of a new session with this controlling terminal; return its pid.
 
-    Not by `PtyProcess.spawn`, which forks this process: a shell would start in 3.0 ms instead of 1.9
+    `PtyProcess.spawn` forks this process, so that a shell would start in 3.0 ms instead of 1.9
     (docs/decisions/tool-server.md). The first terminal that a session's leader opens becomes the controlling
     terminal.
     """
-    output = ((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2))
-    same = ((os.POSIX_SPAWN_DUP2, 0, fd) for fd in (1, 2))
+    to_null = ((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2))
+    to_terminal = ((os.POSIX_SPAWN_DUP2, 0, fd) for fd in (1, 2))
     os.dup2(text, _TEXT_FD, inheritable=False)
     os.dup2(report, _REPORT_FD, inheritable=False)
     home = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -235,13 +242,12 @@ def _spawn_on(
             {**env, "PS1": "", "PS2": ""},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, terminal, os.O_RDWR, 0),
-                *(output if dialect.quiet else same),
+                *(to_null if dialect.quiet else to_terminal),
                 (os.POSIX_SPAWN_DUP2, _TEXT_FD, dialect.text_fd),
                 (os.POSIX_SPAWN_DUP2, _REPORT_FD, dialect.report_fd),
             ],
             setsid=True,
-            # Python ignores these signals, and programs would inherit that: `yes | head` would report an
-            # error.
+            # Python ignores these signals, and programs would inherit this: `yes | head` would fail.
             setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
         )
     finally:
@@ -250,16 +256,9 @@ def _spawn_on(
             os.close(fd)
 
 
-def _kill_foreground(terminal: int, shell: int) -> None:
-    group = _foreground(terminal)
-    if group > 0 and _is_its(shell, group):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-
-
-def _is_its(shell: int, group: int) -> bool:
-    # A terminal may name a group whose processes have all exited. The number may have been reused since, even
-    # by a process outside the sandbox.
+def _is_in_session(group: int, shell: int) -> bool:
+    # All processes of a terminal's foreground group may have exited. The number may have been reused since,
+    # even by a process outside the sandbox.
     try:
         return os.getsid(group) == shell
     except ProcessLookupError:  # only the leader has exited; its number stays reserved while the group lives

@@ -1,6 +1,7 @@
 """Tool server of one transfer: packs or unpacks a tree with the sandbox's own rights, then exits.
 
-Like `server.py` it runs outside the sandbox's pid namespace, forked warm; the host cancels by closing.
+Like `server.py`, it is forked warm and runs outside the sandbox's pid namespace. To cancel the transfer, the
+host closes the socket.
 """
 
 import errno
@@ -15,7 +16,7 @@ from prorl_envs.tools.protocol.unpack import unpack
 
 
 def serve(sock: socket.socket) -> None:
-    """Execute one transfer. Entry point into which a template forks.
+    """Execute one transfer. Entry point of a process that a template forks.
 
     Args:
         sock: connected stream socket; its peer is the host.
@@ -39,7 +40,7 @@ def _transfer(channel: TransferChannel, request: Message) -> None:
             case Unpack(path, _):
                 done = _unpack(channel, request, _absolute(path))
             case _:
-                raise WireError(f"{type(request).__name__} is no request")
+                raise WireError(f"{type(request).__name__} is not a request")
     except (BrokenPipeError, ConnectionResetError):
         raise
     except OSError as error:

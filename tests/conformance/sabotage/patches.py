@@ -634,7 +634,7 @@ TOOLS = (
     Patch(
         "a command's group ends with it",
         "tools/server/process.py",
-        "            # The group before the reaping: until then its id cannot be another's.\n"
+        "            # Kill the group before its process is reaped: until then, its id cannot be reused.\n"
         "            self._kill()\n",
         "            pass\n",
         ("RUN-008",),

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-#: Versions kept of one file; files; bytes of all versions of all files.
+#: Maximum versions of one file, maximum files, and maximum bytes of all versions.
 VERSIONS_LIMIT = 20
 FILES_LIMIT = 1000
 BYTES_LIMIT = 64 * 1024 * 1024
@@ -14,8 +14,8 @@ class Version:
     """Version of a file.
 
     Args:
-        data: its content.
-        mode: permissions to restore; None keeps the current ones.
+        data: content of the file.
+        mode: permissions to restore; None keeps the current permissions.
     """
 
     data: bytes
@@ -23,12 +23,12 @@ class Version:
 
 
 class UndoHistory:
-    """History of versions, newest last; the least recently edited files are forgotten first. Pure.
+    """History of versions. The versions of the least recently edited files are dropped first. Pure.
 
     Args:
-        versions_limit: versions kept of one file.
-        files_limit: files remembered.
-        bytes_limit: bytes of all versions together.
+        versions_limit: maximum versions of one file.
+        files_limit: maximum files.
+        bytes_limit: maximum bytes of all versions.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class UndoHistory:
         self._files_limit = files_limit
         self._bytes_limit = bytes_limit
         self._bytes = 0
-        # A version is None if there was no file.
+        # Versions by path, the newest last. A version is None if there was no file.
         self._files: OrderedDict[str, list[Version | None]] = OrderedDict()
 
     def has(self, path: str) -> bool:
@@ -63,7 +63,7 @@ class UndoHistory:
         """Remove and return the newest version of `path`.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no version is left.
         """
         versions = self._files[path]
         version = versions.pop()

@@ -18,13 +18,13 @@ def read_file(path: str, limit: int) -> tuple[bytes, int]:
         limit: maximum number of bytes to read.
 
     Returns:
-        Its first bytes and its size.
+        the first bytes of the file, and its size.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     _check(path)
-    # Non-blocking: opening a named pipe would wait for a writer.
+    # Non-blocking, because opening a named pipe would otherwise wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor
         status = os.fstat(fd)
@@ -40,16 +40,16 @@ def read_file(path: str, limit: int) -> tuple[bytes, int]:
 
 
 def write_file(path: str, data: bytes, *, mode: int | None) -> None:
-    """Replace or create a file atomically: a reader sees the old content or the new, never a part.
+    """Replace or create a file atomically: a reader sees the complete old or the complete new content.
 
-    A link is followed: the file it names is replaced, not the link.
+    Links are followed: the file that a link names is replaced, not the link.
 
     Args:
         path: absolute path; missing directories are created.
         mode: permissions; None keeps those of the replaced file, or uses the default.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     _check(path)
     target = os.path.realpath(path)
@@ -58,7 +58,7 @@ def write_file(path: str, data: bytes, *, mode: int | None) -> None:
     folder = os.path.dirname(target)  # noqa: PTH120
     try:
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103
-    except FileExistsError as error:  # "file exists" would be misleading for a new file
+    except FileExistsError as error:  # the message "file exists" would be misleading
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
     temporary = os.path.join(folder, f".{os.urandom(8).hex()}.tmp")  # noqa: PTH118
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
