@@ -1,8 +1,5 @@
-"""Validation of data files without a model: every grader must tell a solved task from an unsolved one.
-
-Each task's untouched workspace must score 0, its reference solution must score 1, and a second run of the
-reference must give the same verdict.
-"""
+"""Validation of data files without a model. Each task's untouched workspace must score 0, its reference
+solution must score 1, and a second run of the reference must give the same verdict."""
 
 import asyncio
 import time

@@ -164,12 +164,10 @@ def unenforced(asked: Mapping[str, str], kept: Collection[str], config: Provider
     Raises:
         InputError: such limits were requested, and `config.unenforced` is `error`.
     """
-    warnings = tuple(
-        f"a limit of {words} is not enforced here" for name, words in asked.items() if name not in kept
-    )
-    if warnings and config.unenforced == "error":
-        raise InputError("; ".join(warnings), hint="omit them, or set `unenforced: warn`")
-    return warnings
+    notes = tuple(f"a limit of {text} is not enforced here" for key, text in asked.items() if key not in kept)
+    if notes and config.unenforced == "error":
+        raise InputError("; ".join(notes), hint="omit them, or set `unenforced: warn`")
+    return notes
 
 
 def _limits(resources: Any, limits: SandboxLimits) -> tuple[SandboxLimits, dict[str, str]]:

@@ -86,7 +86,7 @@ async def test_a_failed_installation_is_resumed_with_its_downloads(
         output: list[str] = []
         with pytest.raises(EnvironmentFault, match="late") as caught:
             await install(recipe, tmp_path / "cache", output.append, output.append)
-        assert "uses what was downloaded" in caught.value.hint
+        assert "reuses the downloads" in caught.value.hint
         assert any(line.startswith("Collecting little==1.0") for line in output)
         wheel(tmp_path / "index" / "late", "late")
         place = await install(recipe, tmp_path / "cache", output.append, output.append)

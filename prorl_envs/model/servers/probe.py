@@ -21,8 +21,7 @@ class ServerReport:
         problem: obstacle to rollouts, or "".
         hint: remedy, or "".
         weight_version: version that the server reports, or "".
-        unavailable: True if the server cannot be reached, is failing or refuses its routes, so that a later
-            probe may succeed.
+        unavailable: True if it cannot be reached, is failing or refuses its routes; it may answer later.
     """
 
     url: str

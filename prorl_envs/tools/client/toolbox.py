@@ -336,9 +336,7 @@ class Toolbox:
             )
         place = self.sandbox.path_inside(path, write=True)
         await self._tools.ask(
-            lambda id_: Write(id_, place, data, mode),
-            Done,
-            timeout_s=self.limits.transfer_s,
+            lambda id_: Write(id_, place, data, mode), Done, timeout_s=self.limits.transfer_s
         )
 
     async def read(self, path: str, *, limit: int = CONTENT_LIMIT) -> bytes:
@@ -349,12 +347,8 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         place = self.sandbox.path_inside(path)
-        content = await self._tools.ask(
-            lambda id_: Read(id_, place, limit),
-            Content,
-            timeout_s=self.limits.transfer_s,
-        )
-        return content.data
+        timeout_s = self.limits.transfer_s
+        return (await self._tools.ask(lambda id_: Read(id_, place, limit), Content, timeout_s=timeout_s)).data
 
     async def upload(
         self, source: Path, target: str, *, timeout_s: float, limits: TreeLimits | None = None

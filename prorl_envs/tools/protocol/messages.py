@@ -269,9 +269,7 @@ type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Tool
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest.__value__)
-_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(
-    Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused
-)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply.__value__)
 _cells = msgspec.msgpack.Decoder(Cell)
 _cells_done = msgspec.msgpack.Decoder(CellDone)
 

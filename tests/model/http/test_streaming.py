@@ -158,7 +158,7 @@ def _generate(*ids: int, total: int, end: bool = False) -> bytes:
         (GenerateEvents, [_generate(1, total=1), _generate(2, 3, total=2)], "left tokens out"),
         (GenerateEvents, [_generate(1, total=1), _generate(3, total=3)], "left tokens out"),
         (GenerateEvents, [_generate(1, total=1)], "unknown reason"),
-        (GenerateEvents, [], "there was nothing"),
+        (GenerateEvents, [], "an empty stream"),
     ],
 )
 def test_invalid_events_are_an_error(make: Callable[..., Events], events: list[bytes], says: str) -> None:

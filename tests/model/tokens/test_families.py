@@ -139,6 +139,6 @@ def test_a_history_that_the_template_refuses_is_extended() -> None:
 
 def test_calls_in_an_unknown_format_are_refused_with_an_excerpt() -> None:
     odd = TEMPLATES["hermes"].replace("<tool_call>", "((").replace("</tool_call>", "))")
-    with pytest.raises(InputError, match="form that is not known") as caught:
+    with pytest.raises(InputError, match="in an unknown format") as caught:
         renderer_of(odd)
     assert "model.tool_format" in caught.value.hint

@@ -202,7 +202,7 @@ async def test_descriptors_that_belong_to_no_session_are_rejected() -> None:
 
 
 async def test_only_the_answer_to_a_cell_may_lend_a_session() -> None:
-    with pytest.raises(ToolError, match="at the wrong moment"):
+    with pytest.raises(ToolError, match="in a wrong reply"):
         await lend([0, 0, 0], Bash(1, "main", ":", T))
 
 

@@ -151,5 +151,5 @@ async def test_a_terminal_with_blocking_reads_is_rejected() -> None:
 
 
 async def test_only_the_answer_to_a_command_may_lend() -> None:
-    with pytest.raises(ToolError, match="at the wrong moment"):
+    with pytest.raises(ToolError, match="in a wrong reply"):
         await lend([0, 0, 0], Read(1, "/", 1))

@@ -174,7 +174,7 @@ async def test_a_failed_write_raises_and_leaves_no_file(box: Toolbox, path: str)
 
 
 async def test_more_than_a_frame_is_refused_before_it_is_sent(box: Toolbox) -> None:
-    with pytest.raises(InputError, match="more than one transfer"):
+    with pytest.raises(InputError, match="too many for one write"):
         await box.write("/workspace/f", b"x" * (CONTENT_LIMIT + 1))
     await box.write("/workspace/f", b"x" * CONTENT_LIMIT)
     assert len(await box.read("/workspace/f")) == CONTENT_LIMIT
