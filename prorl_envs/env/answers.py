@@ -106,8 +106,8 @@ def same_expression(
 
     Both are evaluated at seeded random points, in complex double precision: two different analytic
     expressions agree at all of them with negligible probability. The tolerance is relative, however small
-    the value; only 0 is compared within the rounding errors of the answer. No answer can make this
-    comparison expensive, as it could make the simplification of a computer algebra system.
+    the value; only 0 is compared within the rounding errors of the answer. Unlike simplification by a computer
+    algebra system, this comparison is cheap for every answer.
 
     Args:
         text: the answer; unreadable text counts as different.
@@ -133,7 +133,7 @@ def same_expression(
 
 
 def _agree(answer: Expression, point: dict[str, float], expected: Measured) -> bool:
-    """Compare values at a point. The tolerance is relative to the expected value, or for 0 to its terms."""
+    """Compare values at a point. The tolerance is relative to the expected value; for 0, to its terms."""
     measured = answer.measure(point)
     if measured is None:
         return False

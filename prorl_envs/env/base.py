@@ -1,6 +1,6 @@
 """Interface of an agentic task: written once, served as a gymnasium environment, as a NeMo Gym resources
 server and through the rollout service. It follows the task handlers of the ProRL Agent paper (arXiv
-2603.18815). Tools are a separate step, so that an agent loop can run anywhere.
+2603.18815). Tool calls are a separate step, so that an agent loop can run anywhere.
 
     env = BashEnvironment(node)
     prompt = await env.init(task)          # start the sandbox, prepare the workspace
@@ -137,7 +137,7 @@ class Environment[TaskT: Task](ABC):
 
     @classmethod
     def unavailable(cls, task: TaskT) -> str:
-        """Return why this machine cannot run `task` (a missing interpreter, say), or "" if it can. May
+        """Return why this machine cannot run `task` (for example, no interpreter), or "" if it can. May
         block."""
         return ""
 

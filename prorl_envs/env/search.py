@@ -23,7 +23,7 @@ class Hit:
     Args:
         title: title of the document.
         text: the passage, or a summary.
-        source: origin: a file with a position in it, or a URL.
+        source: a file with a position in it, or a URL.
     """
 
     title: str

@@ -89,7 +89,7 @@ async def validate[TaskT: Task](
         tasks: the tasks.
         concurrency: maximum number of concurrent episodes.
         repeats: runs of each reference; all runs must agree.
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
         progress: called with each verdict when it is ready.
 
     Returns:

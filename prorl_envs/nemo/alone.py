@@ -1,4 +1,4 @@
-"""Standalone NeMo Gym resources server on an inherited socket. The Python of a NeMo Gym runs this program.
+"""Standalone NeMo Gym resources server on an inherited socket, run by the Python of a NeMo Gym installation.
 
     python -P alone.py SOCKET_FD < request.json
 

@@ -19,7 +19,7 @@ class EpisodeOutcome:
     """Outcome of a command.
 
     Args:
-        stdout, stderr: output, bounded. stderr ends with notices, such as of killed processes.
+        stdout, stderr: output, bounded. stderr ends with notices, for example about killed processes.
         return_code: exit status, 128 and more for a signal; NO_STATUS with an `error`.
         error: `timeout`; `sandbox`, if the sandbox failed; `exec`, if the command could not be started; None
             if the command finished.

@@ -1,4 +1,4 @@
-"""Lifetime of those of our servers that NeMo Gym starts."""
+"""Lifetime of the resources servers and agents that NeMo Gym starts."""
 
 import ctypes
 import os

@@ -53,7 +53,7 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
 
     Args:
         path: the folder; created if missing. It must not hold a `pyproject.toml`. Otherwise NeMo Gym takes
-            the folder for its own checkout, and installs that instead of its running version.
+            the folder for its own checkout, and does not install its running version.
         venv: virtual environment with NeMo Gym and this package; None takes that of this process.
 
     Raises:

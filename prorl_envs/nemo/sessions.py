@@ -220,7 +220,7 @@ class Sessions:
         reason = f"the session was idle for more than {self._limits.idle_s:g} s"
         closed = 0
         for session_id, session in list(self._open.items()):
-            # Checked for each session at its turn, because closing earlier sessions may have taken long.
+            # Check each session just before closing it, because closing earlier sessions may have taken long.
             if session.lock.locked() or session.last_used >= oldest or session_id not in self._open:
                 continue
             async with session.lock:

@@ -34,7 +34,7 @@ class Installed:
     """Files of a harness that a sandbox sees.
 
     Args:
-        mounts: read-only.
+        mounts: read-only mounts.
         masks: parts of the mounts that stay hidden.
         path: directories to prepend to `PATH`.
     """

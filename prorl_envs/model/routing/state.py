@@ -90,7 +90,7 @@ class Router:
 
     @property
     def servers(self) -> tuple[ServerState, ...]:
-        """All servers, draining ones included, in the order they were added."""
+        """All servers, including draining servers, in the order they were added."""
         return tuple(self._servers.values())
 
     def snapshot(self) -> RouterSnapshot:
@@ -162,7 +162,7 @@ class Router:
         return url
 
     def saturated(self, now: float, excluded: Collection[str] = ()) -> bool:
-        """Return whether every ready server is full."""
+        """Return true if every ready server is full."""
         usable = [s for s in self._servers.values() if not s.draining and s.url not in excluded]
         ready = [server for server in usable if server.ready(now)]
         return bool(ready) and all(server.full for server in ready)

@@ -18,7 +18,7 @@ from prorl_envs.model.types import ControllableServer, ModelClient, Sampled, Sam
 _GREEDY = Sampling(temperature=0.0, max_tokens=8)
 _AT_ONCE = 8
 _TRIES = 12
-#: Settings of the turn to abort, as long as a small context allows; seconds for which it runs before that.
+#: Settings of a turn that is aborted (as long as a small context allows), and seconds before the abort.
 _LONG = Sampling(max_tokens=1024)
 _BEGUN_S = 0.3
 

@@ -132,7 +132,7 @@ def normalise(message: Mapping[str, Any], *, arguments_as_text: bool = False) ->
     plain = {**message, "content": _text(message.get("content"))}
     calls = message.get("tool_calls")
     thought = message.get("reasoning_content")
-    if thought and not (calls and plain["content"]):  # for gpt-oss, which takes one of both with calls
+    if thought and not (calls and plain["content"]):  # gpt-oss takes only one of them beside calls
         plain.setdefault("thinking", thought)
     if calls:
         plain["tool_calls"] = [_with_arguments(call, as_text=arguments_as_text) for call in calls]

@@ -147,7 +147,7 @@ class TemplateRenderer:
         conversation = [QUESTION, self._ends.stand_in(observations), *observations]
         text, mark = self._render(conversation, (), generation_prompt=True)
         end = self._ends.before(observations)
-        # The stand-in precedes the observations, so the first anchor is its own, whatever the text of these.
+        # The stand-in precedes the observations, so the first anchor belongs to it, whatever they contain.
         found = text.find(end, max(text.find(ANCHOR), 0))
         if found < 0:
             raise InputError("the chat template drops the assistant turn before these observations")

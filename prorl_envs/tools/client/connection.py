@@ -40,7 +40,7 @@ from prorl_envs.tools.protocol.messages import (
 IN_FLIGHT_LIMIT = 256
 #: Seconds to wait for a server's setup before the connection is closed.
 _SETUP_S = 15.0
-#: Bytes received at a time: below the size for which `malloc` asks the kernel.
+#: Bytes received at a time. It is below the size at which `malloc` requests memory from the kernel.
 _RECEIVE_SIZE = 65536
 
 

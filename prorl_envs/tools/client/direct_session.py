@@ -2,9 +2,9 @@
 
 The server keeps the shell, or the Python session, and lends the descriptors that control it: its output, the
 channel on which it reports results, and the process. The host then starts a request and reads its result
-itself. In every unusual case, the session returns to the server with the output read so far: a request takes
-long, writes much, or must be stopped; a text cannot be typed; input; output while nothing runs; the process
-exits. So this module makes no decisions, and a sandbox takes little of the host's time.
+itself. In every unusual case, the session returns to the server with the output read so far: if a request
+takes long, writes much, needs input or must be stopped, if a text cannot be typed, if output arrives while
+nothing runs, or if the process exits. So this module makes no decisions, and costs the host little time.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
             return False
         try:
             self._write(message)
-        except OSError:  # the reader is slow or gone; the server determines the cause
+        except OSError:  # the reader is slow or has exited; the server determines the cause
             self.give_back()
             return False
         self._running, self._started = request, self._loop.time()

@@ -54,7 +54,7 @@ _BREACHES = (
 #: As in `server/python_kernel.py`. Otherwise SQLite writes each cell to a file in the sandbox, and opens that
 #: file's folder for a moment, which looks like a leaked descriptor.
 _NO_HISTORY = ("--HistoryManager.enabled=False", "--HistoryManager.hist_file=:memory:")
-#: A cell is not interrupted in its first seconds after `execute_input`: before its own code runs, ipykernel
+#: Seconds after `execute_input` during which a cell is not interrupted: before its own code runs, ipykernel
 #: and IPython ignore or swallow interrupts (6 of 300 cells that were cancelled in their first 20 ms).
 _FIRST_S = 0.05
 #: Seconds to wait for a kernel's exit after its output connection closed.

@@ -311,7 +311,7 @@ class Toolbox:
 
         done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
         if done.exit_code is not None and done.exit_code < 0 and not self.sandbox.alive:
-            # The sandbox stopped, which killed the process and the tool server. The reply arrived in between.
+            # The sandbox stopped: it killed the process and, after the reply, the tool server.
             raise self.sandbox.end_error()
         return Completed(
             exit_code=done.exit_code,

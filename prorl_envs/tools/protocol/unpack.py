@@ -30,7 +30,7 @@ _SUPPORTED = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
 
 
 class _Header(tarfile.TarInfo):
-    """Header of a member; refuses headers that `pack` never writes before tarfile acts on them."""
+    """Header of a member. Refuses headers that `pack` never writes, before tarfile acts on them."""
 
     checked = False
 

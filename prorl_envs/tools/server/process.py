@@ -27,7 +27,7 @@ class FreshProcess:
     Args:
         loop: the server's loop.
         request: the command to run.
-        env: its environment, before the request's own variables.
+        env: environment of the process, before the request's own variables are added.
         leftovers: receives the outputs to which background processes may still write.
         answer: called once with the result.
 

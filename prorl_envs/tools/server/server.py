@@ -56,7 +56,7 @@ from prorl_envs.tools.server.shell import ShellSession
 SESSION_LIMIT = 16
 _RECEIVE_SIZE = 32768
 _REHEARSAL_S = 10.0
-#: Errors of passing descriptors. Those in flight are counted per host user, over all sandboxes; see unix(7).
+#: Errors of passing descriptors. The kernel limits descriptors in flight per host user; see unix(7).
 _CANNOT_PASS = frozenset({errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 

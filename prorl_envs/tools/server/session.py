@@ -86,7 +86,7 @@ class RequestSession[RequestT: Bash | Python](ABC):
 
     @property
     def queued(self) -> bool:
-        """True if requests wait for the running one."""
+        """True if requests wait for the running request."""
         return bool(self._waiting)
 
     def resume(self, request: RequestT, answer: Answer, spent_s: float) -> None:

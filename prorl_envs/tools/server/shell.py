@@ -332,7 +332,7 @@ class ShellSession(RequestSession[Bash]):
         self._check_later(running, self.grace_s, asked=False)
 
     def _check_later(self, running: Running[Bash], remaining_s: float, *, asked: bool) -> None:
-        # The delay prevents that a builtin that waits for input reads the next typed line.
+        # Without the delay, a builtin that waits for input could read the next typed line.
         delay_s = _INTERRUPTED_CHECK_S
         self.loop.call_later(
             delay_s, lambda: self._check_interrupted(running, remaining_s - delay_s, asked=asked)
