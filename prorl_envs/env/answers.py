@@ -106,8 +106,8 @@ def same_expression(
 
     Both are evaluated at seeded random points, in complex double precision: two different analytic
     expressions agree at all of them with negligible probability. The tolerance is relative, however small
-    the value; only 0 is compared within the rounding errors of the answer. Unlike simplification by a computer
-    algebra system, this comparison is cheap for every answer.
+    the value; only 0 is compared within the rounding errors of the answer. Unlike simplification in computer
+    algebra, this comparison is cheap for every answer.
 
     Args:
         text: the answer; unreadable text counts as different.
