@@ -5,7 +5,7 @@ neither NeMo Gym, Ray nor torch, and the client loads no service. Integrations h
 `prorl_envs.gym`, `prorl_envs.trainers`, `prorl_envs.nemo.server` and `prorl_envs.nemo.fixture`.
 """
 
-TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would cost each fork
+TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would slow down each fork
 if TYPE_CHECKING:
     from prorl_envs.env.answers import is_close, parse_number
     from prorl_envs.env.base import Environment, Grade, Prompt, ReferenceCall, Task

@@ -1,4 +1,4 @@
-"""Catalog of offered environments, by name: families of this process, and NeMo Gym resources servers.
+"""Catalog of the offered environments, by name: families of this process, and NeMo Gym resources servers.
 
     async with Catalog.of(load_settings(path)) as offered:   # starts the configured resources servers
         family = offered["weather"]
@@ -50,8 +50,8 @@ class CatalogEntry:
     Args:
         name: its offered name: `ENVIRONMENT`, or `ENVIRONMENT@AGENT`.
         environment: its key in the settings.
-        settings: of the environment, overridden by its agent's.
-        offers: the agent's tools; None for the family's own.
+        settings: settings of the environment; those of its agent override them.
+        offers: the agent's tools; None for the family's own tools.
         where: prefix of error messages about a wrong tool.
         harness: external agent that replaces the service's own loop, or None.
     """
@@ -72,17 +72,15 @@ def entries(settings: Settings) -> Iterator[CatalogEntry]:
     """
     for name, given in (settings.environments or {}).items():
         _check(name, given)
-        offered = {name: given.agent} | {f"{name}@{agent}": agent for agent in given.agents}
-        for shown, agent in offered.items():
-            if shown != name and shown in (settings.environments or {}):
-                raise InputError(f"environments.{shown}: is also {name} with the agent {agent}")
-            if agent is None:
-                yield CatalogEntry(name=shown, environment=name, settings=given)
-            else:
-                yield _met(CatalogEntry(name=shown, environment=name, settings=given), agent, settings.agents)
+        agent_of = {name: given.agent} | {f"{name}@{agent}": agent for agent in given.agents}
+        for offered_name, agent in agent_of.items():
+            if offered_name != name and offered_name in (settings.environments or {}):
+                raise InputError(f"environments.{offered_name}: is also {name} with the agent {agent}")
+            entry = CatalogEntry(name=offered_name, environment=name, settings=given)
+            yield entry if agent is None else _with_agent(entry, agent, settings.agents)
 
 
-def _met(entry: CatalogEntry, agent: str, agents: Mapping[str, AgentSettings]) -> CatalogEntry:
+def _with_agent(entry: CatalogEntry, agent: str, agents: Mapping[str, AgentSettings]) -> CatalogEntry:
     """Return `entry` with the settings of an agent applied."""
     if agent not in agents and agent not in BUILT_IN and agent not in RECIPES:
         hint = name_hint(agent, {*agents, *BUILT_IN, *RECIPES})
@@ -99,14 +97,16 @@ def _met(entry: CatalogEntry, agent: str, agents: Mapping[str, AgentSettings]) -
     if harness is not None and (offers is not None or given.system_prompt is not None):
         raise InputError(
             f"agents.{agent}: a harness has tools and a system prompt of its own",
-            hint="remove tools and system_prompt; `instruction` says what it is told",
+            hint="remove tools and system_prompt; `instruction` sets the harness's prompt",
         )
     if entry.settings.nemo is not None and harness is not None:
-        raise InputError(f"environments.{entry.environment}: no harness works on a resources server's tasks")
+        raise InputError(
+            f"environments.{entry.environment}: a harness cannot work on a resources server's tasks"
+        )
     if entry.settings.nemo is not None and (offers is not None or given.system_prompt is not None):
         raise InputError(
-            f"environments.{entry.environment}: its rows bring prompt and tools, not the agent {agent}",
-            hint="an agent of a resources server has limits and sampling alone",
+            f"environments.{entry.environment}: rows, not the agent {agent}, define the prompt and the tools",
+            hint="the agent of a resources server can only set limits and sampling",
         )
     before = entry.settings
     changes = {
@@ -134,7 +134,7 @@ def recipe_of(given: HarnessSettings, where: str) -> Recipe:
         hint = name_hint(given.recipe, RECIPES)
         raise InputError(f"{where}: no recipe is called {given.recipe!r}", hint=hint)
     if not given.recipe and not given.command:
-        raise InputError(f"{where}: neither a recipe nor a command", hint="name one of them")
+        raise InputError(f"{where}: a recipe or a command is required", hint="set one of them")
     base = RECIPES.get(given.recipe) or Recipe(name="command", command=given.command)
     install = base.install
     if given.packages:
@@ -178,16 +178,17 @@ class Catalog(Mapping[str, Family]):
             return cls(environments(), {})
         servers: dict[str, RunningServer] = {}
         families: dict[str, Family] = {}
-        for one in entries(settings):
-            if one.settings.nemo is not None:
-                servers[one.name] = _server(one.name, one.settings.nemo)
-                families[one.name] = nemo_family(one.name, servers[one.name])
+        for entry in entries(settings):
+            name = entry.name
+            if entry.settings.nemo is not None:
+                servers[name] = _server(name, entry.settings.nemo)
+                families[name] = nemo_family(name, servers[name])
             else:
-                base = _base(one.environment, one.settings)
-                chosen = with_options(one.name, base, _options(one.settings, settings.limits))
-                if one.harness is not None:
-                    chosen = with_harness(chosen, one.harness, f"environments.{one.name}")
-                families[one.name] = with_tools(chosen, one.offers, one.where) if one.offers else chosen
+                base = _base(entry.environment, entry.settings)
+                family = with_options(name, base, _options(entry.settings, settings.limits))
+                if entry.harness is not None:
+                    family = with_harness(family, entry.harness, f"environments.{name}")
+                families[name] = with_tools(family, entry.offers, entry.where) if entry.offers else family
         return cls(families, servers)
 
     def __getitem__(self, name: str) -> Family:
@@ -211,15 +212,15 @@ class Catalog(Mapping[str, Family]):
         """Return the tasks of a data file, or of the environment's own examples.
 
         Raises:
-            InputError: no such environment, a row is wrong, or it ships no examples.
+            InputError: no such environment, a row is wrong, or the environment ships no examples.
         """
         return read_tasks(self.family(name).load, self.data(name, data))
 
     def rows(self, name: str, data: Path | None) -> list[tuple[dict[str, Any], Task]]:
-        """Return the rows of such a file, each with its task.
+        """Return each row of a data file, or of the environment's own examples, with its task.
 
         Raises:
-            InputError: as `tasks`.
+            InputError: no such environment, a row is wrong, or the environment ships no examples.
         """
         path = self.data(name, data)
         return [(row, task) for (_, row), task in zip(rows(path), self.tasks(name, path), strict=True)]
@@ -228,24 +229,27 @@ class Catalog(Mapping[str, Family]):
         """Return `data`, or the path of the environment's own examples.
 
         Raises:
-            NoExampleData: it ships none.
+            NoExampleData: the environment ships no examples.
         """
         if data is not None:
             return data
         if name in self._servers:
             raise NoExampleData(
                 f"environment {name!r} ships no example data",
-                hint="give a data file; NeMo Gym's lie in resources_servers/NAME/data",
+                hint="give a data file; those of NeMo Gym are in resources_servers/NAME/data",
             )
         return examples_of(name, self.family(name))
 
     def only(self, name: str) -> "Catalog":
-        """Return a catalog with only the environment called `name`: entering it starts no other server."""
+        """Return a catalog with only the environment called `name`; entering it starts no other server."""
         servers = {name: self._servers[name]} if name in self._servers else {}
         return Catalog({name: self.family(name)}, servers)
 
     def without_harness(self, name: str) -> "Catalog":
-        """Return a catalog of only the environment `name`, without its harness, for callers of its tools."""
+        """Return a catalog with only the environment called `name`, without its harness.
+
+        Callers that drive the episodes themselves use it.
+        """
         only = self.only(name)
         return Catalog({name: without_harness(only.family(name))}, only._servers)
 
@@ -287,15 +291,13 @@ def _check(name: str, entry: EnvironmentSettings) -> None:
     }.items():
         if value is not None:
             hint = (
-                "name one of them"
-                if key == "family"
-                else "a resources server's rows and sandboxes are its own"
+                "name one of them" if key == "family" else "a resources server has its own rows and sandboxes"
             )
             raise InputError(f"{where}: {key} and nemo exclude each other", hint=hint)
     if (entry.nemo.url is None) == (entry.nemo.config is None):
         raise InputError(
             f"{where}.nemo: one of url and config is expected",
-            hint="url: http://HOST:PORT of one that runs; config: the YAML file of one to start",
+            hint="url: http://HOST:PORT of a running server; config: the YAML file of a server to start",
         )
 
 
@@ -323,8 +325,8 @@ def _server(name: str, nemo: NemoSettings) -> RunningServer:
         )
     if idle := sorted(_STARTING & nemo.model_fields_set):
         raise InputError(
-            f"environments.{name}.nemo.{idle[0]}: means nothing for a server that runs already",
-            hint="it goes with config",
+            f"environments.{name}.nemo.{idle[0]}: has no effect on a server that already runs",
+            hint="use it with config",
         )
     return RunningServer(url=_url(name, nemo.url or ""), **bounds)
 

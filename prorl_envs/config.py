@@ -1,4 +1,4 @@
-"""All settings, typed, in one place. Read once at startup: a YAML file, overridden by the environment.
+"""All settings, typed, in one place: a YAML file, overridden by environment variables; read once at startup.
 
 ```text
 service: {run: 64}          # file
@@ -31,7 +31,7 @@ PREFIX = "PRORL_"
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
-#: Default location of jobs and results for a served service; value that selects memory instead.
+#: Default store of `prorl-envs serve`; and the value that selects a store in memory instead.
 DEFAULT_STORE, IN_MEMORY = Path("runs/service.db"), "memory"
 
 
@@ -56,13 +56,13 @@ class RetentionSettings(_Section):
     """Finished work that a service keeps for readers.
 
     Args:
-        max_results: newest results that are stored; older ones are deleted once they were
-            [read](http-api.md#read-results). With `store: memory`, unread ones are deleted too
-        max_tokens: likewise, maximum tokens of the newest results
-        ttl_s: likewise, retention of results in seconds; older ones are deleted when the next result
-            arrives, the newest is kept
-        max_batches: finished batches that are stored, with the statistics of their groups; a batch with
-            unread results is kept beyond it
+        max_results: maximum stored results. Beyond it, the oldest results are deleted if they were
+            [read](http-api.md#read-results); with `store: memory`, also if they were not
+        max_tokens: maximum tokens of the stored results; beyond it, results are deleted as for `max_results`
+        ttl_s: seconds that results are stored. When a result arrives, older results are deleted as for
+            `max_results`; the newest result is always kept
+        max_batches: maximum stored finished batches, with the statistics of their groups; batches with unread
+            results are kept in addition
     """
 
     max_results: int = Field(default=100_000, ge=1)
@@ -72,7 +72,7 @@ class RetentionSettings(_Section):
 
     @property
     def of_results(self) -> dict[str, Any]:
-        """The bounds that a store keeps to, as its keyword arguments."""
+        """The bounds of stored results, as keyword arguments of a store."""
         return self.model_dump(exclude={"max_batches"})
 
 
@@ -85,7 +85,8 @@ class ServiceSettings(_Section):
         eval: maximum active jobs in EVAL
         max_jobs_with_sandbox: maximum jobs that hold a sandbox, including those that wait between stages;
             default: the sum of the three
-        attempts: attempts of a job if the infrastructure fails, including the first
+        attempts: maximum attempts of a job, including the first; a job is tried again if the infrastructure
+            fails
         queue: maximum accepted, unfinished jobs; more are refused
         grace_s: seconds that RUN may exceed its time limit to complete a tool call
         close_s: seconds that a sandbox may take to close
@@ -97,13 +98,13 @@ class ServiceSettings(_Section):
         batch_groups: maximum informative groups that a batch may request, and maximum groups that it may run
             at once
         batch_tasks: maximum tasks of one batch
-        retention: amount of finished work that is kept for readers.
+        retention: finished work that is kept for readers.
         store: store of `serve`: a file on a local disk, or a PostgreSQL database,
             `postgresql://USER:PASSWORD@HOST/DATABASE` (needs [the extra](install.md#extras) `postgres`);
             `memory` is lost at a restart
-        reasoning: earlier reasoning of a model: `keep` leaves it in the context, which only grows; the chat
-            template may drop it at a user message (`user_turn`) or at every turn (`template`). A rewritten
-            context starts another row: `forks` of the result
+        reasoning: a model's reasoning from earlier turns: `keep` leaves it in the context, which is then
+            never rewritten; otherwise the chat template may remove it at a user message (`user_turn`) or at
+            every turn (`template`). A rewritten context starts another row: `forks` of the result
     """
 
     init: int = Field(default=4, ge=1)
@@ -130,8 +131,8 @@ class TenantSettings(_Section):
 
     Args:
         token: bearer token of the tenant.
-        jobs: most unfinished jobs and open episodes of the tenant.
-        batches: most batches of the tenant that run at once.
+        jobs: maximum unfinished jobs and open episodes of the tenant.
+        batches: maximum running batches of the tenant.
     """
 
     token: SecretStr = Field(min_length=16)
@@ -143,18 +144,19 @@ class ServerSettings(_Section):
     """The HTTP server in front of the service.
 
     Args:
-        host: address to bind; all but loopback need a token
+        host: address to bind; any address but loopback requires a token
         port: TCP port; 0 uses a free one
         token: bearer token that requests must have, 16 characters or more; on loopback one is generated if
             none is set
-        generate_token: generate that token: [who may do what](http-api.md#who-may-do-what). If false, or with
-            `serve --no-token`, every user of the machine has access on loopback
+        generate_token: generate the token on loopback: [who may do what](http-api.md#who-may-do-what). If
+            false, or with `serve --no-token`, every user of the machine has access on loopback
         tenants: other users of the service: by name, a `token` and quotas of unfinished `jobs` (10000) and
             running `batches` (8): [who may do what](http-api.md#who-may-do-what)
         max_connections: maximum open connections, at most half of the process's descriptors. At the limit, a
-            new one replaces the connection that has waited longest for a request, or gets 503 if all are busy
-        head_timeout_s: seconds for the head of a request, from the connection or its first byte
-        body_timeout_s: seconds from then to the end of its body
+            new connection replaces the one that has waited longest for a request, or gets 503 if all are busy
+        head_timeout_s: seconds to receive the head of a request, from the opening of the connection or, for a
+            later request, from its first byte
+        body_timeout_s: seconds to receive the body of a request, from the end of its head
         keep_alive_s: seconds that a connection may be idle between two requests
         max_body_bytes: maximum size of a request body
         max_wait_s: maximum wait of a request for results
@@ -232,8 +234,8 @@ class ModelSettings(_Section):
         tokenizer: folder with the model's `tokenizer.json` and chat template; `--tokenizer` overrides it
         tool_format: format of the model's tool calls: `auto` detects it from the chat template; or `hermes`,
             `coder`, `glm`, `deepseek`, `dsml`, `kimi`, `mistral`, `gemma`, `harmony`, `llama`
-        ca_file: file of certificates (PEM) to verify `https://` servers with, instead of the public
-            authorities': [TLS](connect.md#keys-and-tls)
+        ca_file: PEM file of the certificates that verify `https://` servers, instead of those of the public
+            authorities: [TLS](connect.md#keys-and-tls)
     """
 
     servers: tuple[str, ...] = ()
@@ -258,8 +260,8 @@ class LimitSettings(_Section):
         lifetime_s: lifetime of a sandbox in seconds
         reserve_bytes: free disk space below `run_dir`; if less is free, the sandbox that uses the most is
             killed
-        enforcement: enforces the limits: `cgroup2` is control groups, `watchdog` needs none; `auto` uses
-            `cgroup2` if it is delegated. `prorl-envs doctor` shows which is used
+        enforcement: method of enforcing the limits: `cgroup2` uses control groups, `watchdog` needs none;
+            `auto` uses `cgroup2` if it is delegated. `prorl-envs doctor` shows which is used
         nice: `nice` value of sandboxes, 0 to 19; higher values give priority to the service and other
             programs
     """
@@ -282,7 +284,7 @@ class SandboxSection(_Section):
 
     Args:
         warm_pool_size: maximum size of the warm pool, 2.5 MB per sandbox; 0 disables it
-        max_concurrent_starts: sandboxes that may start at once; others wait. Default: four per processor
+        max_concurrent_starts: maximum sandboxes that start at once; others wait. Default: four per processor
     """
 
     warm_pool_size: int = Field(default=8, ge=0)
@@ -362,12 +364,11 @@ class ImagesSection(_Section):
     """Layered images: pulls from registries, and builds of Dockerfiles, both without Apptainer.
 
     Args:
-        layers_dir: directory for unpacked layers, on a local disk. None takes `layers` in the cache
-            directory.
+        layers_dir: directory for unpacked layers, on a local disk; default: `layers` in `cache_dir`.
         bases: local images by reference, such as `ubuntu:24.04`, used in place of a registry: directories,
             SIF files, `.layers.json` files.
-        mirrors: by registry, the hosts to try before it, in order: `host:port`, or `host/prefix`.
-        insecure: registries, with their ports, that are reached by plain HTTP.
+        mirrors: by registry, the mirrors to try before it, in order: `host:port`, or `host/prefix`.
+        insecure: registries, with their ports, to connect to by plain HTTP.
         allow: hosts that builds can reach, in the forms of `Network.allow`.
     """
 
@@ -401,14 +402,14 @@ class SandboxSettings(_Section):
 
 
 class ToolSettings(_Section):
-    """A tool as an agent is offered it.
+    """A tool that an agent offers to the model.
 
     Args:
         tool: the family's name of the tool; or `think`; or `apply_patch`, if there is an editor; default: the
-            name on offer
-        description: replaces the tool's own
-        arguments: the arguments on offer, each with the tool's own name of it, or null for one that is
-            accepted and ignored; default: the tool's own
+            offered name
+        description: replaces the tool's own description
+        arguments: the tool's own name of each offered argument, or null for an argument that is accepted and
+            ignored; default: the tool's own arguments
         optional: omit the tool if a family does not have it
     """
 
@@ -448,11 +449,11 @@ class AgentSettings(_Section):
     """Agent configuration. Agent settings override the environment's.
 
     Args:
-        harness: works on the tasks instead of the service's own loop: the name of a recipe, or a mapping:
-            [harnesses](harnesses.md)
+        harness: program that works on the tasks instead of the service's own loop: the name of a recipe, or a
+            mapping: [harnesses](harnesses.md)
         system_prompt: first message of the episodes; default: the environment's
-        tools: tools on offer, by the names that the model calls; default: the family's own. A list, `NAME:
-            TOOL`, or an entry for each:
+        tools: offered tools, by the names that the model calls; default: the family's own. A list of names,
+            `NAME: TOOL` pairs, or an entry for each tool:
         limits: limits of the agent loop, if a request sets none: [list](agents.md#limits)
         sampling: sampling, if a request sets none: `temperature`, `top_p`, `max_tokens`, `seed`
     """
@@ -517,20 +518,21 @@ class Settings(_Section):
 
     Args:
         sandbox: start of sandboxes.
-        cache_dir: built once and kept (SWE-bench environments, 30 MB each); default: `prorl-envs` in
-            `$XDG_CACHE_HOME` or `~/.cache`
-        run_dir: files of running sandboxes: a local disk, a path of at most 64 bytes, not mounted noexec;
-            default: the temporary directory, or `/tmp` or `/var/tmp` if that is not suited
-        driver: starts sandboxes: `bubblewrap`; `apptainer` (Apptainer or SingularityCE);
+        cache_dir: directory of files that are built once and kept (SWE-bench environments, 30 MB each);
+            default: `prorl-envs` in `$XDG_CACHE_HOME` or `~/.cache`
+        run_dir: directory of running sandboxes, on a local disk, with a path of at most 64 bytes, not mounted
+            noexec; default: the temporary directory, or `/tmp` or `/var/tmp` if that is unsuitable
+        driver: driver that starts sandboxes: `bubblewrap`; `apptainer` (Apptainer or SingularityCE);
             `apptainer-instance` (an Apptainer for each sandbox, for machines without user namespaces);
             `local`, which isolates nothing; or `auto`, the first that works here (never `local`).
             `prorl-envs --driver NAME COMMAND` overrides it
         bwrap: the bubblewrap program; default: the one of this package, or else the system's
-        image_cache: images that were built or pulled; nodes may share it; default: `images` in `cache_dir`
+        image_cache: directory of built and pulled images, which nodes may share; default: `images` in
+            `cache_dir`
         image_build_s: seconds that building or pulling one image may take
         image_build_bytes: maximum unpacked bytes of a compressed archive
         apptainer: the Apptainer or SingularityCE program; default: `apptainer` or `singularity` in `PATH`
-        environments: environments on offer, by name; default: every registered family: [below](#environments)
+        environments: offered environments, by name; default: every registered family: [below](#environments)
         agents: agents, by name: [below](#agents)
     """
 
@@ -591,7 +593,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(f"{path}: cannot be read: {problem}", hint="--config names a YAML file") from error
     except yaml.YAMLError as error:
         raise InputError(f"{path}: not YAML: {error}") from error
@@ -603,10 +605,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> tuple[str, ...]:
-    """Set the setting that one environment variable names; return the location of the setting.
+    """Set the setting that an environment variable names; return the location of the setting.
 
-    The text is read as YAML, so numbers and lists work; a setting of type text (a token of digits, say)
-    stays as it was written.
+    The value is parsed as YAML, so numbers and lists work. For a setting of type text, such as a token of
+    digits, the value is used unparsed.
     """
     *sections, key = name.removeprefix(PREFIX).lower().split("__")
     target = values

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
-#: Names that a hint lists if none is close.
+#: Maximum names that a hint lists if none is close.
 _MOST_NAMES = 20
 
 
@@ -60,8 +60,9 @@ def name_hint(name: str, known: Iterable[str]) -> str:
     import difflib  # only an error needs it
 
     names = sorted(known)
-    by_folded = {one.casefold(): one for one in names}
-    close = [by_folded[one] for one in difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.7)]
+    by_folded = {known_name.casefold(): known_name for known_name in names}
+    matches = difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.7)
+    close = [by_folded[match] for match in matches]
     if close:
         return f"did you mean {' or '.join(close)}?"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

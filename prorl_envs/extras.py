@@ -17,23 +17,23 @@ _EXTRA = re.compile(r"""\s*;.*\bextra\s*==\s*['"]([\w-]+)['"]""")
 def install_extras(*extras: str) -> str:
     """Return a shell command that installs extras of this package.
 
-    From a checkout, it installs the checkout with the extras. Otherwise it names the packages of the extras,
-    because a wheel may be on no index.
+    From a checkout, the command installs the checkout with the extras. Otherwise it names the packages of the
+    extras, because the wheel of this package may not be on an index.
 
     Args:
         extras: as in `[project.optional-dependencies]` of pyproject.toml.
     """
     try:
-        own = distribution(_NAME)
+        installed = distribution(_NAME)
     except PackageNotFoundError:  # on PYTHONPATH
-        own = None
-    folder, editable = _source(own)
-    if own is None or (folder / "pyproject.toml").is_file():
+        installed = None
+    folder, editable = _source(installed)
+    if installed is None or (folder / "pyproject.toml").is_file():
         return install_packages(*(["-e"] if editable else []), f"{folder}[{','.join(extras)}]")
     return install_packages(
         *(
             requirement.partition(";")[0].strip()
-            for requirement in own.requires or ()
+            for requirement in installed.requires or ()
             if (found := _EXTRA.search(requirement)) and found[1] in extras
         )
     )
@@ -56,9 +56,9 @@ def _uv() -> str:
     return shutil.which("uv") or (str(beside) if beside.exists() else "")
 
 
-def _source(own: Distribution | None) -> tuple[Path, bool]:
+def _source(installed: Distribution | None) -> tuple[Path, bool]:
     """Return the directory of this package's source, and whether the package runs from there."""
-    url = json.loads((own and own.read_text("direct_url.json")) or "{}")
+    url = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
     if "dir_info" in url:
         return Path(unquote(urlsplit(url["url"]).path)), url["dir_info"].get("editable", False)
     return Path(__file__).parent.parent, True

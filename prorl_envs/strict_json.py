@@ -1,4 +1,4 @@
-"""JSON as other programs read it: in UTF-8, without NaN and infinities."""
+"""JSON that other programs can read: in UTF-8, without NaN and infinities."""
 
 import json
 import math
@@ -25,6 +25,6 @@ def _finite(number: str) -> float:
     return value
 
 
-#: Decoder of arguments that a model wrote: a number beyond the range is an error, not infinity. strict=False
-#: admits raw newlines inside strings, which models write in shell commands.
+#: Decoder of arguments that a model wrote. A number beyond the range of floats is an error, not infinity.
+#: strict=False allows raw newlines inside strings, which models write in shell commands.
 STRICT_JSON = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)

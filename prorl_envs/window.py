@@ -8,8 +8,8 @@ is no limit.
 import math
 from dataclasses import dataclass
 
-#: Factor applied on an overload answer; seconds in which further overload answers count as the same one.
-KEPT, SAME_S = 0.75, 1.0
+#: Factor applied to the limit on an overload answer; seconds in which further overload answers are ignored.
+DECREASE, IGNORED_S = 0.75, 1.0
 #: At this value, the limit is removed.
 MANY = 4096.0
 
@@ -32,8 +32,8 @@ class AimdWindow:
 
     def complained(self, in_flight: int, now: float) -> None:
         """Reduce the limit: the server reported overload with `in_flight` calls in flight."""
-        if now - self.cut_at >= SAME_S:
-            self.limit = max(1.0, KEPT * min(self.limit, in_flight))
+        if now - self.cut_at >= IGNORED_S:
+            self.limit = max(1.0, DECREASE * min(self.limit, in_flight))
             self.cut_at = now
 
     def answered(self, in_flight: int) -> None:

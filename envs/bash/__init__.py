@@ -1,1 +1,1 @@
-"""Shell tasks."""
+"""Environment `bash`: shell tasks."""

@@ -26,8 +26,8 @@ MAX_READ_BYTES = 4 * 2**20
 #: Maximum characters of the agent's files and output in the evidence.
 _EVIDENCE_CHARS = 2_000
 _FILE_TIMEOUT_S = 30.0
-#: Directories that the grading sandbox has beside the workspace if test code runs.
-PLACES = (TESTS, "/logs/verifier")
+#: Directories that a grading sandbox for test code has in addition to the workspace.
+TEST_DIRECTORIES = (TESTS, "/logs/verifier")
 #: A link of the agent to the tests' directories could pass for files that the tests expect.
 _UNLINK = """
 find . -type l -exec sh -c 'for link do
@@ -90,9 +90,9 @@ async def _tests(check: TestsCheck, grader: SandboxSession) -> Outcome:
     """Write the tests, run them, and read their result.
 
     Raises:
-        GraderError: the tests cannot be run, and report no number.
+        GraderError: the tests cannot be run, and report no reward.
     """
-    unlink = ["/bin/sh", "-c", _UNLINK.format(*PLACES)]
+    unlink = ["/bin/sh", "-c", _UNLINK.format(*TEST_DIRECTORIES)]
     await _process(grader, unlink, _FILE_TIMEOUT_S)
     for path, content, executable in contents(check.files):
         await grader.tools.write(f"{TESTS}/{path}", content, mode=0o755 if executable else 0o644)
@@ -106,13 +106,13 @@ async def _tests(check: TestsCheck, grader: SandboxSession) -> Outcome:
     if check.reward is None:
         return done.exit_code == 0, detail
     try:
-        said = (await grader.tools.read(check.reward, limit=100)).decode(errors="replace")
+        report = (await grader.tools.read(check.reward, limit=100)).decode(errors="replace")
     except OSError:
-        said = ""
-    reward = parse_number(said)
+        report = ""
+    reward = parse_number(report)
     if reward is None and done.exit_code in (126, 127):
         raise GraderError(
-            f"the tests cannot be run: {output[-500:]}", hint="what they call must be installed"
+            f"the tests cannot be run: {output[-500:]}", hint="install the programs that the tests call"
         )
     if reward is None or not 0 <= reward <= 1:
         return False, {**detail, "problem": f"no reward from 0 to 1 in {check.reward}"}
@@ -132,22 +132,22 @@ async def _content(path: str, grader: SandboxSession, judge: Callable[[str], boo
 
 
 async def _matches(check: FileMatches, grader: SandboxSession) -> Outcome:
-    # By grep in the sandbox: a slow pattern cannot block the host, as with Python's regular expressions.
+    # grep runs in the sandbox: a slow pattern in Python's regular expressions would block the host.
     argv = ["grep", "--extended-regexp", "--quiet", "--regexp", check.pattern]
-    plain = await _content(check.path, grader, lambda text: True)
-    if not plain[0]:
-        return plain
+    readable, detail = await _content(check.path, grader, lambda text: True)
+    if not readable:
+        return False, detail
     done = await _process(grader, [*argv, "--", _absolute(check.path, grader)], _FILE_TIMEOUT_S)
     if done.exit_code not in (0, 1):
         raise GraderError(f"grep on {check.path}: {done.output.decode(errors='replace')[:500]}")
-    return done.exit_code == 0, plain[1]
+    return done.exit_code == 0, detail
 
 
 async def _absent(check: FileAbsent, grader: SandboxSession) -> Outcome:
     argv = ["/bin/sh", "-c", '[ ! -e "$1" ] && [ ! -L "$1" ]', "sh", _absolute(check.path, grader)]
     done = await _process(grader, argv, _FILE_TIMEOUT_S)
     if done.exit_code not in (0, 1):
-        raise GraderError(f"looking for {check.path} failed with exit status {done.exit_code}")
+        raise GraderError(f"the check of {check.path} failed with exit status {done.exit_code}")
     return done.exit_code == 0, {"path": check.path}
 
 

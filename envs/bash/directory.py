@@ -1,8 +1,8 @@
 """Conversion of Harbor and Terminal-Bench tasks to our rows. Pure.
 
-Only parts of the Dockerfile that need no container are supported: FROM (replaced by the host's own system),
-WORKDIR, COPY, and RUN if it installs nothing; the workspace is the last WORKDIR. Tasks that need more are
-refused by name, instead of being run in an incomplete system.
+Only instructions of the Dockerfile that need no container are supported: FROM (replaced by the host's own
+system), WORKDIR, COPY, and RUN if it installs nothing. The workspace is the last WORKDIR. A task with another
+instruction is refused, because it would run in an incomplete system.
 """
 
 import json
@@ -28,11 +28,11 @@ _WORKDIR = "/app"
 _TEST_S = 120.0
 
 
-def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert `row` if it holds a task directory; return any other row unchanged.
 
     Raises:
-        InputError: names the file of the task that is wrong or needs an unsupported feature.
+        InputError: a file of the task is wrong or needs an unsupported feature; the message names the file.
     """
     files = row.get("directory")
     if files is None:
@@ -109,13 +109,15 @@ def _environment(files: Files, prefix: str) -> tuple[str, dict[str, Any], str]:
             case "RUN" if not _INSTALLS.search(rest):
                 setup.append(rest)
             case "RUN":
-                raise InputError(f"{where} installs something", hint="its image would have to be built first")
+                raise InputError(
+                    f"{where} installs something", hint="the environment `terminal` builds images"
+                )
             case "FROM" if not setup and not copies:
                 pass
             case verb if verb in _NOTHING_TO_DO:
                 pass
             case _:
-                raise InputError(f"{where} is not understood", hint="FROM, WORKDIR, COPY and RUN are")
+                raise InputError(f"{where} is not supported", hint="use only FROM, WORKDIR, COPY and RUN")
     copied: dict[str, Any] = {}
     for where, base, words in copies:
         copied |= _copied(files, prefix, where, base, words, workdir)
@@ -136,7 +138,7 @@ def _words(where: str, rest: str) -> list[str]:
     except ValueError as error:
         raise InputError(f"{where}: {error}") from None
     if len(words) < 2 or not all(isinstance(word, str) and not word.startswith("--") for word in words):
-        raise InputError(f"{where} is not understood", hint="COPY SOURCE... TARGET is, without options")
+        raise InputError(f"{where} is not supported", hint="use COPY SOURCE... TARGET without options")
     return list(words)
 
 
@@ -145,16 +147,14 @@ def _copied(
 ) -> dict[str, Any]:
     """Return the files of a COPY, by path in the workspace."""
     *sources, target = words
-    into = target.endswith("/") or len(sources) > 1 or target in (".", "./")
+    into_directory = target.endswith("/") or len(sources) > 1 or target in (".", "./")
     found: dict[str, Any] = {}
     for source in sources:
-        own = str(PurePosixPath(source.lstrip("/")))
-        root = prefix if own == "." else f"{prefix}{own}/"
-        if (name := f"{prefix}{own}") in files:
-            place = (
-                PurePosixPath(base, target, PurePosixPath(own).name) if into else PurePosixPath(base, target)
-            )
-            found[str(place)] = files[name]
+        relative = PurePosixPath(source.lstrip("/"))
+        root = prefix if str(relative) == "." else f"{prefix}{relative}/"
+        if (name := f"{prefix}{relative}") in files:
+            path = PurePosixPath(base, target, relative.name if into_directory else "")
+            found[str(path)] = files[name]
             continue
         inside = {n: c for n, c in files.items() if n.startswith(root) and n != f"{prefix}Dockerfile"}
         if not inside:

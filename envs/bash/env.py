@@ -8,8 +8,8 @@ from typing import Any
 from prorl_envs.env.base import Grade, Prompt
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.scoring import CheckResult, score
-from prorl_envs.envs.bash.checks import PLACES, run_check
-from prorl_envs.envs.bash.directory import own_row
+from prorl_envs.envs.bash.checks import TEST_DIRECTORIES, run_check
+from prorl_envs.envs.bash.directory import convert_row
 from prorl_envs.envs.bash.snapshot import copy_workspace, grading_spec
 from prorl_envs.envs.bash.task import BashTask, TestsCheck
 from prorl_envs.errors import EnvironmentFault
@@ -45,15 +45,15 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> BashTask:
-        return super().load(own_row(row))
+        return super().load(convert_row(row))
 
     def prompt(self, task: BashTask) -> Prompt:
         prompt = super().prompt(task)
         if task.workdir == _WORKSPACE:
             return prompt
         system, *others = prompt.messages
-        placed = {**system, "content": str(system["content"]).replace(_WORKSPACE, task.workdir)}
-        return Prompt(messages=[placed, *others], tools=prompt.tools)
+        system = {**system, "content": str(system["content"]).replace(_WORKSPACE, task.workdir)}
+        return Prompt(messages=[system, *others], tools=prompt.tools)
 
     def sandbox_spec(self, task: BashTask) -> SandboxSpec:
         return SandboxSpec(workdir=task.workdir)
@@ -74,15 +74,15 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
         spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
         if not any(isinstance(check, TestsCheck) for check in task.checks):
             return spec
-        # Empty while the agent runs; the overlay of the grading sandbox keeps later files private.
+        # All grading sandboxes share one empty directory; each writes its own files to an overlay.
         empty = self.node.cache_dir / "empty"
         empty.mkdir(parents=True, exist_ok=True)
-        mounts = tuple(Mount(source=empty, target=path, overlay=True) for path in PLACES)
+        mounts = tuple(Mount(source=empty, target=path, overlay=True) for path in TEST_DIRECTORIES)
         return replace(spec, mounts=(*spec.mounts, *mounts))
 
     async def grade(self, task: BashTask, place: SandboxSession) -> Grade:
         async with sandbox_session(self.node, self.grader_spec(task, place)) as grader:
-            # A process that still writes into the workspace could make the copy fail, instead of the checks.
+            # A process that still writes into the workspace could make the copy fail: an error, not a 0.
             await place.tools.end_processes()
             refusal = await copy_workspace(grader)
             await self.close_agent_sandbox()
@@ -90,11 +90,7 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
             if refusal:
                 failed = [CheckResult(name=name, passed=False, weight=check.weight) for name, check in checks]
                 grade = score(failed, task.scoring)
-                return Grade(
-                    reward=grade.reward,
-                    components=grade.components,
-                    evidence={**grade.evidence, "workspace": refusal},
-                )
+                return replace(grade, evidence={**grade.evidence, "workspace": refusal})
             results = [await run_check(name, check, grader) for name, check in checks]
         return score(results, task.scoring)
 
@@ -102,8 +98,8 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
         shell = ["/bin/bash", "--noprofile", "--norc", "-c", script, *arguments]
         done = await place.tools.run(shell, timeout_s=SETUP_TIMEOUT_S)
         if done.exit_code != 0:
-            why = f"exit status {done.exit_code}" if not done.timed_out else f"over {SETUP_TIMEOUT_S} s"
+            reason = f"exit status {done.exit_code}" if not done.timed_out else f"over {SETUP_TIMEOUT_S} s"
             raise EnvironmentFault(
-                f"{arguments[0]} failed ({why}): {done.output.decode(errors='replace')[-1000:]}",
-                hint="the sandbox sees the host's /usr: install what is missing, or mend the row's setup",
+                f"{arguments[0]} failed ({reason}): {done.output.decode(errors='replace')[-1000:]}",
+                hint="install the missing programs below the host's /usr, or correct the row's setup",
             )

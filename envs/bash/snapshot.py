@@ -1,9 +1,8 @@
 """Copy of the agent's workspace in a separate sandbox, in which the checks run.
 
-The agent's workspace is bound read-only into a fresh sandbox and copied by that sandbox's own tar. Any
-hostile content of the tree (links that lead out, named pipes, huge sparse files, a file being replaced by a
-link during the copy) is handled by a process with no more rights than the agent had, and no path in it is
-opened on the host.
+The agent's workspace is mounted read-only in a fresh sandbox, where tar copies it. So only a process with the
+agent's own rights reads hostile content (links that lead out, named pipes, huge sparse files, a file that is
+replaced by a link during the copy), and the host opens no path of the workspace.
 """
 
 from enum import IntEnum
@@ -18,7 +17,7 @@ MAX_BYTES = 256 * 2**20
 #: Timeout of the copy, in seconds.
 TIMEOUT_S = 120.0
 
-#: Longest path in it, in characters; the system's own limit is 4,096 bytes including the prefix.
+#: Longest path in a graded workspace, in characters; the system's limit is 4,096 bytes with the prefix.
 _MAX_PATH = 1000
 
 _SUBMISSION = "/submission"
@@ -30,9 +29,9 @@ class _Exit(IntEnum):
     REFUSED = 4
 
 
-# An unreadable directory would be copied empty, and its files would count as removed; a path that is too long
-# cannot be extracted. Both are refused. tar's exit status 1 means that a file changed meanwhile, 141 that
-# head has reached its limit.
+# An unreadable directory would be copied empty, so its files would count as removed; a path that is too long
+# cannot be extracted. Both are refused. tar exits with 1 if a file changed during the copy, and with 141 if
+# head reached its limit.
 _COPY = f"""
 if [ ! -r {_SUBMISSION} ] || [ ! -x {_SUBMISSION} ]; then printf .; exit {_Exit.REFUSED}; fi
 cd {_SUBMISSION} || exit 1
@@ -50,11 +49,11 @@ rm /tmp/snapshot
 
 
 def grading_spec(agent: SandboxSpec, workspace: Path) -> SandboxSpec:
-    """Return the spec of the grading sandbox: like the agent's, with the agent's workspace mounted.
+    """Return the spec of the grading sandbox: the agent's spec, with the agent's workspace mounted.
 
     Args:
-        agent: the agent's sandbox.
-        workspace: its workspace on the host.
+        agent: spec of the agent's sandbox.
+        workspace: directory of the agent's workspace on the host.
     """
     return SandboxSpec(
         workdir=agent.workdir,
@@ -69,7 +68,7 @@ async def copy_workspace(grader: SandboxSession) -> str:
     """Copy the submission into the grader's workspace.
 
     Returns:
-        why the workspace cannot be graded, if the agent caused it; empty if it was copied.
+        "" if the workspace was copied; otherwise the reason, caused by the agent, why it cannot be graded.
 
     Raises:
         GraderError: the copy failed for any other reason.
@@ -85,5 +84,5 @@ async def copy_workspace(grader: SandboxSession) -> str:
     if done.exit_code == _Exit.TOO_LARGE:
         return f"the workspace is larger than {MAX_BYTES} bytes"
     if done.exit_code == _Exit.REFUSED:
-        return f"the workspace holds something unreadable, or nested too deep: {text}"
+        return f"the workspace has an unreadable file or directory, or a path that is too long: {text}"
     raise GraderError(f"the workspace cannot be copied: {'timed out' if done.timed_out else text}")

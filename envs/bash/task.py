@@ -10,32 +10,32 @@ from prorl_envs.env.base import Task
 from prorl_envs.env.scoring import CheckModel, Scoring, check_names
 from prorl_envs.env.task_files import RelativePath, TaskFile, Text, contents, encodable
 
-#: Maximum bytes of all files of one task, as they are written into its workspace.
+#: Maximum total size of a task's initial files, in bytes.
 MAX_FILES_BYTES = 8 * 2**20
-#: Paths that cannot be a workspace.
+#: Top-level directories that cannot be or contain a workspace.
 _SYSTEM = frozenset({
     "bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "logs", "proc", "root", "run", "sbin", "submission",
     "sys", "tests", "tmp", "usr", "var",
 })  # fmt: skip
 
 
-def _own(path: str) -> str:
-    """Validate an absolute path outside the system's directories."""
+def _valid_workdir(path: str) -> str:
+    """Return the path of a workspace; raise ValueError if it is in a directory of the system."""
     parts = PurePosixPath(path).parts
     if len(parts) < 2 or ".." in parts or parts[1] in _SYSTEM or not re.fullmatch(r"[\w./-]+", path):
         raise ValueError(f"{path!r} cannot be the workspace")
     return str(PurePosixPath(path))
 
 
-Workdir = Annotated[str, Field(pattern=r"^/", max_length=200), AfterValidator(_own)]
+Workdir = Annotated[str, Field(pattern=r"^/", max_length=200), AfterValidator(_valid_workdir)]
 Script = Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(encodable)]
 
 
 class CommandCheck(CheckModel):
     """Check that a command exits with the given status and, if `stdout` is given, prints exactly that.
 
-    `stdout` never enters the sandbox: the agent's own programs, run by the command, cannot read the expected
-    output. Trailing white space does not count.
+    `stdout` never enters the sandbox, so the command and the agent's programs that it runs cannot read the
+    expected output. Trailing white space does not count.
     """
 
     type: Literal["command"]
@@ -66,7 +66,7 @@ class FileContains(FileCheck):
 
 
 class FileMatches(FileCheck):
-    """Check that a line of the file matches `pattern`, an extended regular expression as of `grep -E`."""
+    """Check that a line of the file matches `pattern`, an extended regular expression (`grep -E`)."""
 
     type: Literal["file_matches"]
     pattern: Script
@@ -86,10 +86,10 @@ class FileAbsent(FileCheck):
 
 
 class TestsCheck(CheckModel):
-    """Check by test code beside the workspace: its files are written to /tests after the agent was closed.
+    """Check by test code, whose files are written to /tests of the grading sandbox after the agent's end.
 
-    The test code determines the share that passed: `reward` names the file in /logs/verifier into which it
-    writes a number from 0 to 1. Without `reward`, exit status 0 counts as 1 and any other as 0.
+    `reward` names the file in /logs/verifier to which the test code writes its result, a number from 0 to 1.
+    Without `reward`, exit status 0 counts as 1 and any other exit status as 0.
     """
 
     type: Literal["tests"]
@@ -111,8 +111,8 @@ class BashTask(Task):
     Args:
         workdir: path of the workspace.
         files: initial contents of the workspace, by relative path: a text, or a `TaskFile`.
-        requires: programs the task needs; if one is missing the episode fails to start with a typed error.
-        setup: a bash script run in the workspace before the episode, as the agent's user.
+        requires: programs that the task needs; if one is missing, the episode fails with EnvironmentFault.
+        setup: bash script that runs in the workspace before the episode, as the agent's user.
         checks: the graded checks; they run in a fresh sandbox with a copy of the workspace.
         scoring: `all` (default): 1 if every check passes, else 0; `weighted`: share of passed weights.
     """

@@ -1,1 +1,1 @@
-"""Programming problems with hidden tests."""
+"""Environment `code`: programming problems with hidden tests."""

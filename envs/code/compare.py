@@ -1,4 +1,4 @@
-"""Comparison of an output or a result with the expected one. Pure, total and bounded; evaluates no code."""
+"""Comparison of outputs and results with the expected ones. Pure, total and bounded; evaluates no code."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests, T
 
 #: Longest token that is parsed as a number.
 _MAX_NUMBER = 400
-#: `float` alone would also read `1_0`, and digits of other scripts.
+#: A decimal number. (`float` would also accept `1_0`, and digits of other scripts.)
 _NUMBER = re.compile(
     r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf(?:inity)?|nan)", re.ASCII | re.IGNORECASE
 )
@@ -37,7 +37,7 @@ def same_result(value: Any, case: FunctionCase, tests: FunctionTests) -> bool:
     """Return true if a call returned the expected result.
 
     Args:
-        value: plain values only; hostile.
+        value: the returned value, made of plain values; hostile.
     """
     return any(_same_value(value, right, tests) for right in (case.expected, *case.alternatives))
 
@@ -54,7 +54,7 @@ def _same_value(value: Any, expected: Any, tests: FunctionTests) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    # `splitlines` would also split at form feeds and Unicode separators, which are no ends of lines.
+    # `splitlines` would also split at form feeds and Unicode separators, which do not end a line.
     return [line.rstrip() for line in _LINE_END.split(text.rstrip())]
 
 
@@ -75,11 +75,11 @@ def _is_list(value: Any) -> bool:
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that two values share exactly if they are equal.
+    """Return a text that is the same for two values if and only if they are equal.
 
-    Rows are JSON, so a tuple equals a list, and keys equal JSON's. Numbers are equal as in Python, but NaN
-    equals NaN. A set equals only a set. Hashes would be faster, but a hostile value can make all its hashes
-    collide.
+    Expected values are JSON, so a tuple equals a list, and a key equals its JSON form. Numbers are equal as
+    in Python, but NaN equals NaN. A set equals only a set. Comparison by hashes would be faster, but a
+    hostile value can make all its hashes collide.
     """
     if _is_list(value):
         return f"[{','.join(map(_canonical, value))}]"
@@ -101,7 +101,7 @@ def _canonical_number(value: complex) -> str:
 
 
 def _key(key: Any) -> str:
-    """Return a key of a dict as JSON writes it."""
+    """Return the JSON form of a dictionary's key."""
     if isinstance(key, bool) or key is None:
         return json.dumps(key)
     return str(key)

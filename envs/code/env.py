@@ -1,6 +1,7 @@
 """Programming problems: a file to write, and hidden tests."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from prorl_envs.env.base import Grade
@@ -8,7 +9,7 @@ from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.env.scoring import CheckResult, score
 from prorl_envs.env.words import last_code
 from prorl_envs.envs.code.grading import run_cases
-from prorl_envs.envs.code.rows import own_row
+from prorl_envs.envs.code.rows import convert_row
 from prorl_envs.envs.code.task import MAX_SOLUTION_BYTES, SOLUTION, CodeTask
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_spec
@@ -34,7 +35,7 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> CodeTask:
-        return super().load(own_row(row))
+        return super().load(convert_row(row))
 
     def sandbox_spec(self, task: CodeTask) -> SandboxSpec:
         return python_spec()
@@ -50,18 +51,17 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
         if problem:
             failed = [CheckResult(name=f"case-{n}", passed=False) for n, _ in enumerate(task.tests.cases, 1)]
             grade = score(failed, task.scoring)
-            evidence = {**grade.evidence, "solution": problem}
-            return Grade(reward=grade.reward, components=grade.components, evidence=evidence)
+            return replace(grade, evidence={**grade.evidence, "solution": problem})
         return score(await run_cases(task, source, self.node, spec), task.scoring)
 
     async def _solution(self, place: SandboxSession) -> tuple[str, str]:
-        """Return the solution, or the reason why there is none; the last message counts only without a
-        file."""
+        """Return the solution, and the reason why there is none or "". If the file does not exist, the
+        solution is the code in the last message."""
         try:
             content = await place.tools.read(SOLUTION, limit=MAX_SOLUTION_BYTES + 1)
         except OSError as error:
-            said = last_code(self.last_words)
-            return said, "" if said else f"{SOLUTION}: {error.strerror}"
+            code = last_code(self.last_words)
+            return code, "" if code else f"{SOLUTION}: {error.strerror}"
         if len(content) > MAX_SOLUTION_BYTES:
             return "", f"{SOLUTION} is longer than {MAX_SOLUTION_BYTES} bytes"
         return content.decode("utf-8", "replace"), "" if content.strip() else f"{SOLUTION} is empty"

@@ -1,7 +1,7 @@
 """Execution of a solution on its cases in a fresh sandbox, and comparison of the results.
 
-Expected results never enter the sandbox in which the solution runs, except if a task brings test code: it
-runs beside the solution in a process that the solution cannot access (see `runner.py`).
+Expected results never enter the sandbox in which the solution runs. The exception is test code, which runs in
+the same sandbox, but in a process that the solution cannot access (see `runner.py`).
 """
 
 import asyncio
@@ -34,17 +34,17 @@ from prorl_envs.tools.types import Completed, JsonObject
 
 type Case = StdioCase | FunctionCase | ScriptCase
 
-#: Maximum bytes of a batch, and of its results.
+#: Maximum bytes of a batch of cases, and of its results.
 _BATCH_BYTES = 24 * 2**20
 _RESULT_BYTES = 40 * 2**20
 #: Maximum bytes of JSON text per byte of output.
 _JSON_BYTES = 6
-#: Bytes of output a case may have beyond four times the expected ones.
+#: Maximum bytes of a case's output, in addition to four times the bytes of the expected output.
 _SLACK_BYTES = 16 * 1024
-#: Seconds for the overhead of the cases: starting the runner, reading the batch.
+#: Seconds to start the runner and to read the batch, in addition to the time of the cases.
 _OVERHEAD_S = 30.0
 _EVIDENCE_CHARS = 500
-#: Maximum number of processes of a solution, and how many of them may use the full memory limit of one.
+#: Maximum processes of a solution; and how many of them together may use the full memory limit of a process.
 _PROCESSES, _PROCESSES_MEMORY = 128, 4
 _ENV = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PYTHON = ("python3", "-s", "-P", "-c")
@@ -52,7 +52,7 @@ _PYTHON = ("python3", "-s", "-P", "-c")
 _CHECKER = """
 import json, os, sys
 verdicts = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what the checker prints, perhaps text of the solution, is no verdict
+os.dup2(2, 1)  # text that the checker prints, perhaps text of the solution, must not count as a verdict
 given = json.load(sys.stdin)
 names = {"__name__": "checker"}
 exec(compile(given["checker"], "<checker>", "exec"), names)
@@ -70,25 +70,25 @@ async def run_cases(task: CodeTask, source: str, node: Node, spec: SandboxSpec) 
     """Return every case's verdict on a solution.
 
     Args:
-        source: hostile.
+        source: text of the solution; hostile.
         node: starts the sandboxes.
-        spec: the agent's sandbox; the grading ones look the same.
+        spec: spec of the agent's sandbox; the grading sandboxes have other limits.
 
     Raises:
         GraderError: there is no verdict, and the solution is not the cause.
         SandboxError, ToolError: our infrastructure failed.
     """
     outcomes: list[JsonObject] = []
-    left = task.limits.total_s
+    remaining_s = task.limits.total_s
     memory = _PROCESSES_MEMORY * task.limits.memory_mb * 2**20 + 2**30
     spec = replace(spec, limits=SandboxLimits(memory_bytes=memory, processes=_PROCESSES, disk_bytes=2**31))
     async with sandbox_session(node, spec) as grader:
         await grader.tools.write(SOLUTION, source.encode("utf-8", "replace"))
         for batch in _batches(task):
-            found = await _run_batch(task, source, batch, grader, left)
-            outcomes += found
-            left -= sum(float(outcome.get("seconds", 0.0)) for outcome in found)
-            if len(found) < len(batch) or left <= 0:
+            results = await _run_batch(task, source, batch, grader, remaining_s)
+            outcomes += results
+            remaining_s -= sum(float(result.get("seconds", 0.0)) for result in results)
+            if len(results) < len(batch) or remaining_s <= 0:
                 break
     verdicts = await asyncio.to_thread(_verdicts, task, outcomes)
     if isinstance(task.tests, StdioTests) and task.tests.checker:
@@ -97,17 +97,17 @@ async def run_cases(task: CodeTask, source: str, node: Node, spec: SandboxSpec) 
 
 
 def _batches(task: CodeTask) -> Iterator[list[JsonObject]]:
-    """Yield the cases in the runner's format, in batches that fit into one message each way."""
+    """Yield the cases in the runner's format, in batches; each batch, and its results, fit into a message."""
     batch: list[JsonObject] = []
-    given = taken = 0
+    batch_bytes = result_bytes = 0
     for case in task.tests.cases:
         entry = _entry(task, case)
-        size, results = len(json.dumps(entry)), _JSON_BYTES * entry["output"]
-        if batch and (given + size > _BATCH_BYTES or taken + results > _RESULT_BYTES):
+        size, max_result = len(json.dumps(entry)), _JSON_BYTES * entry["output"]
+        if batch and (batch_bytes + size > _BATCH_BYTES or result_bytes + max_result > _RESULT_BYTES):
             yield batch
-            batch, given, taken = [], 0, 0
+            batch, batch_bytes, result_bytes = [], 0, 0
         batch.append(entry)
-        given, taken = given + size, taken + results
+        batch_bytes, result_bytes = batch_bytes + size, result_bytes + max_result
     yield batch
 
 
@@ -115,19 +115,19 @@ def _entry(task: CodeTask, case: Case) -> JsonObject:
     tests = task.tests
     match case, tests:
         case StdioCase(), _:
-            return {"mode": "program", "entry": "", "input": case.input, "output": _room(case.output)}
+            return {"mode": "program", "entry": "", "input": case.input, "output": _max_output(case.output)}
         case FunctionCase(), FunctionTests():
-            right = (case.expected, *case.alternatives)
-            room = max(_room(json.dumps(encode(value))) for value in right)
+            accepted = (case.expected, *case.alternatives)
+            max_output = max(_max_output(json.dumps(encode(value))) for value in accepted)
             call = {"args": encode(list(case.args)), "kwargs": encode(case.kwargs)}
-            return {"mode": "call", "entry": tests.entry_point, "output": room, **call}
+            return {"mode": "call", "entry": tests.entry_point, "output": max_output, **call}
         case ScriptCase(), ScriptTests():
-            given = {"code": case.code, "prelude": tests.prelude, "names": tests.functions}
-            return {"mode": "script", "entry": "", "output": _SLACK_BYTES, **given}
+            script = {"code": case.code, "prelude": tests.prelude, "names": tests.functions}
+            return {"mode": "script", "entry": "", "output": _SLACK_BYTES, **script}
     raise AssertionError(f"{type(case)} in {type(tests)}")
 
 
-def _room(expected: str) -> int:
+def _max_output(expected: str) -> int:
     return 4 * len(expected.encode("utf-8", "replace")) + _SLACK_BYTES
 
 
@@ -160,12 +160,16 @@ async def _run_batch(
         return [{"status": "lost", "error": limit.message}]
     except OSError as error:
         raise GraderError(f"the runner cannot be started: {error}") from error
-    return await asyncio.to_thread(_read, done, secret)
+    return await asyncio.to_thread(_runner_results, done, secret)
 
 
-def _read(done: Completed, secret: str) -> list[JsonObject]:
-    """Return the results, if they are the runner's own. A runner without results was killed by the solution,
-    as nothing else runs there; only a runner that reports why it cannot run is our own failure."""
+def _runner_results(done: Completed, secret: str) -> list[JsonObject]:
+    """Return the results if they carry the secret. Otherwise the solution killed the runner, since nothing
+    else runs there; or the runner failed before the first case, which is our failure.
+
+    Raises:
+        GraderError: the runner failed before the first case.
+    """
     try:
         answer = json.loads(done.output)
         if answer["secret"] == secret:
@@ -181,22 +185,22 @@ def _read(done: Completed, secret: str) -> list[JsonObject]:
 def runner_source() -> str:
     """Return the program that runs cases, as one text."""
     folder = files("prorl_envs.envs.code")
-    own = folder.joinpath("runner.py").read_text("utf-8")
-    imported = "from prorl_envs.envs.code.values import NotPlain, decode, encode\n"
-    return f"{folder.joinpath('values.py').read_text('utf-8')}\n{own.replace(imported, '')}"
+    values, runner = (folder.joinpath(name).read_text("utf-8") for name in ("values.py", "runner.py"))
+    values_import = "from prorl_envs.envs.code.values import NotPlain, decode, encode\n"
+    return f"{values}\n{runner.replace(values_import, '')}"
 
 
 def _verdicts(task: CodeTask, outcomes: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return one verdict per case: `passed`, and its evidence. Cases that were not run have not passed."""
+    """Return one verdict per case: `passed`, and evidence. Cases that were not run count as not passed."""
     verdicts: list[JsonObject] = []
     cases: Sequence[Case] = task.tests.cases
     for case, outcome in zip(cases, outcomes, strict=False):
         if outcome["status"] == "unfit":
             raise GraderError(
-                f"the tests give the solution what does not travel: {outcome['error']}",
+                f"the tests pass a value to the solution that cannot be transferred: {outcome['error']}",
                 hint="tests of this kind exchange plain values with the solution: see the family's README",
             )
-        passed = outcome["status"] == "ok" and _right(task, case, str(outcome.get("output", "")))
+        passed = outcome["status"] == "ok" and _is_right(task, case, str(outcome.get("output", "")))
         problem = "" if passed else "wrong" if outcome["status"] == "ok" else str(outcome["status"])
         shown: JsonObject = {key: outcome[key] for key in ("seconds", "memory", "exit") if key in outcome}
         if problem:
@@ -208,7 +212,7 @@ def _verdicts(task: CodeTask, outcomes: Sequence[JsonObject]) -> list[JsonObject
     return verdicts + [not_run] * missing
 
 
-def _right(task: CodeTask, case: Case, output: str) -> bool:
+def _is_right(task: CodeTask, case: Case, output: str) -> bool:
     tests = task.tests
     match case, tests:
         case StdioCase(), StdioTests():
@@ -229,7 +233,7 @@ async def _checked(
     node: Node,
     spec: SandboxSpec,
 ) -> list[JsonObject]:
-    """Return the verdicts, with the task's own checker applied to those that passed so far."""
+    """Apply the task's own checker to the cases that passed so far, and return all verdicts."""
     open_cases = [number for number, verdict in enumerate(verdicts) if verdict["passed"]]
     if not open_cases:
         return list(verdicts)
@@ -237,10 +241,10 @@ async def _checked(
         (tests.cases[number].input, outcomes[number]["output"], tests.cases[number].output)
         for number in open_cases
     ]
-    said = await _run_checker(tests.checker, triples, node, spec)
+    checker_verdicts = await _run_checker(tests.checker, triples, node, spec)
     result = list(verdicts)
-    for place, number in enumerate(open_cases):
-        verdict = said[place] if place < len(said) else "the checker ran too long"
+    for index, number in enumerate(open_cases):
+        verdict = checker_verdicts[index] if index < len(checker_verdicts) else "the checker ran too long"
         if verdict is not True:
             seen = verdict if isinstance(verdict, str) else str(outcomes[number]["output"])
             result[number] = {**verdicts[number], "passed": False, "problem": "wrong", "seen": seen[-500:]}
@@ -253,7 +257,7 @@ async def _run_checker(
     """Return the checker's verdict on each case; fewer if it was too slow.
 
     Raises:
-        GraderError: the checker does not start, or ends itself.
+        GraderError: the checker does not start, or exits before the last case.
     """
     given = json.dumps({"checker": checker, "cases": triples}).encode()
     async with sandbox_session(node, spec) as place:
@@ -263,11 +267,11 @@ async def _run_checker(
     lines = done.output.rstrip(b"\n").split(b"\n")
     if not done.output:
         raise GraderError(f"the checker failed: {done.errors[-500:].decode(errors='replace')}")
-    # An output may make a checker run too long or crash, but not exit.
+    # A hostile output can make a checker hang or crash, which fails the case. A normal exit is its own fault.
     if done.exit_code is not None and done.exit_code >= 0 and len(lines) <= len(triples):
         raise GraderError(
             "the checker ended before it judged every case",
-            hint="check() has to return true or false; it must not call sys.exit",
+            hint="check() must return true or false, and must not call sys.exit",
         )
     return [json.loads(line) for line in lines[1:] if line in (b"true", b"false") or line.endswith(b'"')]
 

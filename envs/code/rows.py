@@ -7,7 +7,7 @@
     Eurus, verl     prompt (chat messages), reward_model (ground_truth: inputs, outputs, fn_name, or the list
                     of test cases of DeepCoder), perhaps as JSON texts
 
-Formats are recognised by their fields; any row with `tests` is taken for our own.
+Formats are recognised by their fields; a row with `tests` is in our own format.
 """
 
 import ast
@@ -33,7 +33,7 @@ _MAX_UNPACKED = 256 * 2**20
 _LIMITS = ("time_s", "memory_mb", "total_s")
 
 
-def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert `row` to our format; return a row of no known format unchanged.
 
     Raises:
@@ -51,7 +51,7 @@ def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _apps(row: Mapping[str, Any]) -> JsonObject:
-    given = _json(row, "input_output")
+    given = _parsed(row["input_output"], "input_output")
     if not isinstance(given, Mapping):
         raise InputError("input_output: not an object")
     inputs, outputs = (_list(given.get(key), f"input_output.{key}") for key in ("inputs", "outputs"))
@@ -59,11 +59,11 @@ def _apps(row: Mapping[str, Any]) -> JsonObject:
         raise InputError(f"input_output: {len(inputs)} inputs and {len(outputs)} outputs")
     starter = _text(row, "starter_code")
     tests = _calls(given["fn_name"], inputs, outputs) if given.get("fn_name") else _programs(inputs, outputs)
-    solutions = _json(row, "solutions") if row.get("solutions") else []
+    solutions = _parsed(row["solutions"], "solutions") if row.get("solutions") else []
     reference = next((code for code in solutions if isinstance(code, str)), "")
     return {
         "id": _id(row, "problem_id", "question"),
-        "instruction": _told(_text(row, "question", needed=True), tests, starter),
+        "instruction": _instruction(_text(row, "question", needed=True), tests, starter),
         "starter": starter,
         "tests": tests,
         **_limits(row),
@@ -72,7 +72,7 @@ def _apps(row: Mapping[str, Any]) -> JsonObject:
 
 
 def _programs(inputs: list[Any], outputs: list[Any]) -> JsonObject:
-    """Convert inputs and outputs that are texts, or lists of lines."""
+    """Convert inputs and outputs of programs, each a text or a list of lines."""
     joined = [
         ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in texts]
         for texts in (inputs, outputs)
@@ -82,8 +82,8 @@ def _programs(inputs: list[Any], outputs: list[Any]) -> JsonObject:
 
 
 def _calls(name: Any, inputs: list[Any], outputs: list[Any]) -> JsonObject:
-    """Convert calls. An output may be the result, or a list that holds only the result: the data sets have
-    both."""
+    """Convert calls of a function. An output is the result, or a list with only the result: the data sets
+    have both forms."""
     cases = []
     for number, (args, right) in enumerate(zip(inputs, outputs, strict=True)):
         args = _list(args, f"input_output.inputs.{number}")
@@ -96,7 +96,7 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
     cases = [*_test_cases(row, "public_test_cases"), *_test_cases(row, "private_test_cases")]
     if not cases:
         raise InputError("public_test_cases: there are no test cases")
-    metadata = _json(row, "metadata") if row.get("metadata") else {}
+    metadata = _parsed(row["metadata"], "metadata") if row.get("metadata") else {}
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     if cases[0].get("testtype") == "functional" or name:
         tests: JsonObject = {
@@ -109,7 +109,7 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
     starter = _text(row, "starter_code")
     return {
         "id": _id(row, "question_id", "question_content"),
-        "instruction": _told(_text(row, "question_content", needed=True), tests, starter),
+        "instruction": _instruction(_text(row, "question_content", needed=True), tests, starter),
         "starter": starter,
         "tests": tests,
         **_limits(row),
@@ -118,7 +118,7 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
 
 
 def _call(case: Mapping[str, Any]) -> JsonObject:
-    """Parse a case whose arguments are one per line, each in JSON."""
+    """Convert a case of a function; its input has one argument per line, in JSON."""
     try:
         args = [json.loads(line) for line in str(case["input"]).split("\n") if line.strip()]
         return {"args": args, "expected": json.loads(str(case["output"]))}
@@ -130,30 +130,22 @@ def _test_cases(row: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
     value = row.get(field) or "[]"
     if isinstance(value, str) and not value.lstrip().startswith("["):
         value = _unpacked(value, field)
-    cases = _list(json.loads(value) if isinstance(value, str) and _is_json(value) else value, field)
+    cases = _list(_parsed(value, field), field)
     for number, case in enumerate(cases):
         if not (isinstance(case, Mapping) and "input" in case and "output" in case):
             raise InputError(f"{field}.{number}: not an object with input and output")
     return cases
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 class _TextOnly(pickle.Unpickler):
-    """Unpickler that refuses all names, because a pickle may name code to run."""
+    """Unpickler that refuses all names of classes and functions, because loading one may run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"names {module}.{name}")
 
 
 def _unpacked(text: str, field: str) -> str:
-    """Unpack LiveCodeBench's private cases: base64 of zlib of a pickled text."""
+    """Unpack LiveCodeBench's private cases: a text, pickled, compressed by zlib, and encoded in base64."""
     try:
         unpack = zlib.decompressobj()
         data = unpack.decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED)
@@ -163,19 +155,19 @@ def _unpacked(text: str, field: str) -> str:
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, IndexError) as error:
         raise InputError(f"{field}: neither JSON nor packed JSON: {error}") from error
     if not isinstance(value, str):
-        raise InputError(f"{field}: holds a {type(value).__name__}, not a text")
+        raise InputError(f"{field}: contains a {type(value).__name__} instead of a text")
     return value
 
 
 def _humaneval(row: Mapping[str, Any]) -> JsonObject:
     prompt, test, name = (_text(row, key, needed=True) for key in ("prompt", "test", "entry_point"))
-    # The tests may use helpers that the prompt defines beside the function to complete.
+    # The tests may use other functions of the prompt than the one to complete.
     tests = {"type": "script", "functions": [name], "prelude": prompt, "cases": [{"code": test}]}
     solution = _text(row, "canonical_solution")
-    told = f"Complete this Python module; the function {name} is tested.\n\n```python\n{prompt}```"
+    instruction = f"Complete this Python module; the function {name} is tested.\n\n```python\n{prompt}```"
     return {
         "id": _id(row, "task_id", "prompt"),
-        "instruction": told,
+        "instruction": instruction,
         "tests": tests,
         **_limits(row),
         **_reference(prompt + solution if solution else ""),
@@ -190,12 +182,12 @@ def _mbpp(row: Mapping[str, Any]) -> JsonObject:
     prelude = "\n".join(filter(None, lines))
     functions = _called(asserts, prelude)
     problem = _text(row, "text") or _text(row, "prompt", needed=True)
-    told = f"{problem}\n\nThe tests call it like this:\n\n```python\n{asserts[0]}\n```"
+    instruction = f"{problem}\n\nThe tests call it like this:\n\n```python\n{asserts[0]}\n```"
     cases = [{"code": line} for line in asserts]
     tests = {"type": "script", "functions": functions, "prelude": prelude, "cases": cases}
     return {
         "id": _id(row, "task_id", "text", "prompt"),
-        "instruction": told,
+        "instruction": instruction,
         "tests": tests,
         **_limits(row),
         **_reference(_text(row, "code")),
@@ -203,12 +195,12 @@ def _mbpp(row: Mapping[str, Any]) -> JsonObject:
 
 
 def _verl(row: Mapping[str, Any]) -> JsonObject:
-    judged = decoded(row["reward_model"])
-    truth = decoded(judged.get("ground_truth")) if isinstance(judged, Mapping) else None
+    reward_model = decoded(row["reward_model"])
+    truth = decoded(reward_model.get("ground_truth")) if isinstance(reward_model, Mapping) else None
     problem, name = user_text(row.get("prompt"), "prompt"), row.get("id") or row.get("instance_id")
     if name is None and isinstance(extra := decoded(row.get("extra_info")), Mapping):
         name = extra.get("index")
-    more = {key: value for key, value in row.items() if key not in ("id", "prompt", "reward_model")}
+    rest = {key: value for key, value in row.items() if key not in ("id", "prompt", "reward_model")}
     cases = truth if isinstance(truth, list) else []
     if not isinstance(truth, Mapping | list) or not all(isinstance(case, Mapping) for case in cases):
         raise InputError("reward_model.ground_truth: neither inputs and outputs nor a list of test cases")
@@ -216,10 +208,10 @@ def _verl(row: Mapping[str, Any]) -> JsonObject:
         inputs, outputs = ([case.get(key) for case in cases] for key in ("input", "output"))
         truth = {"fn_name": function, "inputs": inputs, "outputs": outputs}
     if isinstance(truth, Mapping):
-        return _apps({**more, "problem_id": name, "question": problem, "input_output": truth})
+        return _apps({**rest, "problem_id": name, "question": problem, "input_output": truth})
     metadata = decoded(cases[0].get("metadata")) if cases else None
-    named = {**more, "question_id": name, "question_content": problem, "public_test_cases": cases}
-    return _livecodebench({**named, "metadata": metadata or {}})
+    fields = {"question_id": name, "question_content": problem, "public_test_cases": cases}
+    return _livecodebench({**rest, **fields, "metadata": metadata or {}})
 
 
 def _called(asserts: Iterable[str], prelude: str) -> list[str]:
@@ -244,18 +236,18 @@ def _called(asserts: Iterable[str], prelude: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _told(problem: str, tests: JsonObject, starter: str) -> str:
-    """Return the problem with the required form of a solution."""
+def _instruction(problem: str, tests: JsonObject, starter: str) -> str:
+    """Return the problem, followed by the required form of the solution."""
     if tests["type"] == "stdio":
         return f"{problem}\n\nWrite a program that reads from standard input and prints to standard output."
-    told = f"{problem}\n\nWrite the function {tests['entry_point']}, or a class Solution with that method."
-    return f"{told} Begin with:\n\n```python\n{starter}\n```" if starter.strip() else told
+    text = f"{problem}\n\nWrite the function {tests['entry_point']}, or a class Solution with that method."
+    return f"{text} Begin with:\n\n```python\n{starter}\n```" if starter.strip() else text
 
 
 def _reference(code: str) -> JsonObject:
     if not code:
         return {}
-    # Not by the editor, which does not overwrite a starter.
+    # The editor's `create` would refuse to overwrite a starter file.
     write = {"code": f"open({SOLUTION!r}, 'w', encoding='utf-8').write({code!r})"}
     return {"reference": [{"tool": "ipython", "arguments": write}, {"tool": "finish", "arguments": {}}]}
 
@@ -266,16 +258,16 @@ def _limits(row: Mapping[str, Any]) -> JsonObject:
     for field, key in (("time_limit", "time_s"), ("memory_limit", "memory_mb")):
         if found := re.match(r"\s*(\d+(?:\.\d+)?)\s*(second|megabyte)?", str(row.get(field) or "")):
             number = float(found[1])
-            # Their limits are those of compiled programs' judges; Python itself needs some memory.
+            # The limits of the data sets are for compiled programs; the Python interpreter needs more memory.
             limits[key] = max(number, 1.0) if key == "time_s" else max(int(number), 512)
-    if isinstance(own := row.get("limits"), Mapping):
-        limits |= {key: value for key, value in own.items() if key in _LIMITS}
+    if isinstance(given := row.get("limits"), Mapping):
+        limits |= {key: value for key, value in given.items() if key in _LIMITS}
     scoring = {"scoring": row["scoring"]} if "scoring" in row else {}
     return ({"limits": limits} if limits else {}) | scoring
 
 
 def _id(row: Mapping[str, Any], *fields: str) -> str:
-    """Return the row's id: `id`, the format's own field, or else a digest of the problem."""
+    """Return the id of a row: the field `id`, or `fields[0]`, or a digest of the problem in another field."""
     for field in ("id", *fields[:1]):
         if (value := row.get(field)) is not None and str(value):
             return str(value)[:200]
@@ -288,12 +280,12 @@ def _text(row: Mapping[str, Any], field: str, *, needed: bool = False) -> str:
     if value is None and not needed:
         return ""
     if not isinstance(value, str) or (needed and not value.strip()):
-        raise InputError(f"{field}: {'missing' if value is None else 'not a text with something in it'}")
+        raise InputError(f"{field}: {'missing' if value is None else 'not a text, or empty'}")
     return value
 
 
-def _json(row: Mapping[str, Any], field: str) -> Any:
-    value = row[field]
+def _parsed(value: Any, field: str) -> Any:
+    """Return the value of a field, which may be a JSON text."""
     if not isinstance(value, str):
         return value
     try:

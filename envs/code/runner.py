@@ -1,15 +1,17 @@
 """Runner of a batch of cases in the grading sandbox. The host starts one process; cases are forked from it.
 
     runner    reads the batch from stdin, sends fork requests to the nursery, keeps time, prints the results
-    nursery   forked before the batch was read, so none of it is in its memory, nor in that of its forks
-    case      one fork per case: it gets its own input and nothing else, and the solution runs in it
-    tests     for test code, one fork more, in which the solution never runs; the two communicate by a socket
+    nursery   forks on request. The runner forks it before it reads the batch, so the batch is neither in the
+              nursery's memory nor in that of its forks
+    case      one fork of the nursery per case: receives only the input of its case, and runs the solution
+    tests     if there is test code, a further fork per case that runs it, and never the solution; tests and
+              solution communicate by a socket
 
-The solution has the same user id as all of them. Runner, nursery and tests are not dumpable, so the solution
-cannot access their memory and descriptors. It can kill them, which fails its cases. The results carry a
-secret that came with the batch, so no other process can forge them.
+All of them run under the same user id. Runner, nursery and tests are not dumpable, so the solution cannot
+access their memory and descriptors. It can kill them, which fails its cases. The results carry a secret that
+came with the batch, so no other process can forge them.
 
-Imports nothing of this package but `values`, whose text precedes this one in the sandbox.
+The only module of this package that is imported is `values`; its text precedes this text in the sandbox.
 """
 
 import atexit
@@ -43,7 +45,8 @@ from typing import Any, NoReturn
 
 from prorl_envs.envs.code.values import NotPlain, decode, encode
 
-#: Imported here so that it costs a case nothing; in a function's module all but the last are available.
+#: Imported before the forks, so that cases need not import them. All but the last are names of a solution's
+#: module, if it is called as a function.
 _COMMON = (bisect, collections, functools, heapq, itertools, math, random, re, string, threading)
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
@@ -51,12 +54,12 @@ _MESSAGE = 4096
 #: Maximum bytes of one call or result between test code and solution.
 _CALL_LIMIT = 16 * 2**20
 _ERROR_BYTES = 2_000
-#: Maximum bytes of a file the solution writes, including its output.
+#: Maximum bytes of a file that the solution writes, including its output.
 _FILE_LIMIT = 64 * 2**20
 _LENGTH = struct.Struct(">I")
-#: Timeout of the nursery's answers, unless a solution stopped it; at most the time of all cases.
+#: Timeout of the nursery's answers in seconds, which a solution can delay; less if `total_s` is less.
 _ANSWER_S = 30.0
-#: Wall time allowed per processor time, because machines may be busy: factor, and constant seconds.
+#: Maximum wall time of a case: `time_s` times the factor, plus the seconds. High, for busy machines.
 _PATIENCE, _PATIENCE_S = 4.0, 2.0
 
 
@@ -90,7 +93,7 @@ def _run_all(batch: dict[str, Any], nursery: socket.socket) -> list[dict[str, An
         if time.monotonic() >= ends:
             break
         try:
-            result = _run_one({**batch, **case}, nursery, ends)
+            result = _run_case({**batch, **case}, nursery, ends)
         except (OSError, ValueError) as error:  # for example, the solution killed the nursery
             results.append({"status": "lost", "error": str(error)[:200]})
             break
@@ -100,7 +103,7 @@ def _run_all(batch: dict[str, Any], nursery: socket.socket) -> list[dict[str, An
     return results
 
 
-def _run_one(case: dict[str, Any], nursery: socket.socket, ends: float) -> dict[str, Any]:
+def _run_case(case: dict[str, Any], nursery: socket.socket, ends: float) -> dict[str, Any]:
     mode, files = case["mode"], [_file() for _ in range(3)]
     try:
         given, out, err = files
@@ -110,8 +113,7 @@ def _run_one(case: dict[str, Any], nursery: socket.socket, ends: float) -> dict[
             _fill(given, case["input"].encode("utf-8", "replace"))
         if mode == "call":
             spec["args"], spec["kwargs"] = case["args"], case["kwargs"]
-        # A call's result and a program's output use the same descriptor; output printed by a function is
-        # discarded.
+        # `out` receives a program's output or the result of a call; a function's printed text is discarded.
         fds = [given, out, err, *(wire.fileno() for wire in wires[:1])]
         pids = [_fork(nursery, spec, fds)]
         if wires:
@@ -148,7 +150,7 @@ def _received(sock: socket.socket) -> bytes:
 def _wait(pid: int, case: dict[str, Any], ends: float) -> bool:
     """Wait for a process, and kill it at its deadline; return true if it was killed."""
     limit = min(case["time_s"] * _PATIENCE + _PATIENCE_S, max(0.0, ends - time.monotonic()))
-    pidfd = os.pidfd_open(pid)  # not reaped before we request it
+    pidfd = os.pidfd_open(pid)  # the id is valid: the nursery reaps the process only on request
     try:
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
@@ -163,7 +165,7 @@ def _wait(pid: int, case: dict[str, Any], ends: float) -> bool:
 
 
 def _reap(nursery: socket.socket, pids: list[int]) -> list[list[float]]:
-    """Return status, processor seconds and peak memory of each; kill all other processes they started."""
+    """Kill all processes of the case; return status, processor seconds and peak bytes of each of `pids`."""
     nursery.send(json.dumps(pids).encode())
     usages: list[list[float]] = json.loads(_received(nursery))
     return usages
@@ -191,9 +193,13 @@ def _result(case: dict[str, Any], usage: list[float], late: bool, out: int, err:
 def _judged(
     case: dict[str, Any], pids: list[int], nursery: socket.socket, out: int, ends: float
 ) -> dict[str, Any]:
-    """Return the outcome of test code: only the tests, `pids[1]`, write to `out`."""
+    """Return the outcome of test code.
+
+    Args:
+        pids: the processes of the solution and of the tests; only the tests write to `out`.
+    """
     late = _wait(pids[1], case, ends)
-    # The tests have finished: the solution is killed without waiting for it.
+    # The tests have finished, so the solution is killed at once.
     solution, _ = _reap(nursery, pids)
     seconds = solution[1]
     text = os.pread(out, _MESSAGE * 4, 0)
@@ -218,13 +224,13 @@ def _fill(fd: int, data: bytes) -> None:
 
 
 def _nursery(sock: socket.socket) -> tuple[dict[str, Any], int]:
-    """Fork at each request; return only in a fork, with its job and the socket to the other side, or -1."""
+    """Fork on request. Returns only in a fork: its job, and its socket between tests and solution, or -1."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    gc.freeze()  # a case's collections skip older objects, which avoids copying their pages
+    gc.freeze()  # collections in forks skip the existing objects, which avoids copying their pages
     while True:
         message, fds, _, _ = socket.recv_fds(sock, _MESSAGE, 8)
         if not message:
@@ -242,7 +248,7 @@ def _nursery(sock: socket.socket) -> tuple[dict[str, Any], int]:
 
 
 def _end(pids: list[int]) -> list[list[float]]:
-    """Kill all descendants, including orphans, and return the exit data of `pids`."""
+    """Kill all descendants, also orphans; return status, processor seconds, peak bytes of each of `pids`."""
     usages: dict[int, list[float]] = {}
     with contextlib.suppress(ChildProcessError):
         for _ in range(100_000):
@@ -270,7 +276,7 @@ def _children() -> list[int]:
 def _job(fds: list[int]) -> tuple[dict[str, Any], int]:
     with open(fds[0], "rb") as file:  # noqa: PTH123
         job: dict[str, Any] = json.load(file)
-    # First move all of them above their target numbers.
+    # First move all descriptors above the target numbers, so that none is overwritten.
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds[1:]]
     os.closerange(3, 100)
     for fd, target in zip(high, (0, 3, 2, 4), strict=False):
@@ -314,7 +320,7 @@ def _streams() -> None:
 
 
 def _program(job: dict[str, Any]) -> NoReturn:
-    """Run the program and exit as the interpreter does: with its threads, exit functions and exit status."""
+    """Run the program and exit like the interpreter: with its threads, exit functions and exit status."""
     os.dup2(3, 1)
     os.close(3)
     _streams()
@@ -326,11 +332,10 @@ def _program(job: dict[str, Any]) -> NoReturn:
         exec(compile(job["source"], job["path"], "exec"), module.__dict__)
     except SystemExit as ended:
         status = _exit_status(ended.code)
-    except BaseException:  # noqa: BLE001 - the interpreter's own way with it
+    except BaseException:  # noqa: BLE001 - reported as the interpreter would
         sys.excepthook(*sys.exc_info())
         status = 1
-    # Same as the interpreter's exit without the teardown of every module, which takes most of a short case's
-    # time.
+    # The interpreter's exit, without the teardown of modules, which takes most of the time of a short case.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(ValueError):  # closed
@@ -346,14 +351,14 @@ def _exit_status(code: Any) -> int:
 
 
 def _load(job: dict[str, Any]) -> dict[str, Any]:
-    """Load the solution and return its names. Its module has the imports that such solutions expect."""
+    """Load the solution and return its names. Its module has the names that such solutions use unimported."""
     _streams()
     module = types.ModuleType("solution")
     module.__file__ = job["path"]
     sys.modules["solution"] = module
-    taken = {name: getattr(typing, name) for name in typing.__all__}
-    taken |= {each.__name__: each for each in _COMMON[:-1]}
-    module.__dict__.update(taken)
+    names = {name: getattr(typing, name) for name in typing.__all__}
+    names |= {common.__name__: common for common in _COMMON[:-1]}
+    module.__dict__.update(names)
     exec(compile(job["source"], job["path"], "exec"), module.__dict__)
     return module.__dict__
 
@@ -424,7 +429,7 @@ def _tests(job: dict[str, Any], wire: int) -> NoReturn:
             check(functions[job["names"][0]])
     except NotPlain as error:
         verdict = {"status": "unfit", "error": str(error)[:500]}
-    except BaseException as error:  # noqa: BLE001 - whatever is raised, the tests did not pass
+    except BaseException as error:  # noqa: BLE001 - any exception means that the tests failed
         verdict = {"status": "error", "error": f"{type(error).__name__}: {error}"[:500]}
     _fill(3, json.dumps(verdict).encode())
     os._exit(0)
@@ -432,7 +437,7 @@ def _tests(job: dict[str, Any], wire: int) -> NoReturn:
 
 def _remote(sock: socket.socket, name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        # NotPlain is not caught: it is the tests that pass an unsupported value.
+        # NotPlain is not caught: the tests, not the solution, pass an unsupported value.
         call = {"name": name, "args": encode(list(args)), "kwargs": encode(kwargs)}
         _send(sock, json.dumps(call).encode())
         answer = json.loads(_receive(sock))

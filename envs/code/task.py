@@ -52,11 +52,12 @@ class StdioTests(_Model):
 
     Args:
         cases: inputs and expected outputs.
-        compare: `exact`: the same text; `lines`: except white space at the end of lines and of the whole;
-            `tokens`: except white space; `floats`: tokens, of which numbers may differ by the tolerance.
+        compare: `exact`: the same text; `lines`: the same lines, ignoring white space at the end of a line
+            and of the text; `tokens`: the same words between white space; `floats`: like `tokens`, but
+            numbers may differ by the tolerance.
         rel_tol, abs_tol: tolerances of `floats`.
-        checker: Python that defines `check(input, output, expected)`, true if the output is right. It
-            replaces `compare`, and runs in a sandbox in which the solution never ran.
+        checker: Python code that defines `check(input, output, expected)`, which returns true if the output
+            is right. It replaces `compare`, and runs in a sandbox in which the solution never ran.
     """
 
     type: Literal["stdio"]
@@ -68,13 +69,13 @@ class StdioTests(_Model):
 
     @model_validator(mode="after")
     def _checker_defines_check(self) -> "StdioTests":
-        if self.checker and "check" not in defined_functions(self.checker, "checker"):
+        if self.checker and "check" not in _defined_functions(self.checker, "checker"):
             raise ValueError("checker: defines no function check(input, output, expected)")
         return self
 
 
 class FunctionCase(_Model):
-    """One call, and its expected result; `alternatives` are equally right."""
+    """One call, and its expected result; the results in `alternatives` are also right."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[Name, Any] = Field(default_factory=dict)
@@ -83,10 +84,10 @@ class FunctionCase(_Model):
 
 
 class FunctionTests(_Model):
-    """Tests of a function, or of a method of a class `Solution`, of this name.
+    """Tests of a function, or of a method of the class `Solution`.
 
     Args:
-        entry_point: the name.
+        entry_point: name of the function or method.
         cases: calls with their results. A tuple equals a list with the same items, 1 equals 1.0, and NaN
             equals NaN. A set equals no list, except with `unordered`.
         compare: `equal`, `floats` (numbers within the tolerance), or `unordered` (the items of a list or set
@@ -103,26 +104,26 @@ class FunctionTests(_Model):
 
 
 class ScriptCase(_Model):
-    """Test code: it passes if it raises nothing. If it defines `check`, this is called with the function."""
+    """Test code, which passes if it raises nothing. If it defines `check`, `check(function)` is called."""
 
     code: Source = Field(min_length=1)
 
     @model_validator(mode="after")
     def _parses(self) -> "ScriptCase":
-        defined_functions(self.code, "code")
+        _defined_functions(self.code, "code")
         return self
 
 
 class ScriptTests(_Model):
     """Tests by code that calls the solution's functions.
 
-    The code runs in its own process, and the called functions in another: arguments and results are
-    transferred as plain values (numbers, texts, lists, tuples, dicts, sets, bytes, None), so a function is
-    judged by its results and not by changes to its arguments.
+    The test code and the solution run in separate processes. Arguments and results are transferred as plain
+    values (numbers, texts, lists, tuples, dicts, sets, bytes, None), so the tests see the results of a
+    function, but not its changes to arguments.
 
     Args:
         functions: the solution's functions that the tests call. `check` is called with the first.
-        prelude: code run before each case, such as imports and helpers.
+        prelude: code that runs before each case, such as imports and helpers.
         cases: the tests.
     """
 
@@ -133,7 +134,7 @@ class ScriptTests(_Model):
 
     @model_validator(mode="after")
     def _parses(self) -> "ScriptTests":
-        defined_functions(self.prelude, "prelude")
+        _defined_functions(self.prelude, "prelude")
         return self
 
 
@@ -141,7 +142,7 @@ type Tests = Annotated[StdioTests | FunctionTests | ScriptTests, Field(discrimin
 
 
 class CaseLimits(_Model):
-    """Limits of the solution, per case except `total_s`.
+    """Limits of the solution; all but `total_s` are per case.
 
     Args:
         time_s: seconds of processor time. Wall time has a much higher limit, for programs that wait.
@@ -158,8 +159,8 @@ class CodeTask(Task):
     """One programming problem.
 
     Args:
-        starter: initial content of the solution file; empty: no file.
-        tests: the graded tests. Never in the agent's sandbox.
+        starter: initial content of the solution file; if empty, there is no file.
+        tests: the graded tests, which are never in the agent's sandbox.
         limits: limits of the solution.
         scoring: `all` (default): 1 if every case passes, else 0; `weighted`: the share that passed.
     """
@@ -170,14 +171,14 @@ class CodeTask(Task):
     scoring: Scoring = Scoring.ALL
 
 
-def defined_functions(source: str, what: str) -> set[str]:
+def _defined_functions(source: str, field: str) -> set[str]:
     """Return the names of the functions that `source` defines at its top level.
 
     Raises:
-        ValueError: `source` is not Python.
+        ValueError: `source` is not Python; the message names `field`.
     """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{what}: not Python: {error}") from error
+        raise ValueError(f"{field}: not Python: {error}") from error
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

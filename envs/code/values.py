@@ -1,17 +1,20 @@
-"""Conversion of plain Python values to JSON and back, on the host and in the grading sandbox. In the sandbox
-this text precedes that of `runner.py`, so it imports none of our modules."""
+"""Conversion of plain Python values to JSON and back, on the host and in the grading sandbox.
+
+Imports no module of this package: in the sandbox, its text is placed before that of `runner.py`.
+"""
 
 import itertools
 import math
 from typing import Any
 
-_DEPTH = 100
-_ITEMS = 1_000_000
+#: Maximum nesting of a value, and maximum items that are taken from an iterator.
+_DEPTH, _ITEMS = 100, 1_000_000
+#: Larger integers are encoded as hexadecimal texts.
 _SMALL = 2**63
 
 
 class NotPlain(TypeError):
-    """Error: the value cannot be transferred."""
+    """Failure to transfer a value, because it is not plain."""
 
 
 def encode(value: Any, depth: int = 0) -> Any:
@@ -19,7 +22,7 @@ def encode(value: Any, depth: int = 0) -> Any:
 
     Raises:
         NotPlain: the value is not plain.
-        ValueError: it is nested too deep.
+        ValueError: the value is nested too deep.
     """
     kind = type(value)
     if depth > _DEPTH:
@@ -45,7 +48,7 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def _encode_other(value: Any, depth: int) -> Any:
-    """Encode subclasses, numpy's values and iterators as the plain values they resemble."""
+    """Encode instances of subclasses, numpy's values and iterators as similar plain values."""
     if hasattr(value, "tolist"):
         return encode(value.tolist(), depth + 1)
     bases: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
@@ -54,14 +57,14 @@ def _encode_other(value: Any, depth: int) -> Any:
             return encode(base(value), depth + 1)
     if hasattr(value, "__next__") or isinstance(value, range):
         return encode(list(itertools.islice(value, _ITEMS)), depth + 1)
-    raise NotPlain(f"a {type(value).__name__} is no plain value")
+    raise NotPlain(f"a {type(value).__name__} is not a plain value")
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """Decode a value of `encode`. `value` comes from JSON, and is hostile.
+    """Decode a value that `encode` encoded. `value` comes from JSON, and is hostile.
 
     Raises:
-        ValueError: it is not a valid encoding.
+        ValueError: `value` is not a valid encoding.
     """
     if depth > _DEPTH + 4:
         raise ValueError("nested too deep")
@@ -71,8 +74,8 @@ def decode(value: Any, depth: int = 0) -> Any:
         return value
     try:
         return _decode_tagged(value["t"], value["v"], depth + 1)
-    except (KeyError, TypeError) as error:  # also for a value that cannot be a dict key or in a set
-        raise ValueError(f"no value: {error}") from error
+    except (KeyError, TypeError) as error:  # TypeError also for an unhashable key or item of a set
+        raise ValueError(f"not an encoded value: {error}") from error
 
 
 def _decode_tagged(kind: str, value: Any, depth: int) -> Any:
@@ -90,4 +93,4 @@ def _decode_tagged(kind: str, value: Any, depth: int) -> Any:
         case "tuple" | "set" | "frozenset":
             make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
             return make(decode(item, depth) for item in value)
-    raise ValueError(f"no value of kind {kind!r}")
+    raise ValueError(f"values have no type {kind!r}")

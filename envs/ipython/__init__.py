@@ -1,1 +1,1 @@
-"""Data and computation tasks for a Python session."""
+"""Environment `ipython`: data and computation tasks in a Python session."""

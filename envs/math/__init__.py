@@ -1,1 +1,1 @@
-"""Mathematical problems with an answer."""
+"""Environment `math`: mathematical problems with an answer."""

@@ -11,7 +11,7 @@ from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.words import bare, stated
 from prorl_envs.envs.math.answers import MAX_CHARS, canonical, is_plain, quick, unfinished
-from prorl_envs.envs.math.rows import own_row
+from prorl_envs.envs.math.rows import convert_row
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
 from prorl_envs.extras import install_extras
@@ -64,7 +64,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> MathTask:
-        return super().load(own_row(row))
+        return super().load(convert_row(row))
 
     @classmethod
     def unavailable(cls, task: MathTask) -> str:

@@ -24,7 +24,7 @@ _ID = ("id", "unique_id", "problem_id", "index")
 _GSM8K = "####"
 
 
-def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert `row` to our format; return a row of no known format unchanged.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Questions of science, with a search tool."""
+"""Environment `stem`: science questions, with a search tool."""

@@ -12,7 +12,7 @@ from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.env.search import Hit
 from prorl_envs.env.words import bare, stated
 from prorl_envs.envs.stem.grading import MAX_CHARS, is_right
-from prorl_envs.envs.stem.rows import own_row
+from prorl_envs.envs.stem.rows import convert_row
 from prorl_envs.envs.stem.task import StemTask
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.sandbox.base import SandboxSpec
@@ -84,7 +84,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> StemTask:
-        return super().load(own_row(row))
+        return super().load(convert_row(row))
 
     def prompt(self, task: StemTask) -> Prompt:
         choices = "".join(f"\n{letter}. {text}" for letter, text in task.lettered)

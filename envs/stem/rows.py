@@ -23,7 +23,7 @@ _CORRECT = "Correct Answer"
 _INCORRECT = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 
 
-def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert `row` to our format; return a row of no known format unchanged.
 
     Raises:

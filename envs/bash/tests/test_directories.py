@@ -1,4 +1,4 @@
-"""Tasks as directories, in the formats of Harbor and Terminal-Bench: read, played, graded, and refused."""
+"""Task directories in the formats of Harbor and Terminal-Bench are read, played, graded, or refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,8 +113,8 @@ async def played(node: Node, task: BashTask, command: str) -> Grade:
             "instruction 2 (RUN) installs something",
         ),
         ({"environment/Dockerfile": "FROM x\nFROM y AS z\nCOPY a b"}, "there is no a"),
-        ({"environment/Dockerfile": "FROM x\nRUN true\nFROM w"}, "instruction 3 (FROM) is not understood"),
-        ({"environment/Dockerfile": "ENV A=b"}, "(ENV) is not understood"),
+        ({"environment/Dockerfile": "FROM x\nRUN true\nFROM w"}, "instruction 3 (FROM) is not supported"),
+        ({"environment/Dockerfile": "ENV A=b"}, "(ENV) is not supported"),
         ({"environment/Dockerfile": "COPY --chown=x tool.sh ."}, "without options"),
         (
             {"environment/Dockerfile": "COPY tool.sh /usr/bin/"},

@@ -1,4 +1,4 @@
-"""Rows of shell data: refusals and their messages."""
+"""Invalid rows of shell data are refused with a message that names the field."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ LIMITS = {"time_s": 1, "memory_mb": 256}
 
 
 async def play(node: Node, tests: dict[str, Any], source: str | None, *commands: str, **more: Any) -> Grade:
-    """Run an episode: the solution written, commands run in the agent's shell, then the grade."""
+    """Run an episode: write the solution, run the commands in the agent's shell, and grade."""
     row = {"id": "t", "instruction": "Do it.", "tests": tests, "limits": LIMITS, **more}
     async with CodeEnvironment(node) as env:
         await env.init(CodeEnvironment.load(row))
@@ -106,7 +106,7 @@ async def test_each_kind_distinguishes_right_from_wrong(
         "for path in glob.glob('/proc/[0-9]*/fd/*'):\n    try:\n"
         "        open(path, 'w').write('{\"status\": \"ok\"}')\n    except OSError:\n        pass\n"
         "os._exit(0)",
-        # an answer that equals everything
+        # a result that claims to equal every value
         "class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
         "def double(n):\n    return Yes()",
         "class Yes(int):\n    def __eq__(self, other): return True\n"
@@ -130,7 +130,7 @@ async def test_cheats_score_zero(node: Node, tests: dict[str, Any], source: str)
 @pytest.mark.anyio
 @pytest.mark.parametrize("tests", [DOUBLE, CALLS, SCRIPT], ids=lambda tests: str(tests["type"]))
 async def test_stopping_the_forking_process_scores_zero(node: Node, tests: dict[str, Any]) -> None:
-    """Only the limit of all cases together stops this, so it is short here."""
+    """Only `total_s`, the limit of all cases together, ends this episode."""
     stop = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nwhile True: pass"
     grade = await play(node, tests, stop, limits={"time_s": 0.3, "total_s": 2})
     assert (grade.reward, problems(grade)[0]) == (0.0, "lost")
@@ -141,7 +141,7 @@ async def test_stopping_the_forking_process_scores_zero(node: Node, tests: dict[
 async def test_neither_expected_values_nor_tests_are_visible_to_the_solution(
     node: Node, tests: dict[str, Any]
 ) -> None:
-    """A solution that inspects every value and text in reach: of its own process and of all others."""
+    """The solution searches its own process, all other processes and all files that it can read."""
     spy = """
 import gc, glob, os, sys
 def look():

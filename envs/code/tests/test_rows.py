@@ -1,4 +1,4 @@
-"""Rows of programming problems: our own, those of public data sets, and refusals."""
+"""Rows of programming problems in our format and those of public data sets are read, or refused by field."""
 
 import base64
 import json
@@ -267,14 +267,14 @@ def test_outputs_are_compared_as_configured(compare: str, output: str, expected:
         ("unordered", [{1, 2}], [[1, 2]], False),
         ("unordered", [{1.0, 2}, {3}], [{3}, {2, 1}], True),
         ("floats", {1, 2}, ["1", "2"], False),
-        # keys are those of JSON, and none is lost
+        # keys are compared in their JSON form, and none is lost
         ("equal", {1: "x", "1": "a"}, {"1": "a"}, False),
         ("floats", {1: 2, "1": 1}, {"1": 1}, False),
         ("equal", {True: 1, None: 2, 1.5: 3}, {"true": 1, "null": 2, "1.5": 3}, True),
         ("floats", {True: 1.0}, {"true": 1}, True),
         ("equal", {(1, 2): 3}, {"(1, 2)": 3}, True),
         ("equal", {"a": 1}, [["a", 1]], False),
-        # whatever is equal is so within any tolerance
+        # equal values are equal within any tolerance
         ("floats", [10**400], [10**400], True),
         ("floats", [10**400 + 1], [10**400], False),
         ("equal", [float("nan")], [float("nan")], True),
