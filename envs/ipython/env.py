@@ -1,4 +1,4 @@
-"""Data and computation tasks: a Python session with numpy, pandas, scipy and sympy, and an answer to find."""
+"""Data and computation tasks: the agent finds an answer in a session with numpy, pandas, scipy and sympy."""
 
 import importlib.util
 from typing import ClassVar
@@ -18,10 +18,10 @@ from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
 
 SETUP_TIMEOUT_S = 120.0
-#: Packages that the system prompt promises.
+#: Packages that the system prompt names as installed.
 _PACKAGES = ("numpy", "pandas", "scipy", "sympy")
 
-#: Finish tool with an answer.
+#: Finish tool, which takes the answer.
 ANSWER = ToolSpec(
     name="finish",
     description="Hand in the answer and end the task.",
@@ -56,8 +56,8 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
     )
 
     def sandbox_spec(self, task: IPythonTask) -> SandboxSpec:
-        own = self.python is PythonEngine.KERNEL and self.image is not None
-        return SandboxSpec() if own else python_spec()  # an image has its own interpreter
+        has_interpreter = self.python is PythonEngine.KERNEL and self.image is not None
+        return SandboxSpec() if has_interpreter else python_spec()
 
     @classmethod
     def unavailable(cls, task: IPythonTask) -> str:

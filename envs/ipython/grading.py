@@ -1,8 +1,7 @@
-"""Retrieval of an answer from its source, and its grading.
+"""Retrieval of an answer from its source, and grading of the answer.
 
-Retrieval happens in the agent's own sandbox: an answer is any text that the agent chose to leave, so a
-session that lies about it is harmless. Grading happens here, on the text alone, by pure bounded functions
-that evaluate none of it.
+The answer is retrieved in the agent's own sandbox. That is safe, because an answer may be any text of the
+agent's choice. It is graded on the host, as text, by pure bounded functions that evaluate no code.
 """
 
 from prorl_envs.env.answers import (
@@ -33,21 +32,26 @@ __show({name})
 
 
 async def fetch_answer(source: str, *, finish: str | None, place: SandboxSession) -> str | None:
-    """Return the text found at `source`, or None if nothing usable is there.
+    """Return the answer at `source`, or None if it is missing, unreadable or too long.
+
+    Args:
+        source: `finish`, `variable:NAME` or `file:PATH`.
+        finish: argument of the finish call; None without a call.
+        place: the agent's sandbox.
 
     Raises:
         SandboxError, ToolError: our infrastructure failed.
     """
-    kind, _, where = source.partition(":")
+    kind, _, name = source.partition(":")
     if kind == "finish":
         return finish
     if kind == "variable":
-        result = await place.tools.python(_PRINT.format(name=where), timeout_s=VARIABLE_TIMEOUT_S)
+        result = await place.tools.python(_PRINT.format(name=name), timeout_s=VARIABLE_TIMEOUT_S)
         usable = result.ok and not result.truncated_bytes and not result.data.get("error")
         return result.text if usable else None
     try:
         content = await place.tools.read(
-            f"{place.sandbox.spec.workdir}/{where}", limit=4 * MAX_ANSWER_CHARS + 1
+            f"{place.sandbox.spec.workdir}/{name}", limit=4 * MAX_ANSWER_CHARS + 1
         )
     except OSError:
         return None  # missing, or not a file: caused by the agent
@@ -57,13 +61,13 @@ async def fetch_answer(source: str, *, finish: str | None, place: SandboxSession
 
 def judge(name: str, check: Check, answer: str | None) -> CheckResult:
     """Return one check's verdict on an answer. Pure and total."""
-    passed = answer is not None and _right(check, answer)
+    passed = answer is not None and _is_right(check, answer)
     shown = None if answer is None else answer[:_EVIDENCE_CHARS]
     detail = {"type": check.type, "source": check.source, "answer": shown}
     return CheckResult(name=name, passed=passed, weight=check.weight, detail=detail)
 
 
-def _right(check: Check, answer: str) -> bool:
+def _is_right(check: Check, answer: str) -> bool:
     match check:
         case NumberCheck():
             value = parse_number(answer)

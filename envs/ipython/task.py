@@ -30,8 +30,8 @@ class _Tolerance(AnswerCheck):
     """Tolerance of a comparison.
 
     Args:
-        rel_tol, abs_tol: an answer is right within `abs_tol`, or within `rel_tol` of the right value's size.
-            By default, `abs_tol` is 1e-9 for the right value 0, and 0 for others.
+        rel_tol, abs_tol: maximum difference from the right value: `abs_tol`, or `rel_tol` times the right
+            value, whichever is larger. The default of `abs_tol` is 1e-9 for the right value 0, else 0.
     """
 
     rel_tol: float = Field(default=1e-6, ge=0, le=1)
@@ -46,7 +46,7 @@ class NumberCheck(_Tolerance):
 
 
 class NumbersCheck(_Tolerance):
-    """Check that the answer is these numbers, equally often; in this order if `ordered`."""
+    """Check that the answer consists of these numbers, equally often; in this order if `ordered`."""
 
     type: Literal["numbers"]
     values: tuple[Number, ...] = Field(min_length=1, max_length=10_000)
@@ -58,8 +58,8 @@ class ExpressionCheck(AnswerCheck):
 
     Args:
         value: the right expression, in the notation of sympy's `str`.
-        variables: the names it may use.
-        domain: interval that every variable is drawn from; both expressions must be defined on it.
+        variables: names of the variables that an expression may use.
+        domain: interval of the random values of each variable; both expressions must be defined on it.
     """
 
     type: Literal["expression"]
@@ -69,7 +69,7 @@ class ExpressionCheck(AnswerCheck):
 
     @model_validator(mode="after")
     def _readable(self) -> "ExpressionCheck":
-        # An unreadable expected expression raises ExpressionError, a ValueError.
+        # An expected expression that cannot be parsed raises ExpressionError, a ValueError.
         if not same_expression(self.value, self.value, variables=self.variables, domain=self.domain):
             raise ValueError("the expression is not equal to itself on its domain")
         return self
@@ -91,7 +91,7 @@ class IPythonTask(Task):
 
     Args:
         files: initial contents of the workspace: text by file name.
-        setup: Python code run in the session before the episode. The names it defines stay.
+        setup: Python code that runs in the session before the episode. The names that it defines remain.
         checks: the graded checks.
         scoring: `all` (default): 1 if every check passes, else 0; `weighted`: share of passed weights.
     """

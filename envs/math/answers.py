@@ -1,4 +1,4 @@
-"""Part of the answer comparison that needs no library. Pure and bounded."""
+"""Comparison of answers without the math-verify library, for cases that need none. Pure and bounded."""
 
 import re
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?
 _NAMED = re.compile(r"\A\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
 _PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
-#: Words, not products of variables.
+#: A text of words, as opposed to a product of variables.
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 _QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
 _PRIME = re.compile(r"\^\s*\{?\s*\\prime\s*\}?|′")
@@ -40,8 +40,10 @@ _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)
 
 
 def canonical(answer: str) -> str:
-    r"""Return an answer with one spelling of numbers: `1 000` is `1000`, `2 1/4` is `2\frac{1}{4}`, and
-    `0.\overline{3}` is `\frac{3}{9}`. The unit of a number and quotes are left out."""
+    r"""Return an answer in canonical form: without quotes and units, and with one spelling of numbers.
+
+    `1 000` becomes `1000`, `2 1/4` becomes `2\frac{1}{4}`, and `0.\overline{3}` becomes `\frac{3}{9}`.
+    """
     text = _PERCENT_TEXT.sub("%", answer)
     text = _NO_SPACE.sub("", _PRIME.sub("'", text.strip().replace("−", "-")))
     if quoted := _QUOTED.fullmatch(text):
@@ -52,9 +54,13 @@ def canonical(answer: str) -> str:
 
 
 def quick(answer: str, right: str) -> bool | None:
-    """Return whether an answer is right if that is obvious; None if the library must decide.
+    """Return whether an answer is right, or None if only the library can decide.
 
-    Two numbers are compared exactly: a problem states if its answer should be rounded.
+    Two numbers are compared exactly: a problem says so if its answer is to be rounded.
+
+    Args:
+        answer: the agent's answer.
+        right: a right answer.
     """
     units = [split_unit(_NAMED.sub("", text))[1] for text in (answer, right)]
     answer, right = canonical(answer), canonical(right)
@@ -65,25 +71,29 @@ def quick(answer: str, right: str) -> bool | None:
     words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in (answer, right)]
     if words[0] == words[1] and _WORDS.fullmatch(words[0]):
         return True
-    left, expected = _exact(answer), _exact(right)
-    if left is not None and expected is not None:
-        return left == expected
-    parts = [_PERCENT.fullmatch(text) for text in (answer, right)]
-    numbers = [_exact(part[1] if part else text) for part, text in zip(parts, (answer, right), strict=True)]
-    value, wanted = numbers
-    if any(parts) and value is not None and wanted is not None:
-        # The library accepts a percentage as the number before the sign.
-        return value == wanted or (not all(parts) and value == (wanted * 100 if parts[0] else wanted / 100))
+    value, expected = _exact(answer), _exact(right)
+    if value is not None and expected is not None:
+        return value == expected
+    percents = [_PERCENT.fullmatch(text) for text in (answer, right)]
+    value, expected = (
+        _exact(percent[1] if percent else text)
+        for percent, text in zip(percents, (answer, right), strict=True)
+    )
+    if any(percents) and value is not None and expected is not None:
+        # Like the library, accept `28` for `28%`, in addition to `0.28`.
+        factor = Fraction(100) if percents[0] else Fraction(1, 100)
+        return value == expected or (not all(percents) and value == expected * factor)
     return None
 
 
 def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
-    """Return true if two answers differ in a part that the library ignores: the unit, the base, primes, and
-    whether inequalities are joined by `and` or `or`.
+    """Return true if two answers differ in a part that the library ignores.
+
+    Such parts are the unit, the base, primes, and whether inequalities are joined by `and` or `or`.
 
     Args:
-        answer, right: canonical.
-        units: of both, as of `split_unit`.
+        answer, right: in canonical form.
+        units: the units of both, as `split_unit` returns them.
     """
     units = [
         unit or ("%" if _PERCENT.fullmatch(text) else "")
@@ -91,10 +101,10 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     ]
     if all(units) and units[0] != units[1]:
         return True
-    base, wanted = (match and match[1] for match in (_BASE.fullmatch(answer), _BASE.fullmatch(right)))
-    if base and base != wanted:  # a base that only the right answer names is that of the problem
+    base, right_base = (match and match[1] for match in (_BASE.fullmatch(answer), _BASE.fullmatch(right)))
+    if base and base != right_base:  # an answer may omit the base, which the problem then names
         is_ten = base.isdecimal() and int(base) == 10
-        if wanted or not is_ten:
+        if right_base or not is_ten:
             return True
     if answer.count("'") != right.count("'"):
         return True
@@ -106,13 +116,16 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
 
 
 def unfinished(answer: str, right: Sequence[str]) -> bool:
-    """Return true if no right answer contains all operators (integral, sum, limit) of the answer."""
-    left = {name for name in _OPERATORS if name in answer}
-    return not any(left <= {name for name in _OPERATORS if name in text} for text in right)
+    """Return true if each right answer lacks an operator (integral, sum, limit) of the answer.
+
+    Such an answer only restates the problem.
+    """
+    operators = {name for name in _OPERATORS if name in answer}
+    return not any(operators <= {name for name in _OPERATORS if name in text} for text in right)
 
 
 def is_plain(text: str) -> bool:
-    """Return true if a text is an expression in the plain grammar, over one-letter variables."""
+    """Return true if a text is an expression of `prorl_envs.env.expressions` with one-letter variables."""
     letters = {name for name in _LETTER.findall(text) if len(name) == 1} - _NAMES
     try:
         parse_expression(text, sorted(letters))
@@ -122,19 +135,23 @@ def is_plain(text: str) -> bool:
 
 
 def _mixed(match: re.Match[str]) -> str:
-    whole, above, below = match.groups()
-    return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else match[0]
+    integer, numerator, denominator = match.groups()
+    proper = int(numerator) < int(denominator)
+    return rf"{integer}\frac{{{numerator}}}{{{denominator}}}" if proper else match[0]
 
 
 def _repeating(match: re.Match[str]) -> str:
-    whole, once, repeated = match.groups()
-    above = int(whole + once + repeated) - int(f"0{whole}{once}")
-    return rf"\frac{{{above}}}{{{'9' * len(repeated)}{'0' * len(once)}}}"
+    integer, once, repeated = match.groups()
+    numerator = int(integer + once + repeated) - int(f"0{integer}{once}")
+    return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(once)}}}"
 
 
 def _exact(text: str) -> Fraction | None:
-    """Return a decimal number exactly as written, so that long ones are distinguished; None for a fraction:
-    the library decides how many digits of its decimals suffice."""
+    """Return a decimal number with all its digits, so that long numbers are distinguished.
+
+    None for a text that is not a decimal number, and for a fraction: the library compares fractions, and
+    decides how many digits of a decimal suffice.
+    """
     if "/" in text or parse_number(text) is None:
         return None
     return Fraction(text.strip().replace(",", ""))

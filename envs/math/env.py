@@ -1,4 +1,4 @@
-"""Mathematical problems: an IPython session, and an answer judged by equivalence to the right one."""
+"""Mathematical problems: an IPython session, and an answer that must be equivalent to the right answer."""
 
 import importlib.util
 import json
@@ -22,8 +22,8 @@ from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
 
-#: Wall-clock timeout of a verification, including the library's import. Its processor time has a far lower
-#: limit.
+#: Wall-clock timeout of a verification in seconds, including the library's import. The limit of its processor
+#: time is far lower.
 VERIFY_S = 300.0
 _PACKAGES = ("numpy", "sympy", "math_verify")
 _EXTRAS = ("data", "math")
@@ -82,41 +82,40 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
     async def grade(self, task: MathTask, place: SandboxSession) -> Grade:
         spec = place.sandbox.spec
         await self.close_agent_sandbox()
-        handed_in = self.answer if self.answer is not None else stated(self.last_words)
-        answer = bare(handed_in[: 2 * MAX_CHARS])
-        passed, how = await self._judge(task, answer, spec)
-        shown = {"answer": handed_in[:_EVIDENCE_CHARS], "judged": how}
-        return Grade(reward=float(passed), components={"answer": float(passed)}, evidence=shown)
+        submitted = self.answer if self.answer is not None else stated(self.last_words)
+        passed, method = await self._judge(task, bare(submitted[: 2 * MAX_CHARS]), spec)
+        evidence = {"answer": submitted[:_EVIDENCE_CHARS], "judged": method}
+        return Grade(reward=float(passed), components={"answer": float(passed)}, evidence=evidence)
 
     async def _judge(self, task: MathTask, answer: str, spec: SandboxSpec) -> tuple[bool, str]:
         """Return whether the answer is right, and the method that decided it."""
         if not answer or len(answer) > MAX_CHARS:
             return False, "no answer" if not answer else f"longer than {MAX_CHARS} characters"
         right = [bare(text) for text in (task.answer, *task.alternatives)]
-        plain = [quick(answer, text) for text in right]
-        if any(plain) or all(verdict is False for verdict in plain):
-            return any(plain), "plain"
+        verdicts = [quick(answer, text) for text in right]
+        if any(verdicts) or all(verdict is False for verdict in verdicts):
+            return any(verdicts), "plain"
         if _FORMULAS.search(answer):
             return False, "several expressions"
-        right = [text for text, verdict in zip(right, plain, strict=True) if verdict is None]
+        right = [text for text, verdict in zip(right, verdicts, strict=True) if verdict is None]
         if unfinished(answer, right):
             return False, "not worked out"
         return await self._verify(answer, right, spec)
 
     async def _verify(self, answer: str, right: list[str], spec: SandboxSpec) -> tuple[bool, str]:
-        """Ask the library, in a separate sandbox.
+        """Compare the answer by the library, in a separate sandbox; return as `_judge`.
 
         Raises:
-            GraderError: it does not start, or the machine is too busy for it.
+            GraderError: the library does not start, or does not finish because the machine is too busy.
         """
         program = files("prorl_envs.envs.math").joinpath("verifier.py").read_text("utf-8")
         texts = [canonical(text) for text in (answer, *right)]
-        read, *expected = [{"text": text, "plain": is_plain(text)} for text in texts]
-        given = json.dumps({"answer": read, "right": expected}).encode()
+        parsed_answer, *parsed_right = [{"text": text, "plain": is_plain(text)} for text in texts]
+        request = json.dumps({"answer": parsed_answer, "right": parsed_right}).encode()
         async with sandbox_session(self.node, spec) as verifier:
             try:
                 done = await verifier.tools.run(
-                    ["python3", "-s", "-P", "-c", program], stdin=given, timeout_s=VERIFY_S, apart=True
+                    ["python3", "-s", "-P", "-c", program], stdin=request, timeout_s=VERIFY_S, apart=True
                 )
             except SandboxLimit:
                 return False, "math-verify: beyond the sandbox's limits"
@@ -128,4 +127,4 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
             )
         if lines[1:] in ([b"equal"], [b"other"]):
             return lines[1] == b"equal", "math-verify"
-        return False, "math-verify: too expensive"  # or it failed on the answer
+        return False, "math-verify: too expensive"  # or the library failed on the answer

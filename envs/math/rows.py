@@ -3,11 +3,11 @@
     GSM8K               question, answer (a solution that ends in `#### 42`)
     MATH                problem, solution (with a boxed answer), perhaps answer
     AIME and the like   Problem, Answer, ID
-    DAPO, verl, Eurus   prompt (chat messages), reward_model (ground_truth), extra_info (index); the first two
-                        perhaps as JSON texts
+    DAPO, verl, Eurus   prompt (chat messages), reward_model (ground_truth), extra_info (index); prompt and
+                        reward_model perhaps as JSON texts
     Nemotron, OpenMath  problem, expected_answer
 
-Formats are recognised by their fields; any row with `instruction` is taken for our own.
+Formats are recognised by their fields; a row with `instruction` is in our own format.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if "instruction" in row or not any(field in lower for field in _PROBLEM):
         return row
     problem, answer = _problem(lower), _answer(lower)
-    more = {key: row[key] for key in ("alternatives", "reference") if key in row}
+    own_fields = {key: row[key] for key in ("alternatives", "reference") if key in row}
     finish = {"tool": "finish", "arguments": {"answer": answer}}
     return {
         "id": _id(lower, problem),
         "instruction": problem,
         "answer": answer,
         "reference": [finish],
-        **more,
+        **own_fields,
     }
 
 
@@ -51,16 +51,16 @@ def _problem(row: Mapping[str, Any]) -> str:
 
 
 def _answer(row: Mapping[str, Any]) -> str:
-    judged = decoded(row.get("reward_model"))
-    if isinstance(judged, Mapping):
-        return _bare(judged.get("ground_truth"), "reward_model.ground_truth")
+    reward_model = decoded(row.get("reward_model"))
+    if isinstance(reward_model, Mapping):
+        return _bare(reward_model.get("ground_truth"), "reward_model.ground_truth")
     for field in _ANSWER:
         if row.get(field) is not None:
             return _bare(row[field], field)
     solution = row.get("solution")
     if isinstance(solution, str) and (boxed := last_boxed(solution)):
         return boxed
-    raise InputError("answer: missing, and solution holds no boxed answer")
+    raise InputError("answer: missing, and solution contains no boxed answer")
 
 
 def _bare(value: Any, field: str) -> str:

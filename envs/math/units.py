@@ -1,4 +1,4 @@
-"""Units of quantities: the unit that a text names, and its number without it. Pure and bounded."""
+"""Units of quantities: separates the number and the unit of a text. Pure and bounded."""
 
 import re
 from collections import Counter
@@ -53,7 +53,7 @@ _ALIASES = {
 }
 _NAMES = {alias: unit for unit, aliases in _ALIASES.items() for alias in aliases.split()}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-#: A number, without any letter: that of `2x m` may be another variable.
+#: A number without letters: in `2x m`, the letter after a variable may be another variable.
 _NUMBER = re.compile(
     r"(?:[-+\d.,:\s{}()/*^]|\\(?:[dt]?frac|sqrt|pi|cdot|times)(?![A-Za-z])|\\[,;:! ]|(?<=\d)[eE](?=[-+\d]))*"
     r"(?:(?<=[\d})])|(?<=\\pi))"
@@ -75,10 +75,11 @@ _MAX_UNIT = 60
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""Return a quantity's number, and its unit under one name: (`5`, `cm^2`) of `5 \text{ sq. cm}`.
+    r"""Return the number of a quantity, and the canonical name of its unit.
 
     Returns:
-        The text itself and None if it is not a number with a known unit; "" as the unit of `5 units`.
+        For `5 \text{ sq. cm}`: `5` and `cm^2`. For `5 units`: `5` and "". The text itself and None if it is
+        not a number with a known unit.
     """
     if whole := _WHOLE.fullmatch(text):
         text = whole[1]
@@ -100,7 +101,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _unit(text: str) -> str | None:
-    """Return the product of the named units, sorted; None if a part is not known."""
+    """Return the product of the named units, sorted by name; None if a part is unknown."""
     powers: Counter[str] = Counter()
     sign = raised = 1
     last, at = "", 0

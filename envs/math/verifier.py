@@ -1,14 +1,14 @@
-"""Comparison of two answers by `math-verify`, in a sandbox; imports none of our modules.
+"""Comparison of two answers by `math-verify`, in a sandbox; imports no module of this package.
 
-The library parses LaTeX with a grammar, and sympy reads plain expressions; a hostile answer can make both
-take arbitrarily long. The library's own time limits are alarms, which do not stop a long step in C: they are
-off, and the kernel enforces a limit of processor time instead. The address space is limited likewise.
+The library parses LaTeX with a grammar, and sympy parses plain expressions. A hostile answer can make both
+take arbitrarily long. The library's own time limits are alarms, which do not stop a long step in C. So they
+are off, and the kernel enforces a limit of processor time instead, and a limit of address space.
 
-Three parts of the library are not used as they are, since they reward wrong answers:
+Three parts of the library reward wrong answers, and are replaced or not used:
 
-- Its search for an answer in a text: it judges a part of a text that it cannot parse as a whole.
+- Its search for an answer in a text: if it cannot parse the whole text, it judges a part of it.
 - Its absolute tolerances (15 decimals; six for a decimal number), below which all small numbers are equal.
-- Its units, some of which are variables elsewhere. `prorl_envs.envs.math.units` knows those of short names.
+- Its units with short names, which may be variables. `prorl_envs.envs.math.units` handles these units.
 """
 
 import functools
@@ -21,13 +21,13 @@ from typing import Any
 
 _CPU_S = 20
 _MEMORY = 2 << 30
-#: Relative tolerance of two exact values: far above the error of their evaluation (100 digits).
+#: Relative tolerance of two exact values: far above the error of their evaluation to 100 digits.
 _EXACT = "1e-40"
-#: Relative tolerance of a decimal number for a fraction or root, besides the library's six decimals.
+#: Relative tolerance of a decimal for a fraction or root, in addition to the library's absolute tolerance.
 _DECIMAL = "5e-5"
 _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
 _PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d")
-#: Fewest letters of a unit that the library may drop, and shorter ones.
+#: Minimum letters of a unit that the library may drop; and the shorter units that it may drop.
 _UNIT_LETTERS = 3
 _SHORT_UNITS = frozenset(("mm", "cm", "dm", "km", "kg", "ft", "lb"))
 _NAME = re.compile(r"\b[A-Za-z]\b")
@@ -35,7 +35,7 @@ _NO_UNITS = (
     r"or|and|no|not|if|than|least|most|about|around|over|under|above|below|minus|plus|negative|nearly|almost|"
     r"approx\w*|rough\w*|half|dozen|hundred|thousand|\w*illion"
 )
-#: Texts of which the library would skip a part: an ellipsis, and a text at the end that is no unit.
+#: Texts of which the library would skip a part: an ellipsis, or a final text that is not a unit.
 _SKIPPED = re.compile(
     rf"\\[lc]?dots|\\(?:text|mbox|math)\w*\s*\{{[^{{}}]*(?:\d|\b(?:{_NO_UNITS})s?\b)[^{{}}]*\}}\s*$",
     re.IGNORECASE,
@@ -44,10 +44,11 @@ _TWO_NUMBERS = re.compile(r"\d\s+[\d.]")
 
 
 def read(text: str, *, plain: bool) -> Any:
-    """Return the sympy object of a whole text, or the normalised text if it is not mathematics.
+    """Return the sympy object of a complete text, or the normalised text if it cannot be parsed.
 
     Args:
-        plain: the text is an expression of the grammar of `prorl_envs.env.expressions`.
+        text: an answer in canonical form.
+        plain: whether the text is an expression of `prorl_envs.env.expressions`.
     """
     import sympy
     from latex2sympy2_extended.latex2sympy2 import convert_to_pct, normalize_latex
@@ -62,7 +63,7 @@ def read(text: str, *, plain: bool) -> Any:
     if _SKIPPED.search(text):
         return text
     normal = normalize_latex(text, config=LatexExtractionConfig().normalization_config)
-    if _TWO_NUMBERS.search(normal):  # the grammar adds them
+    if _TWO_NUMBERS.search(normal):  # the grammar would add the two numbers
         return normal
     try:
         return parse_latex_cached(normal)
@@ -73,39 +74,44 @@ def read(text: str, *, plain: bool) -> Any:
 def refine() -> None:
     r"""Replace parts of the library that reward wrong answers.
 
-    - Comparisons that have absolute tolerances, or hold for two empty sets.
+    - Comparisons with absolute tolerances, and the comparison of equations, which accepts two empty sets of
+      solutions.
     - Units of one or two letters: `2t` and `2ab` end with variables.
-    - The unit at the end of a text: the library drops all from the first unit to the last, as in
-      `2 \text{ hours } 30 \text{ minutes}`.
+    - The unit at the end of a text: in `2 \text{ hours } 30 \text{ minutes}`, the library drops everything
+      from the first unit to the last.
     """
     from latex2sympy2_extended import math_normalization
     from math_verify import grader
 
-    words = [
+    units = [
         unit
         for unit in math_normalization.units
         if unit in _SHORT_UNITS or len(re.sub(r"[\W\d_]", "", unit)) >= _UNIT_LETTERS
     ]
-    names = "|".join(map(re.escape, words))
+    names = "|".join(map(re.escape, units))
     math_normalization.units_regex = re.compile(rf"(\d|\}}|\s)\s*(?:{names})(?:s|es)?\s*$")
     math_normalization.unit_superscript_regex = re.compile(
         r"\\(?:text|mbox)\s*\{(?:[^{}]|\{[^{}]*\})*\}(?:\^\d|\^?\{\^?\d\})?$"
     )
-    near, solutions = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
+    numeric_eq, solve_and_compare = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 
-    @functools.wraps(near)
-    def numeric(gold: Any, answer: Any, *precision: int) -> bool:
-        return near(gold, answer, *precision) and _relatively_close(gold, answer)
+    @functools.wraps(numeric_eq)
+    def strict_numeric_eq(gold: Any, answer: Any, *precision: int) -> bool:
+        return numeric_eq(gold, answer, *precision) and _relatively_close(gold, answer)
 
-    @functools.wraps(solutions)
-    def solved(gold: Any, answer: Any, *precision: int) -> bool:
-        return bool(grader.solve(gold, gold.free_symbols)) and solutions(gold, answer, *precision)
+    @functools.wraps(solve_and_compare)
+    def strict_solve_and_compare(gold: Any, answer: Any, *precision: int) -> bool:
+        return bool(grader.solve(gold, gold.free_symbols)) and solve_and_compare(gold, answer, *precision)
 
-    grader.sympy_numeric_eq, grader.sympy_solve_and_compare = numeric, solved
+    grader.sympy_numeric_eq = strict_numeric_eq
+    grader.sympy_solve_and_compare = strict_solve_and_compare
 
 
 def _relatively_close(gold: Any, answer: Any) -> bool:
-    """Return false if two values that the library takes for equal differ relative to their size."""
+    """Return false if the relative difference of two values is above the tolerance.
+
+    Called for values that the library considers equal. True for values that cannot be compared numerically.
+    """
     from math_verify.grader import is_atomic_or_pct_atomic
     from sympy import Expr, Float, Integer, Rational
 
@@ -115,8 +121,8 @@ def _relatively_close(gold: Any, answer: Any) -> bool:
     if all(is_atomic_or_pct_atomic(value, Integer) for value in pair):
         return True  # compared exactly, with or without a percent sign
     decimal = any(is_atomic_or_pct_atomic(value, Float) for value in pair)
-    done = [value.doit() for value in pair]
-    left, right = [value.xreplace({x: Rational(str(x)) for x in value.atoms(Float)}) for value in done]
+    evaluated = [value.doit() for value in pair]
+    left, right = [value.xreplace({x: Rational(str(x)) for x in value.atoms(Float)}) for value in evaluated]
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     point = {symbol: Rational(31 + 7 * index, 23 + 5 * index) for index, symbol in enumerate(symbols)}
     left, right = left.xreplace(point), right.xreplace(point)
@@ -132,7 +138,7 @@ def is_equal(right: Any, answer: Any) -> bool:
     from sympy import Eq
 
     if isinstance(answer, Eq) and not isinstance(right, Eq) and not answer.lhs.free_symbols:
-        # The library takes the right side of an equation for its value: that of `43 = 42` is none.
+        # The library uses the right side of an equation as its value; but `43 = 42` has no value.
         return bool(verify(answer.lhs, answer.rhs, timeout_seconds=None)) and is_equal(right, answer.rhs)
     return bool(verify(right, answer, timeout_seconds=None))
 
@@ -141,7 +147,7 @@ def main() -> None:
     import math_verify.parser  # noqa: F401  (before the limits)
 
     logging.disable()
-    given = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     refine()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -149,8 +155,8 @@ def main() -> None:
     limit = int(used.ru_utime + used.ru_stime) + _CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    answer = read(**given["answer"])
-    equal = any(is_equal(read(**right), answer) for right in given["right"])
+    answer = read(**request["answer"])
+    equal = any(is_equal(read(**right), answer) for right in request["right"])
     sys.stdout.write("equal\n" if equal else "other\n")
 
 

@@ -23,7 +23,7 @@ from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, PYTHON
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
-#: Searches of one episode, characters of a query, and hits of an answer.
+#: Maximum searches of an episode, characters of a query, and hits of a search.
 MAX_SEARCHES = 50
 MAX_QUERY = 400
 HITS = 5
@@ -57,7 +57,7 @@ ANSWER = ToolSpec(
 
 
 def sample_corpus() -> Path:
-    """Return the folder to search if the settings name none."""
+    """Return the folder of documents that is searched if the settings name none."""
     return Path(str(files("prorl_envs.envs.stem").joinpath("data/corpus")))
 
 
@@ -105,8 +105,8 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
             raise EnvironmentFault(error.message, hint=error.hint) from error
 
     async def call_host(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        if wrong := complaint(SEARCH, call.arguments):
-            return ToolResult(text=wrong, ok=False)
+        if problem := complaint(SEARCH, call.arguments):
+            return ToolResult(text=problem, ok=False)
         query = " ".join(str(call.arguments["query"]).split())
         if not query or len(query) > MAX_QUERY:
             return ToolResult(text=f"A query has between 1 and {MAX_QUERY} characters.", ok=False)
@@ -122,12 +122,12 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
 
     async def grade(self, task: StemTask, place: SandboxSession) -> Grade:
         await self.close_agent_sandbox()
-        handed_in = self.answer if self.answer is not None else stated(self.last_words)
-        passed = is_right(task, bare(handed_in[: 2 * MAX_CHARS]))
-        evidence = {"answer": handed_in[:_EVIDENCE_CHARS], "searches": self._searches}
+        submitted = self.answer if self.answer is not None else stated(self.last_words)
+        passed = is_right(task, bare(submitted[: 2 * MAX_CHARS]))
+        evidence = {"answer": submitted[:_EVIDENCE_CHARS], "searches": self._searches}
         return Grade(reward=float(passed), components={"answer": float(passed)}, evidence=evidence)
 
 
 def _shown(hits: list[Hit]) -> str:
-    found = [f"[{number}] {hit.title} ({hit.source})\n{hit.text}" for number, hit in enumerate(hits, start=1)]
-    return "\n\n".join(found) or "Nothing was found."
+    parts = [f"[{number}] {hit.title} ({hit.source})\n{hit.text}" for number, hit in enumerate(hits, start=1)]
+    return "\n\n".join(parts) or "Nothing was found."

@@ -22,7 +22,7 @@ _ARTICLES = frozenset(("a", "an", "the"))
 
 
 def is_right(task: StemTask, answer: str) -> bool:
-    """Return true if an answer is the right one. Its decoration does not count."""
+    """Return true if an answer is right. Decoration of Markdown and LaTeX does not count."""
     if not answer.strip() or len(answer) > MAX_CHARS:
         return False
     answer = _plain(answer)
@@ -36,8 +36,10 @@ def is_right(task: StemTask, answer: str) -> bool:
 
 
 def chosen(task: StemTask, answer: str) -> str:
-    """Return the one letter that an answer chooses, by itself, with its text, or by its text alone; "" for
-    none."""
+    """Return the letter of the chosen choice, or "" if the answer chooses none or several.
+
+    An answer may be the letter, the letter with the text of the choice, or the text alone.
+    """
     answer = _plain(answer)
     if match := _LETTER.fullmatch(answer):
         return match[1].upper()
@@ -49,7 +51,7 @@ def chosen(task: StemTask, answer: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text without the decoration of Markdown and the text commands and spaces of LaTeX."""
+    """Return a text without the decoration of Markdown, and without LaTeX's commands for text and spaces."""
     text = _EXPONENT.sub(r"^\1", _SPACE.sub(" ", bare(text).replace("$", " ")))
     return " ".join(_TEXT.sub(r"\1", text).split())
 

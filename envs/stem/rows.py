@@ -6,7 +6,7 @@
     GPQA       Question, Correct Answer, Incorrect Answer 1, 2, 3 (shuffled with a seed from the question)
     otherwise  question or problem, answer: a number or a text
 
-Formats are recognised by their fields; any row with `instruction` is taken for our own.
+Formats are recognised by their fields; a row with `instruction` is in our own format.
 """
 
 import hashlib
@@ -34,19 +34,19 @@ def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
         return row
     question = row[field]
     if not isinstance(question, str) or not question.strip():
-        raise InputError(f"{field}: not a text with something in it")
+        raise InputError(f"{field}: not a text, or empty")
     digest = hashlib.sha256(question.encode("utf-8", "replace")).hexdigest()[:16]
     if _CORRECT in row:
-        made = _gpqa(row, digest)
+        fields = _gpqa(row, digest)
     elif "choices" in row or "options" in row:
-        made = _choices(row)
+        fields = _choices(row)
     else:
-        made = _short(row)
-    right = made["answer"]
+        fields = _short(row)
+    right = fields["answer"]
     answer = str(right["value"] if "value" in right else right["values"][0])
     reference = [{"tool": "finish", "arguments": {"answer": answer}}]
     name = next((row[key] for key in ("id", "question_id", "Record ID") if row.get(key) is not None), digest)
-    return {"id": str(name)[:200], "instruction": question, "reference": reference, **made}
+    return {"id": str(name)[:200], "instruction": question, "reference": reference, **fields}
 
 
 def _gpqa(row: Mapping[str, Any], digest: str) -> JsonObject:
@@ -60,19 +60,19 @@ def _gpqa(row: Mapping[str, Any], digest: str) -> JsonObject:
 
 def _choices(row: Mapping[str, Any]) -> JsonObject:
     field = "choices" if "choices" in row else "options"
-    given, labels = row[field], list(LETTERS)
-    if isinstance(given, Mapping):
-        labels, given = [str(label) for label in given.get("label") or []], given.get("text")
-    if not isinstance(given, Sequence) or isinstance(given, str) or not 2 <= len(given) <= len(LETTERS):
+    texts, labels = row[field], list(LETTERS)
+    if isinstance(texts, Mapping):
+        labels, texts = [str(label) for label in texts.get("label") or []], texts.get("text")
+    if not isinstance(texts, Sequence) or isinstance(texts, str) or not 2 <= len(texts) <= len(LETTERS):
         raise InputError(f"{field}: not a list of 2 to {len(LETTERS)} texts")
     right = next(
         (row[key] for key in ("answerKey", "answer", "answer_index") if row.get(key) is not None), None
     )
-    if isinstance(right, str) and right in labels[: len(given)]:
+    if isinstance(right, str) and right in labels[: len(texts)]:
         right = labels.index(right)
-    if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(given):
+    if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(texts):
         raise InputError(f"answer: {right!r} is none of the {field}")
-    return _answered([str(text) for text in given], LETTERS[right])
+    return _answered([str(text) for text in texts], LETTERS[right])
 
 
 def _answered(choices: list[str], letter: str) -> JsonObject:
@@ -84,7 +84,7 @@ def _short(row: Mapping[str, Any]) -> JsonObject:
     if isinstance(right, Mapping):
         return {"answer": dict(right)}
     if isinstance(right, bool) or not isinstance(right, str | int | float) or not str(right).strip():
-        raise InputError("answer: neither a number nor a text with something in it")
+        raise InputError("answer: not a number or a text, or empty")
     if (number := parse_number(str(right))) is not None:
         return {"answer": {"type": "number", "value": number}}
     return {"answer": {"type": "text", "values": [str(right)]}}

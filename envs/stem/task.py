@@ -46,7 +46,7 @@ class StemTask(Task):
     """One question.
 
     Args:
-        choices: the choices, shown as A, B, ...; empty for a question with a short answer.
+        choices: texts of the choices, shown as A, B, ...; empty for a question with a short answer.
         answer: the right answer.
     """
 
@@ -58,7 +58,7 @@ class StemTask(Task):
         if isinstance(self.answer, ChoiceAnswer) and LETTERS.index(self.answer.value) >= len(self.choices):
             raise ValueError(f"answer.value: there is no choice {self.answer.value}")
         if self.choices and not isinstance(self.answer, ChoiceAnswer):
-            raise ValueError("answer.type: a question with choices is answered by one of them")
+            raise ValueError("answer.type: must be `choice`, because the question has choices")
         return self
 
     @property

@@ -20,7 +20,7 @@ HEADINGS = (
     "What the model sees",
     "What is scored",
     "Your own data",
-    "Known ways to cheat, and what stops them",
+    "Known ways to cheat, and what prevents them",
 )
 NUMBERS = ("six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen")
 #: How a page states the number of tasks that its family ships.
@@ -46,7 +46,7 @@ def test_it_describes_observations_scores_and_protection_from_cheats(name: str) 
     assert [heading for heading in HEADINGS if len(found.get(heading, "")) < 200] == []
     tools = {tool.name for tool in family(name)(empty_node()).tools}
     assert tools <= set(re.findall(r"`(\w+)`", found["What the model sees"]))
-    assert "Not stopped" in found[HEADINGS[-1]]
+    assert "Not prevented" in found[HEADINGS[-1]]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,4 +1,4 @@
-"""Every example task discriminates in real sandboxes: reference 1, untouched 0, twice the same."""
+"""Each example task scores 1 for its reference and 0 if nothing is done, twice, in real sandboxes."""
 
 from collections.abc import Mapping
 

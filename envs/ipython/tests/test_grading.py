@@ -1,4 +1,4 @@
-"""Reading and grading of answers, from agents that submit other things than answers."""
+"""Retrieval and grading of answers, also of hostile texts, variables and files."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ async def run(env: IPythonEnvironment, code: str) -> ToolResult:
 async def play(
     node: Node, check: dict[str, Any], code: str = "", answer: object = None, **more: Any
 ) -> Grade:
-    """Run an episode: a cell, a finish call with `answer` unless it is None, then the grade."""
+    """Run an episode: run `code`, call finish with `answer` unless it is None, and grade."""
     async with IPythonEnvironment(node) as env:
         await env.init(IPythonEnvironment.load(row(check, **more)))
         if code:
@@ -75,9 +75,7 @@ async def test_answers_of_the_finish_call(
         ({"type": "expression", "value": "10**-20"}, "1/10**20", True),
     ],
 )
-def test_no_number_is_too_small_to_be_told_from_another(
-    check: dict[str, Any], answer: str, right: bool
-) -> None:
+def test_very_small_numbers_are_distinguished(check: dict[str, Any], answer: str, right: bool) -> None:
     ((name, loaded),) = IPythonEnvironment.load(row(check)).named_checks()
     assert judge(name, loaded, answer).passed is right
 
@@ -147,7 +145,7 @@ async def test_a_setup_that_fails_is_an_error(node: Node) -> None:
 
 @pytest.mark.anyio
 async def test_the_session_sees_neither_graders_nor_reference_solutions(node: Node) -> None:
-    """The interpreter is the host's own; the content of this package must not be visible."""
+    """The interpreter is the host's own, but the content of this package must not be visible."""
     search = """
 import importlib, os, sys
 found = []

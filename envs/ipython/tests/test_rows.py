@@ -1,4 +1,4 @@
-"""Rows of Python data: refusals and their messages."""
+"""Invalid rows of Python data are refused with a message that names the field."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Grading of answers, from agents that submit other things than answers."""
+"""Grading of answers, also of hostile texts."""
 
 from collections.abc import Callable, Iterator
 
@@ -290,7 +290,7 @@ IGNORED = [
 
 @pytest.fixture(scope="module")
 def library_verdict() -> Iterator[Callable[[str, str], bool]]:
-    """The judge without its sandbox: one process imports the library for all cases."""
+    """Return the grader without its sandbox, so that one process imports the library for all cases."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grader, "sympy_numeric_eq", grader.sympy_numeric_eq)
         patch.setattr(grader, "sympy_solve_and_compare", grader.sympy_solve_and_compare)

@@ -1,4 +1,4 @@
-"""Rows of mathematics: our own, those of public data sets, and refusals."""
+"""Rows of mathematics in our format and those of public data sets are read, or refused by field."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Grading of short answers, and searching, with agents that try to avoid both."""
+"""Grading of short answers, also hostile ones, and the search tool."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def task(answer: dict[str, Any]) -> StemTask:
 @pytest.mark.anyio
 @pytest.mark.timeout(600)
 async def test_every_example_discriminates(node: Node) -> None:
-    tasks = [each for each in load_tasks("stem", example_path("stem")) if isinstance(each, StemTask)]
+    tasks = [loaded for loaded in load_tasks("stem", example_path("stem")) if isinstance(loaded, StemTask)]
     verdicts = await validate(StemEnvironment, node, tasks, concurrency=2)
     assert len(verdicts) == 10
     assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}
@@ -135,7 +135,7 @@ async def test_a_search_finds_pages_only(node: Node) -> None:
         assert prompt.messages[-1]["content"] == "Which?\n\nA. an ion\nB. a photon\nC. a proton"
         found = await search(env, {"query": "velmorite crystal"})
         assert found.ok and "orthorhombic" in found.text and found.data["sources"][0] == "velmorite.md#1"
-        # words of a query are words, whatever their meaning in SQLite
+        # operators of SQLite's query language are treated as words
         for query in (
             'velmorite" OR "x',
             "NEAR(velmorite crystal)",
