@@ -1,1 +1,1 @@
-"""SWE-bench instances rebuilt from source releases, without Docker."""
+"""Environment `swebench`: issues of real repositories, without Docker."""

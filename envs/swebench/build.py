@@ -1,13 +1,13 @@
-"""Build of an instance's tree and environment, once per machine; every sandbox then works on a view of them.
+"""Build of an instance's tree and environment, once per machine; every sandbox works on a view or a copy.
 
     <cache>/swebench/<key>/
         testbed/        the tree at the base commit, a git repository of one commit
-        miniconda3/     from a release: the virtual environment, its wheels, the `activate` of scripts
-        hidden/ empty   from an image: files hidden from the agent, and the empty file shown instead
-        built.json      the metadata for using them; written last
+        miniconda3/     built from a release: the virtual environment, its wheels, the `activate` script
+        hidden/ empty   built from an image: files hidden from the agent, and the empty file shown instead
+        built.json      fields of `BuiltRoot`; written last
 
-The key includes everything that determines the content, so nothing in the cache is ever out of date. A build
-happens in a folder beside it and is renamed when done; a lock per key makes other builders wait for it.
+The key is a digest of everything that determines the content, so a cached build is never out of date. A build
+runs in another folder, which is renamed at the end; a lock per key makes other builders wait.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ type Progress = Callable[[str], None]
 
 
 def missing(task: SwebenchTask, options: SwebenchOptions) -> str:
-    """Return the dependency that this machine lacks to build `task`, in a sentence; empty if none. Blocks."""
+    """Return why this machine cannot build `task`, or "". Blocks."""
     if shutil.which("git") is None:
         return "git is not installed"
-    if (reason := _no_interpreter(task.environment)) and (other := Images(options.images).missing(task)):
-        return reason if task.environment is not None else other
+    if (reason := _no_interpreter(task.environment)) and (no_image := Images(options.images).missing(task)):
+        return reason if task.environment is not None else no_image
     return ""
 
 
 def _no_interpreter(spec: EnvironmentSpec | None) -> str:
     if spec is None:
-        return "how to build it from a release is not known"
+        return "it has no recipe to build it from a release"
     try:
         choose(spec.pythons)
     except EnvironmentFault as fault:
@@ -54,7 +54,7 @@ class Builder:
     """Builder of instances on a node, with reuse of existing builds.
 
     Args:
-        node: its sandboxes, and its cache directory.
+        node: provides the sandboxes and the cache directory.
         options: locations of images, and the preferred build method.
     """
 
@@ -73,7 +73,8 @@ class Builder:
                 already.
 
         Raises:
-            EnvironmentFault: no interpreter, no image, no network, a step that failed; the message names it.
+            EnvironmentFault: there is no interpreter, image or network, or a step failed; the message says
+                which.
             SandboxError, ToolError: the build's sandbox failed.
         """
         if shutil.which("git") is None:
@@ -88,8 +89,8 @@ class Builder:
     def _from_image(self, task: SwebenchTask) -> bool:
         if task.environment is None:
             return True
-        wanted = self._options.prefer == "image" or bool(_no_interpreter(task.environment))
-        return wanted and not Images(self._options.images).missing(task)
+        preferred = self._options.prefer == "image" or bool(_no_interpreter(task.environment))
+        return preferred and not Images(self._options.images).missing(task)
 
     async def _once(
         self, task: SwebenchTask, build: "from_image.Build | from_release.Build", progress: Progress
@@ -106,7 +107,7 @@ class Builder:
         except OSError as error:
             raise EnvironmentFault(
                 f"{task.id} cannot be built in {self._cache}: {error}",
-                hint="it needs about 100 MB there; PRORL_CACHE_DIR moves it",
+                hint="a build needs about 100 MB there; PRORL_CACHE_DIR sets another directory",
             ) from error
         return built
 
@@ -116,15 +117,15 @@ async def _build(
 ) -> BuiltRoot:
     started = time.monotonic()
     staging = folder.with_suffix(".building")
-    await asyncio.to_thread(remove_tree, staging)  # of a build that was killed
+    await asyncio.to_thread(remove_tree, staging)  # left by a build that was killed
     try:
         await asyncio.to_thread(staging.mkdir)
-        known = await build.into(staging, progress)
+        fields = await build.into(staging, progress)
         built = BuiltRoot(
             folder=folder,
             build_s=round(time.monotonic() - started, 3),
             size_bytes=await asyncio.to_thread(_size, staging),
-            **known,
+            **fields,
         )
         record = built.model_dump_json(exclude={"folder"})
         await asyncio.to_thread((staging / "built.json").write_text, record)

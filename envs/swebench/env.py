@@ -83,20 +83,20 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         return root.agent_spec(pristine, default_route=_default_route(task))
 
     async def prepare(self, task: SwebenchTask, place: SandboxSession) -> None:
-        # A copy instead of a view, because a workspace can be read from outside even if the sandbox's own
-        # processes have died: the submission is read in this way.
+        # A copy in the workspace, not an overlay: another sandbox can read the workspace, and so take the
+        # submission, even if all processes of this sandbox have died.
         copy = ["cp", "--archive", "--reflink=auto", f"{_PRISTINE}/.", task.testbed]
         done = await place.tools.run(copy, cwd="/", timeout_s=PREPARE_TIMEOUT_S)
         if done.exit_code != 0:
-            why = done.output.decode(errors="replace")[-500:]
-            raise EnvironmentFault(f"the tree cannot be copied: {why}")
+            output = done.output.decode(errors="replace")[-500:]
+            raise EnvironmentFault(f"the tree cannot be copied: {output}")
 
     def grader_spec(self, task: SwebenchTask, place: SandboxSession) -> SandboxSpec:
         submitted = Mount(source=place.sandbox.workspace, target=SUBMISSION)
         return self._built().comparing_spec(submitted)
 
     async def grade(self, task: SwebenchTask, place: SandboxSession) -> Grade:
-        # A process that still writes into the tree could make it grow while it is read.
+        # A process that still writes into the tree could make it grow during the comparison.
         await place.tools.end_processes()
         async with sandbox_session(self.node, self.grader_spec(task, place)) as comparer:
             submission = await take(task, comparer)
@@ -108,11 +108,11 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         return self._graded(task, submission, run, gate)
 
     async def run_patch(self, task: SwebenchTask, submission: Submission | None) -> ScriptRun:
-        """Run the instance's tests on a patch, in a sandbox that contains nothing else of the agent's.
+        """Run the instance's tests on a patch, in a fresh sandbox.
 
         Args:
             task: the instance.
-            submission: holds the patch; None for the reference patch.
+            submission: the submission with the patch; None for the reference patch.
         """
         root = self._built()
         spec = root.grading_spec(default_route=_default_route(task))
@@ -124,22 +124,24 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             try:
                 return await run_tests(task, root.base_commit, grader, timeout_s=self.options.test_timeout_s)
             except (OSError, SandboxError, ToolError) as error:
-                # Tested code has the rights of the sandbox's user and can kill processes in it.
+                # The tested code runs as the sandbox's user, so it can kill all processes in the sandbox.
                 return ScriptRun({}, None, f"the grading sandbox was lost: {error}")
 
     async def _find_cause(self, task: SwebenchTask, submission: Submission, run: ScriptRun) -> str:
-        """Find the cause of a run without a verdict by testing the reference patch, or the untouched tree.
+        """Find the cause of a run without a verdict, by a control run.
+
+        The control run tests the reference patch, or the untouched tree.
 
         Returns:
-            The gate that fails the test command with the reference patch, too; empty if the submission is
-            the cause.
+            The gate that also fails the test command with the reference patch; "" if the submission is the
+            cause.
 
         Raises:
-            GraderError: the control has no verdict either, so the submission is not the cause.
+            GraderError: the control run has no verdict either, so the submission is not the cause.
         """
         control: Submission | None = replace(submission, patch=b"")
         tree = "the untouched tree"
-        # Where logs name only failures, the log of a failed command does not show that the tests passed.
+        # If logs name only failures, the log of a failed command does not show that the tests passed.
         complete = task.eval_type != "fail_only" and run.strict.failed_without_test
         if self.options.verdict == "strict" and complete and task.patch:
             control, tree = None, "the tree with the reference patch"
@@ -149,7 +151,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         if problem := self._judged(controlled).problem:
             raise GraderError(
                 f"{task.id}: {problem}, on {tree}: {controlled.tail[-1000:]}",
-                hint="the instance was built differently from what its row expects, or this machine is slow",
+                hint="the instance is not built as its row expects, or this machine is slow",
             )
         return ""
 

@@ -1,11 +1,12 @@
-"""Failures that the data sets' parsers overlook: of tests, and of gates beside the tests. Pure.
+"""Failures in a test log that the data sets' parsers overlook: failed tests, and failed gates. Pure.
 
-Those parsers keep one status per test, the last one that they understand. They skip the failed sub-tests of
-pytest (`SUBFAILED[message] (i=1) file::test - why`, from the plugin pytest-subtests
-`[message] (i=1) SUBFAIL file::test - why`), some skip errors in a test's teardown, and a passed test hides a
-failed one of the same name.
+A gate is a condition besides the tests, such as a minimum coverage, that fails the test command.
 
-A log is hostile: the tested code writes it. All functions here take time linear in its length.
+The parsers keep one status per test: the last one that they recognise. They skip failed sub-tests of pytest
+(`SUBFAILED[message] (i=1) file::test - why`, or `[message] (i=1) SUBFAIL file::test - why` from the plugin
+pytest-subtests). Some skip errors in a test's teardown. A passed test hides a failed test of the same name.
+
+A log is hostile: the tested code writes it. All functions here take time linear in the log's length.
 """
 
 import re
@@ -30,11 +31,11 @@ _MAX_CUTS = 16
 
 
 def failed_tests(log: str, tests: Collection[str]) -> frozenset[str]:
-    """Return those of `tests` that the log reports as failed, even if it also reports them as passed.
+    """Return the tests in `tests` that the log reports as failed, even if it also reports them as passed.
 
-    If several sessions or summaries name a test, the last one decides: earlier ones may be output of tests
-    that run a test runner. A failed sub-test before a summary counts with it: some summaries omit sub-tests,
-    and report the test as passed.
+    If several sessions or summaries name a test, the last one decides: the others may be output of tests that
+    run a test runner. A failed sub-test also counts if it is reported before the summary, because some
+    summaries omit sub-tests and report the test as passed.
 
     Args:
         log: output of the test command.
@@ -62,7 +63,7 @@ def failed_tests(log: str, tests: Collection[str]) -> frozenset[str]:
 
 
 def failed_gate(log: str) -> str:
-    """Return the log's last line about a coverage threshold that was missed; empty if there is none."""
+    """Return the log's last line about a coverage below the required minimum, or ""."""
     gate = ""
     for line in lines_of(log):
         if _GATE.search(line):
@@ -71,12 +72,12 @@ def failed_gate(log: str) -> str:
 
 
 def _failures(line: str) -> Iterator[str]:
-    """Yield texts of a line that start with the name of a failed test."""
+    """Yield the parts of a line that start with the name of a failed test."""
     word, _, rest = line.partition(" ")
     if word in _FAILED:
         yield rest
     elif subtest := _SUBTEST.search(line):
-        yield from _of_subtest(line[: subtest.start()], line[subtest.end() :])
+        yield from _subtest_names(line[: subtest.start()], line[subtest.end() :])
     elif line.endswith(_UNITTEST_ENDINGS):
         text = line.strip().rpartition(" ... ")[0]
         yield text
@@ -91,7 +92,7 @@ def _failures(line: str) -> Iterator[str]:
 
 
 def _passes(line: str) -> Iterator[str]:
-    """Yield texts of a line of pytest that start with the name of a passed test."""
+    """Yield the parts of a line of pytest that start with the name of a passed test."""
     word, _, rest = line.partition(" ")
     if word in _PASSED:
         yield rest
@@ -99,9 +100,13 @@ def _passes(line: str) -> Iterator[str]:
         yield line[: progress.start()]
 
 
-def _of_subtest(before: str, after: str) -> Iterator[str]:
-    """Yield texts from a sub-test's line: the test is after the message in a summary, and before it in a
-    progress line."""
+def _subtest_names(before: str, after: str) -> Iterator[str]:
+    """Yield the parts of a sub-test's line that start with the name of the test.
+
+    Args:
+        before: text before the status; it starts with the name in a progress line.
+        after: text after the status; the name follows the message in a summary.
+    """
     if "::" in before.partition(" ")[0]:
         yield before.partition(" ")[0]
         for mark in (" [", " ("):
@@ -113,12 +118,15 @@ def _of_subtest(before: str, after: str) -> Iterator[str]:
 
 
 def _test_case(text: str) -> str:
-    """Return `method (class)` from unittest's name of a test, which a sub-test's parameters may follow."""
+    """Return `method (class)` from unittest's name of a test, without the parameters of a sub-test."""
     return " ".join(text.split(maxsplit=2)[:2])
 
 
 def _names(text: str) -> Iterator[str]:
-    """Yield the spellings, as of all parsers, of a test that `text` starts with and ` - why` may follow."""
+    """Yield the possible names of the test that `text` starts with, in the spellings of all parsers.
+
+    A message after ` - ` may follow the name; but a name can contain ` - ` too.
+    """
     end = -1
     for _ in range(_MAX_CUTS):
         end = text.find(" - ", end + 1)

@@ -1,7 +1,7 @@
-"""The one step of a build that needs the network: pip fetches the environment and the source release.
+"""The only step of a build that needs the network: pip fetches the environment and the source release.
 
-It runs in a sandbox with nothing of the host but its system, its network, one interpreter and the folder to
-fill, because pip runs a source package's own code to read its name and version.
+pip runs a source package's own code to read its name and version. So the step runs in a sandbox that has only
+the host's system and network, one interpreter, and the folder for the result.
 """
 
 import os
@@ -18,9 +18,9 @@ from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import Mount, Network, SandboxSpec
 
 TIMEOUT_S = 1200.0
-#: pip's messages if an index did not answer; the last appears if retries are disabled.
+#: Messages of pip if an index did not answer; the last one appears if retries are disabled.
 _UNREACHABLE = ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "(from versions: none)")
-#: Variables with pip's package index and network settings.
+#: Prefixes of variables with pip's package index and network settings.
 _PASSED = (
     "PIP_",
     "http_proxy",
@@ -34,11 +34,11 @@ _PASSED = (
 
 
 async def fetch(node: Node, folder: Path, spec: EnvironmentSpec, interpreter: Interpreter) -> None:
-    """Create the virtual environment with every pinned package, and fetch the source release beside it.
+    """Create the virtual environment with every pinned package, and fetch the source release.
 
     Args:
         node: runs the sandbox.
-        folder: existing and empty; becomes `/opt/miniconda3` inside.
+        folder: existing, empty folder for both; it is `/opt/miniconda3` in the sandbox.
         spec: the packages to install.
         interpreter: interpreter of the environment.
 
@@ -66,14 +66,13 @@ def _fault(spec: EnvironmentSpec, output: str) -> EnvironmentFault:
     if any(sign in output for sign in _UNREACHABLE):
         return EnvironmentFault(
             f"no package index can be reached to fetch {spec.sdist}: {output[-500:].strip()}",
-            hint="the first build needs a network; PIP_INDEX_URL and HTTPS_PROXY are honoured",
+            hint="the first build needs a network; set PIP_INDEX_URL or HTTPS_PROXY if necessary",
         )
     return EnvironmentFault(f"fetching {spec.sdist} and its environment failed: {output[-1500:].strip()}")
 
 
 def _certificates(environment: Mapping[str, str]) -> Iterator[Mount]:
-    """Yield mounts of the certificate authorities that variables name, if a sandbox would not show them
-    itself."""
+    """Yield mounts of the certificate files that variables name, if a sandbox does not have them already."""
     for name in ("PIP_CERT", "SSL_CERT_FILE"):
         path = environment.get(name, "")
         if (
@@ -90,11 +89,11 @@ def _environment(host: Mapping[str, str]) -> dict[str, str]:
 
 
 def _script(spec: EnvironmentSpec, interpreter: Interpreter) -> str:
-    """Return the script of the fetch. It skips ensurepip, whose three seconds buy a pip that is replaced at
-    once.
+    """Return the script of the fetch.
 
-    The release is fetched with the environment's own pip and build tools, which will also install it. Build
-    isolation would fetch the current tools, under which an old release may not even report its name.
+    It skips ensurepip, which takes three seconds to install a pip that is replaced at once. It fetches the
+    release with the environment's own pip and build tools, which also install it later. With build isolation,
+    pip would use the current build tools, with which an old release may even fail to report its name.
     """
     pins = shlex.join(spec.pip)
     return "\n".join(

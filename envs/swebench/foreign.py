@@ -3,9 +3,9 @@
     [project.entry-points."prorl_envs.swebench_parsers"]
     parse_log_bazel = "my_package.logs:parse"      # takes the log, returns {test: "PASSED" or another status}
 
-They run in a separate process with limits, because a log is hostile and their regular expressions are
-unbounded. This module is also that process: `python -I -m prorl_envs.envs.swebench.foreign NAME`, the log on
-stdin, the statuses on stdout as JSON.
+Such a parser runs in a separate process with limits, because a log is hostile and the parser's regular
+expressions are unbounded. This module is also the program of that process:
+`python -I -m prorl_envs.envs.swebench.foreign NAME` reads the log from stdin and prints the statuses as JSON.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ _KEPT_OUTPUT = 1000
 
 
 def missing(name: str) -> str:
-    """Return the package to install for the parser of that name, in a sentence; empty if none."""
+    """Return a sentence about the package that must be installed for the parser called `name`, or ""."""
     if name in PARSERS or name in {point.name for point in entry_points(group=GROUP)}:
         return ""
     package = "multi_swe_bench" if name.startswith(MULTI_SWE) else "swebench"
@@ -42,17 +42,17 @@ def missing(name: str) -> str:
     command = (
         install_packages("multi-swe-bench") if name.startswith(MULTI_SWE) else install_extras("swebench")
     )
-    return f"the log parser {name!r} is not ours and {package} is not installed: {command}"
+    return f"the log parser {name!r} needs the package {package}, which is not installed: {command}"
 
 
 def parse(name: str, log: str) -> Statuses:
-    """Parse a log with the parser of that name. Blocks.
+    """Parse a log with the parser called `name`. Blocks.
 
     Raises:
         GraderError: there is no such parser, or it failed.
     """
-    if own := PARSERS.get(name):
-        return own(log)
+    if parser := PARSERS.get(name):
+        return parser(log)
     command = [sys.executable, "-I", "-m", __spec__.name, name]
     try:
         done = subprocess.run(
@@ -61,8 +61,8 @@ def parse(name: str, log: str) -> Statuses:
     except subprocess.TimeoutExpired as error:
         raise GraderError(f"the log parser {name!r} took more than {TIMEOUT_S} s") from error
     if done.returncode != 0:
-        why = done.stderr.decode(errors="replace")[-_KEPT_OUTPUT:].strip()
-        raise GraderError(f"the log parser {name!r} failed: {why}", hint=missing(name))
+        output = done.stderr.decode(errors="replace")[-_KEPT_OUTPUT:].strip()
+        raise GraderError(f"the log parser {name!r} failed: {output}", hint=missing(name))
     answer = json.loads(done.stdout)
     return {test: Status(status) for test, status in answer.items() if status in set(Status)}
 
@@ -70,7 +70,7 @@ def parse(name: str, log: str) -> Statuses:
 def _of_swebench(name: str) -> Callable[[str], Mapping[str, str]]:
     registry: Any = importlib.import_module("swebench.harness.log_parsers")
     parser = getattr(registry, "PARSER_REGISTRY", {}).get(name) or getattr(registry, name)
-    # Its parsers receive the row's specification; those of version 5 read nothing in it.
+    # Its parsers take the row's specification as second argument; in version 5, they do not use it.
     return lambda log: parser(log, SimpleNamespace())
 
 
@@ -102,7 +102,7 @@ def _of_multi_swe(name: str) -> Callable[[str], Mapping[str, str]]:
 def _main(name: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     registered = {point.name: point for point in entry_points(group=GROUP)}
-    # Output that a package prints during import is not the answer.
+    # Packages may print during import; only the statuses may go to stdout.
     answer, sys.stdout = sys.stdout, sys.stderr
     if name in registered:
         parser = registered[name].load()

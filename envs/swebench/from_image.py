@@ -1,8 +1,8 @@
-"""Build of an instance from its container image: the tree is copied out of it once, without its history.
+"""Build of an instance from its container image: copies the tree out of the image once, without its history.
 
-In the image the tree may have the repository's later commits, tags and reflogs, and the tests or the
-reference are beside it. The build produces the tree with one commit; the sandboxes mount it over the image's
-own.
+In the image, the tree may have the repository's later commits, tags and reflogs, and other folders may have
+the tests or the reference. The build makes a tree with one commit, which replaces the image's own tree in the
+sandboxes.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class Build:
     Args:
         node: runs the sandbox.
         task: the instance.
-        image: its image: a SIF, or a directory.
+        image: the image of the instance: a SIF file, or a directory.
     """
 
     def __init__(self, node: Node, task: SwebenchTask, image: Path) -> None:
@@ -42,8 +42,10 @@ class Build:
 
     @property
     def key(self) -> str:
-        """A name derived from everything that determines the content. An image is identified by its path and
-        time."""
+        """A name derived from everything that determines the content.
+
+        An image is identified by its path, size and time of modification.
+        """
         task, status = self._task, self._image.stat()
         content = {
             "format": _FORMAT,
@@ -59,7 +61,7 @@ class Build:
         for name in ("testbed", "hidden"):
             (staging / name).mkdir()
         (staging / "empty").touch()
-        progress("taking the tree out of the image")
+        progress("copying the tree out of the image")
         out = Mount(source=staging, target=_OUT, writable=True)
         spec = SandboxSpec(image=self._image, workdir="/workspace", mounts=(out,), uid=0)
         async with sandbox_session(self._node, spec) as place:
@@ -80,7 +82,7 @@ class Build:
         }
 
     def _copy(self) -> str:
-        """Return the script that copies the tree, and prints which of the hidden paths exist."""
+        """Return the script that copies the tree, and prints its tag and existing hidden paths as JSON."""
         task = self._task
         testbed = shlex.quote(task.testbed)
         lines = [
@@ -116,11 +118,11 @@ class Build:
         await step(place, "commit", "rm -rf .git")
         if self._task.bug:
             text = self._task.patch if self._task.patch.endswith("\n") else f"{self._task.patch}\n"
-            put = (
+            apply_once = (
                 "git apply --reverse --check - < /tmp/bug 2>/dev/null || "
                 "git apply --whitespace=nowarn - < /tmp/bug"
             )
-            await step(place, "bug", f"{GIT}\ncat > /tmp/bug\n{put}", stdin=text.encode())
+            await step(place, "bug", f"{GIT}\ncat > /tmp/bug\n{apply_once}", stdin=text.encode())
         await step(place, "commit", GIT + INIT, stdin=EXCLUDED.encode())
         await step(place, "commit", GIT + tracked + SEAL + tagged(tag) + f"rm -f {_OUT}/tracked")
 

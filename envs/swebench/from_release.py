@@ -23,7 +23,7 @@ from prorl_envs.tools.pool.sandbox_session import SandboxSession
 #: Increase it when the layout or the build method changes.
 _FORMAT = 2
 
-#: The file that the official scripts source, and the one command of conda's that they use.
+#: The file that the official scripts source. It defines `conda`, which they call to activate the environment.
 _ACTIVATE = f"""\
 export PATH="{VENV}/bin:$PATH" VIRTUAL_ENV="{VENV}" CONDA_DEFAULT_ENV=testbed
 conda() {{ :; }}
@@ -75,7 +75,7 @@ class Build:
         }
 
     async def _install(self, conda: Path, tree: Path) -> str:
-        """Install the tree and commit it, offline, in the same kind of sandbox as it will be used in."""
+        """Install and commit the tree, offline, in a sandbox like that of an episode; return the commit."""
         spec = self._spec
         writable = Mount(source=conda, target=CONDA, writable=True)
         testbed = Mount(source=tree, target=TESTBED, writable=True)

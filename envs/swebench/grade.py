@@ -10,17 +10,17 @@ from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
-#: Bytes read from the end of a log, which holds the test output. It is hostile, and parsed in this process.
+#: Maximum bytes read from the end of a log. A log is hostile, and parsed in this process.
 MAX_LOG_BYTES = 8 * 2**20
 _TAIL_TIMEOUT_S = 60.0
 _STATUS_MARKER = ">>>>> Test Exit Code:"
 
 
 def script_for(task: SwebenchTask, commit: str) -> str:
-    """Return the official script with the commit's name replaced; it also prints the test command's status.
+    """Return the official script, with the commit's name replaced and the test command's status printed.
 
-    The status is taken at the same place as in the newest version of the official harness: before the end
-    marker, so that it is the test command's. It is printed after the marker, outside of the parsed part.
+    As in the newest version of the official harness, the status is read before the end marker, directly after
+    the test command. It is printed after the marker, outside of the parsed part.
     """
     text = task.eval_script.replace(task.base_commit, commit) if task.base_commit else task.eval_script
     lines = text.split("\n")
@@ -35,15 +35,15 @@ async def run_tests(
     """Run the script in the grading sandbox, on its current tree.
 
     Args:
-        task: holds the script and names the parser.
-        commit: the one commit of the repository at /testbed.
+        task: the task with the script and the name of the parser.
+        commit: name of the only commit of the repository.
         grader: a fresh sandbox, used for nothing else.
         timeout_s: timeout of the script, in seconds.
 
     Raises:
         GraderError: the row's log parser failed.
-        OSError, SandboxError, ToolError: also if the tests kill the sandbox or its tools, or leave it in a
-            state in which nothing can be started.
+        OSError, SandboxError, ToolError: our infrastructure failed, or the tests killed the sandbox or its
+            tools, or left it in a state in which no process can start.
     """
     tools = grader.tools
     await tools.write("/tmp/eval.sh", script_for(task, commit).encode())
@@ -60,18 +60,19 @@ async def run_tests(
 
 
 def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> ScriptRun:
-    """Parse a log of `script_for`. Blocks: another package's parser is a process.
+    """Parse a log of `script_for`. Blocks: another package's parser runs in a process.
 
     Args:
-        task: names the parser.
-        log: may be cut at its start, and incomplete if the script did not finish.
-        timed_out: true if the script was killed.
+        task: the task with the name of the parser.
+        log: the log; its start may be cut off, and its end is missing if the script did not finish.
+        timed_out: whether the script was killed at its timeout.
     """
-    # The last of each marker: the tested code can write to the log, but the script writes the end of it.
+    # The last occurrence of each marker counts: the tested code can write markers to the log, but only before
+    # the script writes the end of the log.
     before, _, after = log.rpartition(END_MARKER)
     tested = before.rpartition(START_MARKER)[2]
     status = re.search(rf"^{_STATUS_MARKER} (\d{{1,3}})$", after, re.MULTILINE)
     exit_code = int(status[1]) if status and not timed_out else None
     statuses = parse(task.log_parser, tested)
-    others = {test for test, status in statuses.items() if status not in FAILING}
-    return ScriptRun(statuses, exit_code, log, failed_tests(tested, others), failed_gate(tested))
+    not_failing = {test for test, status in statuses.items() if status not in FAILING}
+    return ScriptRun(statuses, exit_code, log, failed_tests(tested, not_failing), failed_gate(tested))

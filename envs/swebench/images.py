@@ -1,4 +1,4 @@
-"""Location of an instance's image on this machine, and ways to obtain it."""
+"""Location of an instance's image on this machine, and methods to obtain it."""
 
 import asyncio
 import fnmatch
@@ -14,19 +14,21 @@ from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.images.sources import Source, parse_source
 from prorl_envs.images.template import ImageTemplate
 
-_HINT = "options.images says where: folder, lookup, definition, or pull: true for the registry"
+_HINT = "set options.images: folder, lookup, definition, or pull: true for the registry"
 
 
 class Images:
-    """Images of instances, by the family's options: the lookup file, then the folder, then a build from a
-    definition, then a pull."""
+    """Images of instances.
+
+    An image comes from the first of these that the options define and that has it: the lookup file, the
+    folder, a build from a definition, a pull from a registry.
+    """
 
     def __init__(self, options: ImageOptions) -> None:
         self._options = options
 
     def missing(self, task: SwebenchTask) -> str:
-        """Return why there is no image of `task`, in a sentence; empty if there is one or it can be obtained.
-        Blocks."""
+        """Return why no image of `task` exists or can be obtained, or "". Blocks."""
         try:
             if self.find(task) is not None or self._options.definition is not None:
                 return ""
@@ -35,22 +37,23 @@ class Images:
         if self._options.pull and task.image:
             return ""
         if task.image:
-            return "there is no image of it here: options.images.pull: true pulls the one that its row names"
-        return f"there is no image of it, and its row names none: {_HINT}"
+            return (
+                "there is no image of it here: options.images.pull: true pulls the image that its row names"
+            )
+        return f"there is no image of it, and its row names no image: {_HINT}"
 
     def find(self, task: SwebenchTask) -> Path | str | None:
-        """Return the path or address the options give for `task`; None if it is neither looked up nor in the
-        folder.
+        """Return the path or address of the image of `task` in the lookup file or the folder, or None.
 
         Raises:
             InputError: the lookup file cannot be read, or names a missing image.
         """
         options = self._options
         if options.lookup is not None:
-            named = _looked_up(
+            table = _lookup_table(
                 options.lookup, options.lookup.stat().st_mtime_ns if options.lookup.exists() else 0
             )
-            if (found := named.get(task.id)) is not None:
+            if (found := table.get(task.id)) is not None:
                 if "://" in found:
                     return found
                 path = options.lookup.parent / Path(found).expanduser()
@@ -65,8 +68,8 @@ class Images:
         """Return the image of `task`; pull or build it if necessary.
 
         Raises:
-            EnvironmentFault: there is none, and the options define no way to obtain it.
-            SandboxError: pulling or building it failed.
+            EnvironmentFault: there is no image, and the options define no method to obtain it.
+            SandboxError: pulling or building the image failed.
         """
         if reason := await asyncio.to_thread(self.missing, task):
             raise EnvironmentFault(reason, hint=_HINT)
@@ -82,27 +85,30 @@ class Images:
         if isinstance(found, Path):
             return found
         if found is None and self._options.definition is not None:
-            known = {
-                "instance_id": task.id, "repo": task.repo, "base_commit": task.base_commit, "image":
-                task.image,
-            }  # fmt: skip
-            return ImageTemplate.read(self._options.definition, name=task.id.lower(), variables=known)
+            variables = {
+                "instance_id": task.id,
+                "repo": task.repo,
+                "base_commit": task.base_commit,
+                "image": task.image,
+            }
+            return ImageTemplate.read(self._options.definition, name=task.id.lower(), variables=variables)
         return parse_source(found or self.address(task))
 
     def address(self, task: SwebenchTask) -> str:
-        """Return the address that Apptainer pulls for the row's image."""
+        """Return the address of the image that the row names, at the registry of the options."""
         registry = self._options.registry.strip("/")
         name = task.image
         if registry:
             first, _, rest = name.partition("/")
-            # A first part with a dot or a port is already a registry's name.
+            # A first part with a dot or a colon is the name of a registry, which is replaced.
             name = rest if rest and ("." in first or ":" in first) else name
             name = f"{registry}/{name}"
         return f"docker://{name}"
 
 
 @lru_cache(maxsize=8)
-def _looked_up(path: Path, changed: int) -> Mapping[str, str]:
+def _lookup_table(path: Path, modified_ns: int) -> Mapping[str, str]:
+    """Read a lookup file. `modified_ns` is part of the cache's key: a changed file is read again."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -118,13 +124,15 @@ def _in_folder(folder: Path, patterns: tuple[str, ...], task: SwebenchTask) -> P
     except OSError as error:
         raise InputError(f"options.images.folder: {folder}: {error.strerror}") from error
     image = task.image.rpartition("/")[2].partition(":")[0].partition("@")[0]
-    known = {"id": task.id, "name": image or task.id, "repo": task.repo.replace("/", "__")}
+    fields = {"id": task.id, "name": image or task.id, "repo": task.repo.replace("/", "__")}
     for pattern in patterns:
         try:
-            wanted = pattern.format(**{key: _literal(value) for key, value in known.items()}).lower()
+            glob = pattern.format(**{key: _literal(value) for key, value in fields.items()}).lower()
         except (KeyError, IndexError, ValueError) as error:
-            raise InputError(f"options.images.patterns: {pattern!r}: braces hold id, name or repo") from error
-        if found := next((name for name in names if fnmatch.fnmatchcase(name.lower(), wanted)), None):
+            raise InputError(
+                f"options.images.patterns: {pattern!r}: braces may contain id, name or repo"
+            ) from error
+        if found := next((name for name in names if fnmatch.fnmatchcase(name.lower(), glob)), None):
             return folder / found
     return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import Mount
 
-#: The pip that comes with the interpreter, as a wheel that Python can run directly.
+#: Prints facts of an interpreter, with the path of the pip wheel that comes with it (Python can run it).
 _PROBE = """
 import glob, json, os, sys, sysconfig, ensurepip, venv
 bundled = glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), "_bundled", "pip-*.whl"))
@@ -28,11 +28,11 @@ class Interpreter:
     """A Python installation.
 
     Args:
-        executable: below `prefix`.
-        version: as `3.12.1`.
-        prefix: the installation; nothing outside it and /usr is needed to run it.
-        platform: as `linux-x86_64`.
-        pip: a pip wheel that came with it.
+        executable: path of the interpreter, below `prefix`.
+        version: full version, such as `3.12.1`.
+        prefix: directory of the installation; it and /usr suffice to run the interpreter.
+        platform: such as `linux-x86_64`.
+        pip: path of the pip wheel that came with the interpreter.
     """
 
     executable: Path
@@ -47,11 +47,12 @@ class Interpreter:
 
 
 def mounts_of(prefix: Path) -> tuple[Mount, ...]:
-    """Return the mounts with which an interpreter runs in a sandbox, at its outside path, because a venv
-    names that path.
+    """Return the mounts that an interpreter needs in a sandbox.
+
+    It has the same path as on the host, because virtual environments refer to this path.
 
     Args:
-        prefix: its installation. Files in /usr are visible in every sandbox.
+        prefix: directory of the installation. Files in /usr are visible in every sandbox.
     """
     return () if prefix.is_relative_to("/usr") else (Mount(source=prefix, target=str(prefix)),)
 
@@ -60,7 +61,7 @@ def choose(minors: Sequence[str]) -> Interpreter:
     """Return the first of `minors` that this machine has. Blocks.
 
     Raises:
-        EnvironmentFault: it has none of them.
+        EnvironmentFault: the machine has none of them.
     """
     found = interpreters()
     for minor in minors:
@@ -74,18 +75,22 @@ def choose(minors: Sequence[str]) -> Interpreter:
 
 @cache
 def interpreters() -> Mapping[str, Interpreter]:
-    """Return the interpreters of this machine by minor version: this process's own first, then those on PATH,
-    of uv and of pyenv. Queries each once per process. Blocks."""
+    """Return the interpreters of this machine, by minor version. Queries each once per process. Blocks.
+
+    If there are several of a version, the order of preference is: this process's own, those on PATH, of uv,
+    of pyenv.
+    """
     found: dict[str, Interpreter] = {}
     for executable in _candidates():
         minor = executable.name.removeprefix("python")
-        if minor not in found and (interpreter := _ask(executable)) and interpreter.minor == minor:
+        if minor not in found and (interpreter := _query(executable)) and interpreter.minor == minor:
             found[minor] = interpreter
     return found
 
 
 def _candidates() -> Iterator[Path]:
-    """Yield executables named `pythonX.Y`. Only such names: their meaning cannot change later."""
+    """Yield executables called `pythonX.Y`; other names, such as `python3`, could refer to another version
+    later."""
     home = Path.home()
     uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or home / ".local/share/uv/python")
     pyenv = Path(os.environ.get("PYENV_ROOT") or home / ".pyenv")
@@ -111,15 +116,15 @@ def _found(folder: Path, pattern: str) -> list[Path]:
         return []
 
 
-def _ask(executable: Path) -> Interpreter | None:
-    """Query the interpreter; return None if it does not run or cannot create a venv with pip."""
+def _query(executable: Path) -> Interpreter | None:
+    """Query an interpreter; return None if it does not run or cannot create a venv with pip."""
     try:
         done = subprocess.run(
             [executable, "-I", "-c", _PROBE],
             capture_output=True,
             timeout=_PROBE_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
-            env={},  # as in a sandbox: one that needs the host's LD_LIBRARY_PATH would not run there
+            env={},  # as in a sandbox: an interpreter that needs the host's LD_LIBRARY_PATH cannot run there
             check=True,
         )
         answer = json.loads(done.stdout)

@@ -1,7 +1,7 @@
 """Evaluation of a test log, from the parser's result to the verdict. Pure.
 
-The rules agree with those of the `swebench` package, version 5, including its quirks: the lists of expected
-tests were made with them. `ScriptRun.strict` corrects the statuses first.
+The rules are those of the `swebench` package, version 5, with its quirks, because the lists of expected tests
+were made with them. `ScriptRun.strict` is a run with corrected statuses.
 """
 
 from bisect import bisect_left
@@ -30,7 +30,7 @@ FAILING = (Status.FAILED, Status.ERROR)
 
 
 class Outcomes:
-    """Statuses of a log, queried for each expected test."""
+    """Lookup of expected tests in the statuses of a log."""
 
     def __init__(self, statuses: Mapping[str, Status]) -> None:
         self._statuses = statuses
@@ -39,21 +39,21 @@ class Outcomes:
     def status_of(self, test: str) -> Status | None:
         """Return the status of an expected test; None if the log has none.
 
-        Hundreds of expected names are cut off within a parameter (`test_a[log(photon`). Such a name stands
-        for the tests that start with it, if these agree on pass or fail.
+        Hundreds of expected names are cut off within a parameter (`test_a[log(photon`). Such a name matches
+        all tests that start with it. It has a status if all of them pass, or all of them fail.
         """
         if test in self._statuses:
             return self._statuses[test]
         if test.count("[") <= test.count("]"):
             return None
-        found = {place: self._statuses[name] for name, place in self._beginning_with(test)}
-        # Of those that agree, the first in the log.
+        found = {position: self._statuses[name] for name, position in self._starting_with(test)}
+        # If they agree, return the status of the test that is first in the log.
         return found[min(found)] if len({status in _PASSING for status in found.values()}) == 1 else None
 
-    def _beginning_with(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def _starting_with(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield the tests whose names start with `prefix`, each with its position in the log."""
         if self._sorted is None:
-            self._sorted = sorted((name, place) for place, name in enumerate(self._statuses))
+            self._sorted = sorted((name, position) for position, name in enumerate(self._statuses))
         for index in range(bisect_left(self._sorted, (prefix, 0)), len(self._sorted)):
             if not self._sorted[index][0].startswith(prefix):
                 return
@@ -65,8 +65,8 @@ class Verdict:
     """Statuses of the expected tests, and whether they resolve the issue.
 
     Args:
-        fail_to_pass, pass_to_pass: the log's status of each test; None if the log has none.
-        fail_only: a test counts as passed unless it failed: for logs that name only failures.
+        fail_to_pass, pass_to_pass: status of each test in the log; None if the log has none.
+        fail_only: whether a test counts as passed unless it failed, for logs that name only failures.
     """
 
     fail_to_pass: Mapping[str, Status | None]
@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Share of each of the two lists that has the required status; 1 for an empty list."""
+        """Share of the tests of each list that have the required status; 1 for an empty list."""
         return {
             "fail_to_pass": self.fixed / len(self.fail_to_pass) if self.fail_to_pass else 1.0,
             "pass_to_pass": self.kept / len(self.pass_to_pass) if self.pass_to_pass else 1.0,
@@ -116,10 +116,10 @@ def judge(
 
 
 def judge_map(expected: Mapping[str, Status], statuses: Mapping[str, Status]) -> Verdict:
-    """Apply R2E-Gym's rule: every test must have the same status as with the reference, including failures.
+    """Apply R2E-Gym's rule: every test must have the same status as with the reference, also if it fails.
 
-    A test with the expected status is reported as passed; one with another status, or an unexpected one, as
-    failed.
+    The verdict reports a test with the expected status as passed, and a test with another status, or one that
+    is not expected, as failed.
     """
     tests = sorted(expected.keys() | statuses.keys())
     as_expected = {
@@ -130,14 +130,15 @@ def judge_map(expected: Mapping[str, Status], statuses: Mapping[str, Status]) ->
 
 @dataclass(frozen=True, slots=True)
 class ScriptRun:
-    """One run of the script.
+    """One run of the test script.
 
     Args:
         statuses: status by test, from the log, as in the official verdict.
-        exit_code: of the test command; None if the script did not finish.
-        log: the log itself, or why there is none.
-        failed: further tests that the log reports as failed, to which `statuses` gives another status.
-        gate: the log's line about a condition beside the tests that failed the test command; empty if none.
+        exit_code: exit status of the test command; None if the script did not finish.
+        log: the log, or the reason why there is none.
+        failed: tests that the log reports as failed, but that have another status in `statuses`.
+        gate: line of the log about a failed gate (a condition besides the tests that fails the test command);
+            "" if there is none.
     """
 
     statuses: Mapping[str, Status]
@@ -148,7 +149,7 @@ class ScriptRun:
 
     @property
     def strict(self) -> "ScriptRun":
-        """The same run, with every test failed that the log reports as failed."""
+        """The same run, with the status FAILED for each test of `failed`."""
         return replace(
             self, statuses={**self.statuses, **dict.fromkeys(self.failed, Status.FAILED)}, failed=frozenset()
         )
@@ -160,9 +161,9 @@ class ScriptRun:
 
     @property
     def problem(self) -> str:
-        """Why the log gives no verdict; empty if it gives one."""
+        """Reason why the log gives no verdict; "" if it gives one."""
         if self.exit_code is None:
-            return "the test command did not come to its end"
+            return "the test command did not finish"
         if not self.statuses:
             return "the log names no test"
         if self.failed_without_test:
@@ -172,19 +173,19 @@ class ScriptRun:
 
     @property
     def failed_without_test(self) -> bool:
-        """Whether the test command failed although the log names tests and none of them failed."""
+        """Whether the test command failed although the log names tests, and none of them failed."""
         failing = any(status in FAILING for status in self.statuses.values())
         return bool(self.exit_code) and bool(self.statuses) and not failing
 
 
 def common_gate(run: ScriptRun, reference: ScriptRun) -> str:
-    """Return the gate that fails both a submission's run and the reference's; empty if there is none.
+    """Return the gate that fails both a submission's run and the reference's; "" if there is none.
 
-    A gate is a condition beside the tests, such as a minimum coverage, that fails the test command.
+    A gate is a condition besides the tests, such as a minimum coverage, that fails the test command.
     """
     if not (run.failed_without_test and reference.failed_without_test):
         return ""
-    # Without the reference's gate in its log, the runner exited with that status for another reason.
+    # If the submission's log lacks the reference's gate, the runner had another reason for its exit status.
     if run.exit_code != reference.exit_code or (reference.gate and not run.gate):
         return ""
     return run.gate or f"status {run.exit_code} without a failed test, as with the reference patch"

@@ -13,13 +13,15 @@ class ImageOptions(BaseModel):
 
     Args:
         folder: folder of SIF files (or directories with a root file system), searched by `patterns`.
-        patterns: names in it, with `*`, and in braces `id` (of the instance), `name` (the image's in Docker,
-            without registry and tag) and `repo`. The first that exists is used; letter case is ignored.
-        lookup: JSON file, a map from an instance's id to a path or an address.
-        registry: replaces Docker's for the images that rows name: `mirror.example.org:5000`.
-        definition: a definition or Dockerfile to build images from, with `{{ instance_id }}`, `{{ repo }}`,
-            `{{ base_commit }}` and `{{ image }}`.
-        pull: an episode pulls or builds a missing image; if false, it fails with an error.
+        patterns: file names in `folder`, with `*` and with `{id}` (of the instance), `{name}` (of the image
+            in Docker, without registry and tag) and `{repo}`. The first pattern that matches a file is used;
+            letter case is ignored.
+        lookup: JSON file that maps the id of an instance to a path or an address.
+        registry: registry that replaces Docker's for the images that rows name, such as
+            `mirror.example.org:5000`.
+        definition: definition file or Dockerfile to build images from, with `{{ instance_id }}`,
+            `{{ repo }}`, `{{ base_commit }}` and `{{ image }}`.
+        pull: whether a missing image is pulled from the registry; if false, the episode fails with an error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,15 +37,15 @@ class ImageOptions(BaseModel):
 
 
 class SwebenchOptions(BaseModel):
-    """All of the family's options.
+    """All options of the family.
 
     Args:
-        prefer: the preferred method if both are known: rebuild an instance from its `release`, or use its
-            `image`.
+        prefer: preferred method if an instance has both: rebuild it from its `release`, or use its `image`.
         reward: `resolved` is 1 or 0. `partial` is the share of FAIL_TO_PASS that passes, and 0 if a test of
-            PASS_TO_PASS is broken.
+            PASS_TO_PASS fails.
         verdict: `strict` fails every test that the log reports as failed, also if only a sub-test or the
-            teardown failed; `official` is the verdict of the `swebench` package, which overlooks those.
+            teardown failed; `official` is the verdict of the `swebench` package, which overlooks such
+            failures.
         test_timeout_s: timeout of an instance's tests, in seconds.
         images: locations of images.
     """

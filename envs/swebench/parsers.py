@@ -1,10 +1,10 @@
-"""Parsers from a test log to the status of each test, one per kind of test runner. Pure.
+"""Parsers that return the status of each test in a log; one parser per kind of test runner. Pure.
 
-Their names are those of the data sets' rows, and they agree with the parsers of the `swebench` package,
-version 5, including its quirks: the lists of expected tests were made with them. Rows that name another
-parser need that package, or one from an entry point: see `foreign`.
+Rows name their parser. The parsers here give the same results as those of the `swebench` package, version 5,
+with its quirks, because the lists of expected tests were made with them. Rows that name another parser need
+that package, or a package with an entry point: see `foreign`.
 
-A log is hostile: the tested code writes it. All functions here take time linear in its length.
+A log is hostile: the tested code writes it. All functions here take time linear in the log's length.
 """
 
 import re
@@ -16,24 +16,24 @@ from prorl_envs.envs.swebench.logs import Status, Statuses
 type Parser = Callable[[str], Statuses]
 
 _WORDS = tuple(Status)
-#: Characters of a line that are read; no test's name is near it.
+#: Maximum characters of a line that are read; far above the length of any test's name.
 MAX_LINE = 64 * 1024
 
 
 def lines_of(log: str) -> Iterator[str]:
-    """Yield one line at a time: a list of them would take many times the log's own memory."""
+    """Yield the lines of a log; a list of all lines would take many times the memory of the log."""
     return (line.removesuffix("\n")[:MAX_LINE] for line in StringIO(log, newline="\n"))
 
 
 def _summary_words(line: str) -> list[str] | None:
-    """Return the words of a `STATUS test ...` line of pytest's short summary; None for every other line."""
+    """Return the words of a `STATUS test ...` line of pytest's short summary; None for any other line."""
     if not line.startswith(_WORDS):
         return None
     words = line.split()
     if len(words) < 2 or words[0] not in _WORDS:
         return None
-    # `SKIPPED [2] file:line: reason` counts tests and names none. Similar lines of other statuses are kept:
-    # some expected lists hold `[100%]`, from a wrapped progress line.
+    # `SKIPPED [2] file:line: reason` gives a number of tests, but no name. Similar lines of other statuses
+    # count: some expected lists contain `[100%]`, from a wrapped progress line.
     if words[0] == Status.SKIPPED and re.fullmatch(r"\[\d+\]", words[1]):
         return None
     return words
@@ -49,14 +49,13 @@ def parse_pytest(log: str) -> Statuses:
 
 
 def parse_pytest_options(log: str) -> Statuses:
-    """Parse like `parse_pytest`, with a path as a test's parameter cut to its last part: it differs by
-    machine."""
+    """Parse like `parse_pytest`; shorten a parameter that is a path, which differs between machines."""
     return {short_option(test): status for test, status in parse_pytest(log).items()}
 
 
 def short_option(test: str) -> str:
-    """Return a test's name with a path as its parameter cut to its last part."""
-    # Up to the last bracket. Not by a regular expression, which would take cubic time on brackets alone.
+    """Return the name of a test; if its parameter is a path, only the path's last part is kept."""
+    # The parameter ends at the last bracket. A regular expression would take cubic time on many brackets.
     start, end = test.find("["), test.rfind("]")
     if not 0 <= start < end:
         return test
@@ -70,8 +69,7 @@ _CONTROL = dict.fromkeys(range(1, 32))
 
 
 def parse_pytest_v2(log: str) -> Statuses:
-    """Parse pytest's short summary with colours, names that hold spaces, and the older `test STATUS`
-    lines."""
+    """Parse pytest's short summary with colours, names with spaces, and the older `test STATUS` lines."""
     statuses: Statuses = {}
     for coloured in lines_of(log):
         line = re.sub(r"\[(\d+)m", "", coloured).translate(_CONTROL)
@@ -86,7 +84,7 @@ def parse_pytest_v2(log: str) -> Statuses:
 
 
 def parse_matplotlib(log: str) -> Statuses:
-    """Parse like `parse_pytest`, with two names of parameters as later versions of Python print them."""
+    """Parse like `parse_pytest`; replace two parameters that earlier versions of Python print differently."""
     return parse_pytest(log.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"))
 
 
@@ -150,8 +148,8 @@ def parse_django(log: str) -> Statuses:
     """Parse Django's runner with `--verbosity 2`: `test ... ok` lines, which other output may interrupt."""
     statuses: Statuses = {}
     previous: str | None = None
-    for whole in lines_of(log):
-        line = whole.strip()
+    for unstripped in lines_of(log):
+        line = unstripped.strip()
         if _DJANGO_VERSION in line:
             statuses[_DJANGO_VERSION] = Status.PASSED
         if " ... " in line:
@@ -174,22 +172,23 @@ def parse_django(log: str) -> Statuses:
 
 
 def _interrupted(log: str) -> Iterator[str]:
-    """Yield tests of Django whose line was interrupted by one of three messages, with `ok` on the next
-    line."""
+    """Yield the tests of Django whose line one of three messages interrupts, with `ok` on the next line."""
     name: str | None = None
-    begun: str | None = None
+    started: str | None = None
     for line in lines_of(log):
         if line == "ok" and name is not None:
             yield name
-            begun = None
+            started = None
         name = None
-        test, _, said = line.partition(" ... ")
-        if begun is None and said.startswith("Testing against Django installed in "):
-            begun = test
-        if begun is not None and line.endswith(" silenced)."):
-            name = begun
-        elif said == "System check identified no issues (0 silenced)" or (
-            said.startswith("Internal Server Error: /") and said.endswith("/") and said.count("/") > 1
+        test, _, message = line.partition(" ... ")
+        if started is None and message.startswith("Testing against Django installed in "):
+            started = test
+        if started is not None and line.endswith(" silenced)."):
+            name = started
+        elif message == "System check identified no issues (0 silenced)" or (
+            message.startswith("Internal Server Error: /")
+            and message.endswith("/")
+            and message.count("/") > 1
         ):
             name = test
 
@@ -199,8 +198,7 @@ SUMMARY = "short test summary info"
 
 
 def parse_r2e(log: str) -> Statuses:
-    """Parse pytest's short summary as R2E-Gym names its tests: without file, class and function joined by a
-    dot."""
+    """Parse pytest's short summary; name tests as R2E-Gym does, by class and function: `TestA.test_b`."""
     statuses: Statuses = {}
     clean = re.sub(r"\x1b\[[0-9;]*m|\r", "", log)
     for line in lines_of(clean.partition(SUMMARY)[2].partition(SUMMARY)[0]):
@@ -211,7 +209,7 @@ def parse_r2e(log: str) -> Statuses:
     return statuses
 
 
-#: By the names in the rows.
+#: Parsers by their names in the rows.
 PARSERS: Mapping[str, Parser] = {
     **dict.fromkeys(
         (

@@ -1,7 +1,7 @@
-"""Rebuild recipes of known instances without an image, by instance: `data/recipes.json`.
+"""Recipes to rebuild known instances without an image, by instance: `data/recipes.json`.
 
-A recipe is the value of a row's `x_env`. Rows of SWE-bench without one get it here, so that an unmodified
-downloaded data file runs without images for all instances with a recipe.
+A recipe is a value of the column `x_env`. A row without `x_env` gets the recipe of its instance from here, so
+such instances run without images from an unmodified data file.
 """
 
 import json

@@ -12,7 +12,7 @@ from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 from prorl_envs.sandbox.filesystem.python_runtime import system_masks
 
 TESTBED = "/testbed"
-#: Path of the environment inside, during the fetch and in every sandbox: as in the official images.
+#: Path of the environment in each sandbox, also during the fetch; the same as in the official images.
 CONDA = "/opt/miniconda3"
 VENV = f"{CONDA}/envs/testbed"
 WHEELS = f"{CONDA}/wheels"
@@ -23,15 +23,15 @@ class BuiltRoot(BaseModel):
     """A built instance, as described by its `built.json`.
 
     Args:
-        folder: its folder on the host; never changes.
-        base_commit: the one commit of its repository.
-        testbed: path of the tree inside.
-        python, prefix: if built from a release, its interpreter's full version and installation.
-        image: if built from an image, the image.
-        env: if built from an image, the environment of its processes.
-        hidden_directories, hidden_files: if built from an image, its parts that the agent must not see.
+        folder: folder of the build on the host; its content never changes.
+        base_commit: name of the only commit of the repository.
+        testbed: path of the tree in a sandbox.
+        python, prefix: if built from a release: full version and installation directory of the interpreter.
+        image: if built from an image: path of the image.
+        env: if built from an image: environment variables of its processes.
+        hidden_directories, hidden_files: if built from an image: paths in it that the agent must not see.
         build_s: duration of the build in seconds.
-        size_bytes: size of all its files.
+        size_bytes: total size of the files of the build.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -57,7 +57,7 @@ class BuiltRoot(BaseModel):
         """Return the spec of the agent's sandbox, with its workspace at the path of the tree.
 
         Args:
-            further: further mounts.
+            further: additional mounts.
             default_route: as in `SandboxSpec`.
         """
         empty = self.folder / "empty"
@@ -71,16 +71,18 @@ class BuiltRoot(BaseModel):
         )
 
     def grading_spec(self, *, default_route: bool = False) -> SandboxSpec:
-        """Return the spec of a sandbox with a view of the pristine tree, and with the files hidden from the
-        agent."""
+        """Return the spec of a grading sandbox: the pristine tree, and the files hidden from the agent."""
         tree = Mount(source=self.tree, target=self.testbed, overlay=True)
         hidden = self.folder / "hidden"
         further = (Mount(source=hidden, target=HIDDEN),) if self.image is not None else ()
         return self._spec(tree, *further, workdir="/workspace", default_route=default_route)
 
     def comparing_spec(self, *further: Mount) -> SandboxSpec:
-        """Return the spec of a sandbox with this machine's system and a view of the pristine tree, for
-        git."""
+        """Return the spec of a sandbox with the host's system and the pristine tree, to compare trees by git.
+
+        Args:
+            further: additional mounts.
+        """
         tree = Mount(source=self.tree, target=TESTBED, overlay=True)
         return SandboxSpec(workdir="/workspace", mounts=(tree, *further))
 
@@ -88,7 +90,7 @@ class BuiltRoot(BaseModel):
         self, *further: Mount, workdir: str, masks: tuple[str, ...] = (), default_route: bool
     ) -> SandboxSpec:
         if self.image is not None:
-            # As root, like the images' own tests; it has no capability.
+            # User 0, because the tests of the images expect it; it has no capabilities.
             return SandboxSpec(
                 image=self.image, workdir=workdir, env=self.env, mounts=further, masks=masks, uid=0,
                 default_route=default_route,
@@ -102,7 +104,7 @@ def release_spec(
     conda: Mount, prefix: Path, *further: Mount, workdir: str, default_route: bool = False
 ) -> SandboxSpec:
     """Return the spec of the sandbox in which an instance is built from a release, solved and graded."""
-    # The interpreter's own packages are not the instance's, and may include ours.
+    # The interpreter's own packages are not part of the instance, and may include this package.
     packages = tuple(str(folder) for folder in prefix.glob("lib/python3.*/site-packages"))
     visible = prefix.is_relative_to("/usr")
     return SandboxSpec(

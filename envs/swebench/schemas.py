@@ -1,8 +1,8 @@
-"""Detection of a row's data set, and conversion of the row to this family's own fields. Pure.
+"""Detection of a row's data set, and conversion of the row to the fields of `SwebenchTask`. Pure.
 
-There is one reader for each schema; `normalised` selects it. A reader uses the columns it knows and ignores
-the rest, because data sets are republished with more columns. A hint, a solution in a prompt or a discussion
-is never used.
+There is one reader for each schema; `normalised` selects it. A reader uses the columns that it knows and
+ignores the rest, because data sets are republished with more columns. Columns with hints, discussions or
+solutions (other than the reference patch) are never used.
 """
 
 import difflib
@@ -40,15 +40,14 @@ _NOT_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".
 
 
 class SchemaError(ValueError):
-    """Error: a row is of no known data set, or lacks a column of its data set. The message starts with the
-    field's name."""
+    """Row of no known data set, or without a required column. The message starts with the column's name."""
 
 
 def normalised(row: Row) -> dict[str, Any]:
-    """Return `row` in the fields of `SwebenchTask`; a row that has these already is returned unchanged.
+    """Convert `row` to the fields of `SwebenchTask`; return a row with these fields unchanged.
 
     Raises:
-        SchemaError: its message starts with the field that is wrong.
+        SchemaError: the row is of no known data set, or a column is missing or wrong.
     """
     if "dataset" in row and "instruction" in row:
         return dict(row)
@@ -62,16 +61,16 @@ def normalised(row: Row) -> dict[str, Any]:
                 return {"dataset": name, **read(row)}
             except KeyError as error:
                 raise SchemaError(
-                    f"{error.args[0]}: missing; by its other columns the row is of {name}"
+                    f"{error.args[0]}: missing; the other columns are those of {name}"
                 ) from error
             except (AttributeError, IndexError, RecursionError, TypeError) as error:
                 raise SchemaError(f"row: cannot be read as one of {name}: {error}") from error
     names = ", ".join(name for name, _, _ in _SCHEMAS)
-    raise SchemaError(f"instance_id: the row's columns are of no known data set; known: {names}")
+    raise SchemaError(f"instance_id: the columns are not those of a known data set; known: {names}")
 
 
 def script(lines: Iterable[str], command: str, *, testbed: str = "/testbed") -> str:
-    """Return a script in the form of the official ones, for rows without a script.
+    """Return a test script in the form of the official scripts, for rows without a script.
 
     Args:
         lines: commands before the tests.
@@ -106,12 +105,16 @@ def _test_files(test_patch: str) -> list[str]:
 
 
 def _optional(row: Row, **columns: str) -> dict[str, Any]:
-    """Return fields by the column they come from, if the row has it."""
+    """Return the fields whose columns the row has.
+
+    Args:
+        columns: name of the column by name of the field.
+    """
     return {field: row[column] for field, column in columns.items() if row.get(column) is not None}
 
 
 def _common(row: Row) -> dict[str, Any]:
-    """Return the fields that all relatives of SWE-bench share."""
+    """Return the fields that most data sets share with SWE-bench."""
     return {
         "instance_id": row["instance_id"],
         "problem_statement": row["problem_statement"],
@@ -124,7 +127,7 @@ def _common(row: Row) -> dict[str, Any]:
 
 
 def docker_name(prefix: str, instance: str, separator: str) -> str:
-    """Return an image's name as the data sets derive it from an instance's name."""
+    """Return the name of an image, derived from the instance's name as in the data sets."""
     return f"{prefix}{instance.lower().replace('__', separator)}:latest"
 
 
@@ -155,7 +158,7 @@ def _swe_bench_4(row: Row) -> dict[str, Any]:
 
 def _swe_gym(row: Row) -> dict[str, Any]:
     command = SWE_GYM_COMMANDS[str(row["repo"]).lower()]
-    if command.endswith(" -k"):  # mypy's cases are chosen by name, and their names are not files
+    if command.endswith(" -k"):  # mypy's cases are selected by name; they are not Python files
         cases = [str(test).rpartition("::")[2] for test in _listed(row["FAIL_TO_PASS"])]
         command = f"{command} {shlex.quote(' or '.join(cases))}"
     else:
@@ -174,7 +177,7 @@ def _swe_smith(row: Row) -> dict[str, Any]:
     tests = [str(test) for name in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in _listed(row[name])]
     files = sorted({test.partition("::")[0] for test in tests})
     if not files or not all(file.endswith(".py") for file in files):
-        raise SchemaError("FAIL_TO_PASS: of SWE-smith, only the instances of Python are read")
+        raise SchemaError("FAIL_TO_PASS: only the instances of Python are supported for SWE-smith")
     command = shlex.join(["pytest", "--disable-warnings", "--color=no", "--tb=no", "--verbose", *files])
     return {
         **_common(row),
@@ -217,7 +220,7 @@ def _r2e_gym(row: Row) -> dict[str, Any]:
 
 
 def _r2e_patch(row: Row) -> str:
-    """Return the reference, from the two versions of each file in the row; empty if the row has none."""
+    """Return the reference patch, from the old and the new content of files in the row; "" without them."""
     diffs = []
     for file in json.loads(row.get("parsed_commit_content") or "{}").get("file_diffs", ()):
         path = str(file.get("header", {}).get("file", {}).get("path", ""))
@@ -234,20 +237,22 @@ def _r2e_patch(row: Row) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines with their ends; `splitlines` would also cut at form feeds and others."""
+    """Return the lines with their line ends; `splitlines` would also split at form feeds and others."""
     return list(StringIO(text, newline="\n"))
 
 
 def _swe_rebench(row: Row) -> dict[str, Any]:
-    """Convert Nebius' SWE-rebench: version 1 in conda at /testbed, version 2 in many languages below the
-    root."""
+    """Convert Nebius' SWE-rebench.
+
+    Version 1 has its tree at /testbed and uses conda. Version 2 has many languages, and its tree at /NAME.
+    """
     config = row["install_config"]
     if isinstance(config, str):
         config = json.loads(config)
-    second = "language" in row or "image_name" in row
+    version_2 = "language" in row or "image_name" in row
     test_patch = row["test_patch"]
     commands = [config["test_cmd"]] if isinstance(config["test_cmd"], str) else list(config["test_cmd"])
-    if second:
+    if version_2:
         testbed = f"/{str(row['repo']).partition('/')[2]}"
         before, command = _with_patch((), test_patch, testbed), "\n".join(commands)
         image = row["image_name"]
@@ -269,7 +274,7 @@ def _swe_rebench(row: Row) -> dict[str, Any]:
 
 
 def _multi_swe(row: Row) -> dict[str, Any]:
-    """Convert Multi-SWE-bench: the image brings the tests and the script that applies and runs them."""
+    """Convert Multi-SWE-bench, whose images contain the tests and the script that runs them."""
     name, number = f"{row['org']}/{row['repo']}", int(row["number"])
     text = "\n\n".join(
         f"{issue.get('title') or ''}\n{issue.get('body') or ''}".strip()
@@ -297,15 +302,15 @@ def _multi_swe(row: Row) -> dict[str, Any]:
 
 
 def _names(tests: Any) -> list[Any]:
-    """Return the names in a map of tests, which Multi-SWE's Parquet files hold as columns: name, run, test,
-    fix."""
+    """Return the names of tests from a map by name, or from its form in Multi-SWE's Parquet files: a map of
+    the columns name, run, test and fix."""
     if isinstance(tests, Mapping) and isinstance(names := tests.get("name"), list):
         return names
     return list(tests or {})
 
 
 def _listed_issues(issues: Any) -> Sequence[Mapping[str, Any]]:
-    """Return a list of issues, also from Multi-SWE's columns of titles and bodies."""
+    """Return a list of issues, also if it is given as a list of titles and a list of bodies (Parquet)."""
     if isinstance(issues, Mapping):
         pairs = zip(issues["title"], issues["body"], strict=True)
         return [{"title": title, "body": body} for title, body in pairs]
@@ -313,13 +318,13 @@ def _listed_issues(issues: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """Return a list, also from JSON text."""
+    """Return a list of tests, which may be given as JSON text."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise SchemaError(f"FAIL_TO_PASS: no list: {error}") from error
+        raise SchemaError(f"FAIL_TO_PASS: not a list: {error}") from error
     if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
-        raise SchemaError("FAIL_TO_PASS: no list of tests")
+        raise SchemaError("FAIL_TO_PASS: not a list of tests")
     return list(found)
 
 
@@ -327,7 +332,7 @@ def _has(*columns: str) -> Callable[[Row], bool]:
     return lambda row: all(column in row for column in columns)
 
 
-#: The name of each schema, the condition that distinguishes it from later ones, and its reader.
+#: Name of each schema, condition that distinguishes it from the later schemas, and reader.
 _SCHEMAS: Sequence[tuple[str, Callable[[Row], bool], Callable[[Row], dict[str, Any]]]] = (
     ("r2e-gym", _has("expected_output_json"), _r2e_gym),
     ("multi-swe", _has("fix_patch"), _multi_swe),

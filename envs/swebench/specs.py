@@ -1,7 +1,7 @@
-"""Test commands for rows without any: those of SWE-Gym, and those of SWE-bench before its fifth version.
+"""Test commands for rows without them: rows of SWE-Gym, and of SWE-bench before version 5.
 
-SWE-bench's are in the `swebench` package up to 4.1, by repository and version, and read from there. SWE-Gym's
-are in a variant of that package which is on no index; the table here was copied from it.
+SWE-bench's commands are read from tables in the `swebench` package up to 4.1, by repository and version.
+SWE-Gym's commands are in a variant of that package that no index has; the table here is a copy.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from typing import Any
 
 from prorl_envs.extras import install_packages
 
-#: By repository in lower case; the files of the test patch follow, or with `-k` the names of cases.
+#: Start of the test command by repository in lower case; files of the test patch, or names of cases, follow.
 SWE_GYM_COMMANDS: Mapping[str, str] = {
     "bokeh/bokeh": "pytest -rA -n0",
     "conan-io/conan": "pytest -n0 -rA",
@@ -26,16 +26,16 @@ SWE_GYM_COMMANDS: Mapping[str, str] = {
 }
 
 _WANTED = (
-    "the row brings no eval_script; take the data set's present form, whose rows do, or have the tables of "
-    f"the package: {install_packages('swebench<5')}"
+    "missing; use version 5 of the data set, whose rows have it, or install the package with the test "
+    f"commands: {install_packages('swebench<5')}"
 )
 
 
 def classic_script(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the official script and parser of a row in the form of before version 5.
+    """Return the official test script, and the name of the parser, of a row before version 5.
 
     Raises:
-        ValueError: the tables are not installed, or do not contain the row's repository and version.
+        ValueError: the package with the tables is not installed, or does not have the repository and version.
     """
     try:
         constants: Any = importlib.import_module("swebench.harness.constants")
@@ -46,7 +46,7 @@ def classic_script(row: Mapping[str, Any]) -> tuple[str, str]:
         raise ValueError(f"eval_script: {_WANTED}") from error
     repo, version = row["repo"], row["version"]
     if version not in tables.get(repo, {}):
-        raise ValueError(f"version: swebench's tables know no {repo} {version}")
+        raise ValueError(f"version: the tables of swebench do not contain {repo} {version}")
     lines = scripts.make_eval_script_list(
         row, tables[repo][version], "testbed", "/testbed", row["base_commit"], row["test_patch"]
     )

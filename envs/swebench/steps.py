@@ -1,4 +1,4 @@
-"""Steps shared by both build methods: git commands, and the lock of the folder that is built once."""
+"""Parts of both build methods: git commands, the execution of a step, and the lock of a build."""
 
 import asyncio
 import fcntl
@@ -17,9 +17,9 @@ _LOCK_POLL_S = 0.05
 #: rarely include the repository's own .gitignore.
 EXCLUDED = "build/\n*.egg-info/\n.eggs/\n__pycache__/\n*.py[cod]\n.pytest_cache/\n.tox/\n.cache/\n.venv/\n"
 
-# One commit by a fixed author at a fixed time, so that its name is the same everywhere. Without a reflog, and
-# packed, so that no earlier state can be found. `log.showRoot` keeps the script's `git show` from printing
-# the tree.
+# The commit has a fixed author and time, so its name is the same on all machines. There is no reflog, and
+# unreachable objects are removed, so no earlier state can be found. Without `log.showRoot`, the test script's
+# `git show` does not print the whole tree.
 GIT = """
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1
 export GIT_AUTHOR_NAME=base GIT_AUTHOR_EMAIL=base@localhost GIT_AUTHOR_DATE='2000-01-01T00:00:00Z'
@@ -54,27 +54,26 @@ async def step(
     """Run one step of a build, and return its output.
 
     Raises:
-        EnvironmentFault: it failed; the message names the step and includes the end of its output.
+        EnvironmentFault: the step failed; the message names it and includes the end of its output.
     """
     shell = ["/bin/bash", "--noprofile", "--norc", "-euo", "pipefail", "-c", script]
     done = await place.tools.run(shell, cwd=cwd, stdin=stdin, timeout_s=STEP_TIMEOUT_S)
     output = done.output.decode(errors="replace")
     if done.exit_code != 0:
-        why = "took too long" if done.timed_out else f"exit status {done.exit_code}"
+        reason = "took too long" if done.timed_out else f"exit status {done.exit_code}"
         raise EnvironmentFault(
-            f"building the instance: {name} failed ({why}): {output[-1500:].strip()}",
-            hint="the row's x_env, or its image, says how it is built",
+            f"building the instance: {name} failed ({reason}): {output[-1500:].strip()}",
+            hint="check the row's x_env, or its image",
         )
     return output
 
 
 @asynccontextmanager
 async def exclusive(path: Path) -> AsyncIterator[None]:
-    """Hold a lock file; the kernel releases it even if this process is killed."""
+    """Hold the lock of a file; the kernel releases the lock even if this process is killed."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Polling: the holder may be another process, and a thread that waits in the kernel cannot be
-        # cancelled.
+        # The holder may be another process. Polling can be cancelled, unlike a thread that waits for a lock.
         while not _locked(fd):  # noqa: ASYNC110
             await asyncio.sleep(_LOCK_POLL_S)
         yield

@@ -1,4 +1,4 @@
-"""Task model of all data sets, and the recipe for rebuilding an instance without its image."""
+"""Task model for all data sets, and model of the recipe to rebuild an instance without its image."""
 
 import re
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _STRINGS = TypeAdapter(tuple[str, ...])
 
 def _encodable(text: str) -> str:
     if "\0" in text or re.search("[\ud800-\udfff]", text):
-        raise ValueError("holds a NUL or a lone surrogate")
+        raise ValueError("contains a NUL or a lone surrogate")
     return text
 
 
@@ -48,7 +48,7 @@ def _in_tree(path: str) -> str:
 
 
 def _json_list(value: Any) -> Any:
-    """Parse lists of tests, which the data set holds as JSON text; some of its relatives hold real lists."""
+    """Parse a list of tests, which SWE-bench stores as JSON text; other data sets have real lists."""
     if not isinstance(value, str):
         return value
     return _STRINGS.validate_json(value)
@@ -59,7 +59,7 @@ Patch = Annotated[str, Field(max_length=2_000_000), AfterValidator(_patch)]
 InTree = Annotated[str, Field(max_length=4096), AfterValidator(_in_tree)]
 Absolute = Annotated[str, Field(max_length=4096, pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+$")]
 Command = Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_encodable)]
-#: An exact version and nothing else: a row cannot smuggle in an option, an address or a path.
+#: Name and exact version of a package. A row must not pass pip an option, an address or a path.
 Pin = Annotated[
     str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_]*$")
 ]
@@ -69,17 +69,18 @@ Tests = Annotated[tuple[TestName, ...], Field(max_length=100_000), BeforeValidat
 
 
 class EnvironmentSpec(BaseModel):
-    """Recipe for rebuilding the instance without its image.
+    """Recipe to rebuild an instance without its image.
 
     Args:
-        pythons: versions on which the reference was verified to resolve and the empty patch not, best first.
-        sdist: the source release whose files equal the base commit, as `name==version`.
-        pip: every package of the environment, installed with `--no-deps`.
-        pre_install: shell commands in the tree, before it is installed and committed.
-        install: the shell command that installs the tree; runs without a network.
-        revert: the release holds the fix already: it is reverted, with its tests.
-        release_tag: tag of the commit, if the package computes its version from git.
-        default_route: true if tests need connections to the outside to time out instead of being refused.
+        pythons: minor versions of Python, best first. On each, the reference was verified to resolve, and the
+            untouched tree not to.
+        sdist: source release with the files of the base commit, as `name==version`.
+        pip: all packages of the environment; installed with `--no-deps`.
+        pre_install: shell commands that run in the tree before it is committed and installed.
+        install: shell command that installs the tree; runs without a network.
+        revert: whether the release contains the fix, so that the fix and its tests are reverted.
+        release_tag: tag for the commit, if the package computes its version from git.
+        default_route: whether tests need connections to other hosts to time out, instead of being refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -95,28 +96,27 @@ class EnvironmentSpec(BaseModel):
 
 
 class SwebenchTask(Task):
-    """One instance, of any data set. Accepts a row with that data set's own columns.
+    """One instance of any data set. Accepts a row with the columns of its data set.
 
     Args:
-        dataset: the row's original schema.
+        dataset: name of the row's schema.
         repo: `owner/name` of the repository.
-        base_commit: the commit the issue was filed against, as the script names it; empty if none is named.
-        patch: the reference fix; never shown to the agent. Empty if the row has none.
-        bug: `patch` is a bug that is applied to the image's tree: the fix is its reverse.
-        test_patch: the tests that came with the fix; empty if the image has them.
+        base_commit: name of the base commit in the script; empty if the script does not name it.
+        patch: the reference fix, which the agent never sees; empty if the row has none.
+        bug: whether `patch` is a bug, which is applied to the image's tree; the fix is its reverse.
+        test_patch: the tests that came with the fix; empty if the image contains them.
         fail_to_pass: tests that the fix makes pass.
         pass_to_pass: tests that must still pass.
-        expected: alternatively, the required status of every test, including failures.
-        eval_script: the official script; runs unchanged, except for the commit's name.
-        log_parser: name of the official parser of its output.
-        eval_type: determines whether a test that the log does not name counts as passed.
+        expected: instead of the two lists, the required status of every test, also of failing tests.
+        eval_script: the official test script; only the commit's name is replaced.
+        log_parser: name of the official parser of the script's output.
+        eval_type: with `fail_only`, a test that the log does not name counts as passed.
         image: Docker name of the container image.
         testbed: path of the tree in the image.
-        test_paths: further files of the tree that the agent must not change.
-        hidden_files: files of the tree that are hidden from the agent; a grader finds them in /opt/hidden.
-        hidden_paths: absolute paths of the image that the agent does not see.
-        environment: recipe for rebuilding the instance without an image; in a Parquet file perhaps as JSON
-            text.
+        test_paths: additional files of the tree that the agent must not change.
+        hidden_files: files of the tree that are hidden from the agent; in grading they are in /opt/hidden.
+        hidden_paths: absolute paths of the image that are hidden from the agent.
+        environment: recipe to rebuild the instance without an image; may be JSON text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
@@ -151,31 +151,31 @@ class SwebenchTask(Task):
     def _from_record(cls, row: Any) -> Any:
         if not isinstance(row, Mapping):
             return row
-        kept = normalised(row)
-        named = kept.get("instance_id", kept.get("id"))
-        if not ("x_env" in kept or "environment" in kept) and (known := recipe(named)):
-            kept["x_env"] = known
-        if "reference" not in kept and isinstance(patch := kept.get("patch"), str) and patch:
-            testbed, bug = kept.get("testbed", "/testbed"), bool(kept.get("bug"))
-            kept["reference"] = reference_calls(patch, testbed, reverse=bug)
-        return kept
+        fields = normalised(row)
+        instance = fields.get("instance_id", fields.get("id"))
+        if not ("x_env" in fields or "environment" in fields) and (known := recipe(instance)):
+            fields["x_env"] = known
+        if "reference" not in fields and isinstance(patch := fields.get("patch"), str) and patch:
+            testbed, bug = fields.get("testbed", "/testbed"), bool(fields.get("bug"))
+            fields["reference"] = reference_calls(patch, testbed, reverse=bug)
+        return fields
 
     @model_validator(mode="after")
     def _gradable(self) -> "SwebenchTask":
         if not self.fail_to_pass and not self.expected:
             raise ValueError("FAIL_TO_PASS: names no test")
-        if lacking := missing(self.log_parser):
-            raise ValueError(f"log_parser: {lacking}")
+        if problem := missing(self.log_parser):
+            raise ValueError(f"log_parser: {problem}")
         for marker in (START_MARKER, END_MARKER):
             if self.eval_script.count(marker) != 1:
-                raise ValueError(f"eval_script: {marker!r} must be in it exactly once")
+                raise ValueError(f"eval_script: must contain {marker!r} exactly once")
         if self.environment is None and not self.image:
-            raise ValueError("image: the row names none, and how to build the instance is not known (x_env)")
+            raise ValueError("image: the row has neither an image nor a recipe to build the instance (x_env)")
         return self
 
     @property
     def own_files(self) -> frozenset[str]:
-        """The files that the tests bring, which the agent must not change."""
+        """The tests' own files, which the agent must not change."""
         tested = changed_paths(self.test_patch) if self.test_patch else frozenset()
         return tested | set(self.test_paths) | set(self.hidden_files)
 

@@ -1,4 +1,4 @@
-"""Extraction of a source archive to a tree. Runs none of its code."""
+"""Extraction of a source archive. Runs no code of the archive."""
 
 import re
 import tarfile
@@ -11,15 +11,16 @@ MAX_BYTES = 512 * 2**20
 
 
 def unpack_sdist(folder: Path, pin: str, tree: Path) -> None:
-    """Unpack the one source release in `folder` into `tree`.
+    """Unpack the source release in `folder` into `tree`.
 
     Args:
-        folder: folder into which it was fetched.
+        folder: folder with one archive.
         pin: the requested release, `name==version`.
-        tree: created here; gets the content of the archive's top directory.
+        tree: directory that is created with the content of the archive's top directory.
 
     Raises:
-        EnvironmentFault: it is not the requested release, or not a well-behaved archive.
+        EnvironmentFault: the archive is another release, is too large, or contains an entry that is not
+            allowed.
     """
     name, _, version = pin.partition("==")
     archives = sorted(folder.glob("*.tar.gz"))
@@ -34,10 +35,10 @@ def unpack_sdist(folder: Path, pin: str, tree: Path) -> None:
         raise EnvironmentFault(f"the source release of {pin} cannot be unpacked: {error}") from error
     tops = list(staging.iterdir())
     if len(tops) != 1 or not tops[0].is_dir() or tops[0].is_symlink():
-        raise EnvironmentFault(f"the source release of {pin} does not hold one directory")
+        raise EnvironmentFault(f"the source release of {pin} does not consist of one directory")
     found = _metadata(tops[0] / "PKG-INFO")
     if (_normal(found.get("Name", "")), found.get("Version")) != (_normal(name), version):
-        raise EnvironmentFault(f"asked for {pin}, got {found.get('Name')}=={found.get('Version')}")
+        raise EnvironmentFault(f"requested {pin}, got {found.get('Name')}=={found.get('Version')}")
     tops[0].rename(tree)
     staging.rmdir()
 

@@ -1,4 +1,4 @@
-"""All modules of a test run share the instances' builds."""
+"""Fixtures of the tests; all modules of a test run share the built instances."""
 
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -29,6 +29,6 @@ async def node(
 
 @pytest.fixture(scope="session")
 def tasks() -> dict[str, SwebenchTask]:
-    """The example tasks by id."""
+    """Return the example tasks by id."""
     loaded = load_tasks("swebench", example_path("swebench"))
     return {task.id: task for task in loaded if isinstance(task, SwebenchTask)}

@@ -1,4 +1,4 @@
-"""Instances with an image: choosing it, and an episode in it."""
+"""Instances with an image: location of the image, and episodes in it."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ from tests.sandbox.rootfs import write_python, write_rootfs
 PROGRAMS = ("sh", "bash", "cat", "cp", "env", "git", "ln", "ls", "mkdir", "mv", "rm", "sleep", "tail")
 GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "init.defaultBranch=main")
 
-#: The images' script for the hidden tests; `test_b` fails with the reference as well.
+#: The image's script for the hidden tests; `test_b` also fails with the reference.
 RUN_TESTS = """
 . r2e_tests/test_1.sh > /tmp/summary
 echo '=== short test summary info ==='
@@ -70,14 +70,14 @@ def task() -> SwebenchTask:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one image, whose repository has the fix as a later commit."""
+    """Return a folder with one image, whose repository has the fix as a later commit."""
     folder = tmp_path_factory.mktemp("images")
     write_image(folder / "thing_final_0123456789ab")
     return folder
 
 
 def write_image(root: Path) -> Path:
-    """Make an image whose repository has the fix as a later commit."""
+    """Create an image whose repository has the fix as a later commit."""
     write_rootfs(root, PROGRAMS)
     tree = root / "testbed"
     tree.mkdir()
@@ -178,7 +178,7 @@ async def test_an_image_without_ipykernel_is_a_fault_of_the_environment(
 
 @pytest.fixture
 def other_python(request: pytest.FixtureRequest, tmp_path: Path) -> SandboxSpec:
-    """Spec of a sandbox whose `python3` is of another version and has ipykernel."""
+    """Return the spec of a sandbox whose `python3` is of another version and has ipykernel."""
     if (found := interpreters().get(request.param)) is None:
         pytest.skip(f"this machine has no Python {request.param}")
     venv = tmp_path / "venv"
@@ -264,7 +264,7 @@ def test_an_image_is_found_by_a_case_insensitive_pattern(tmp_path: Path, task: S
     (tmp_path / f"{task.id}.sif").touch()
     assert found(task, folder=tmp_path) == tmp_path / f"{task.id}.sif"
     assert found(task, folder=tmp_path, patterns=("{repo}.img",)) is None
-    with pytest.raises(InputError, match="braces hold id, name or repo"):
+    with pytest.raises(InputError, match="braces may contain id, name or repo"):
         found(task, folder=tmp_path, patterns=("{secret}",))
     with pytest.raises(InputError, match="No such file"):
         found(task, folder=tmp_path / "none")
@@ -358,7 +358,7 @@ async def test_a_failed_subtest_is_not_resolved_and_the_evidence_names_it(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("verdict", "reward"), [("strict", 0), ("official", 1)])
-async def test_a_test_with_an_error_fails_where_only_failures_are_named(
+async def test_a_test_with_an_error_fails_if_the_log_names_only_failures(
     images: Path, node: Node, verdict: str, reward: float
 ) -> None:
     task = scripted("echo 'ERROR a.py::fixed - x'; (exit 1)", eval_type="fail_only")
@@ -433,12 +433,12 @@ async def test_the_reference_of_a_bug_is_its_reverse(family: type[SwebenchEnviro
     task = scripted(GATED)
     patch = task.patch.replace("-1", "-2").replace("+2", "+1")
     task = task.model_copy(update={"patch": patch, "bug": True})
-    # The build puts the bug into the image's tree, whose value is 1.
+    # The build applies the bug to the image's tree, whose value is 1.
     fixed = await graded(family, node, task, "echo 2 > value")
     assert (fixed.reward, fixed.evidence["gate"]) == (1, COVERAGE)
 
 
-#: By value: other ends of the test command than the reference's, which `value` 2 is.
+#: Ends of the test command, by the content of `value`; the reference's content is 2.
 ENDS = f"""
 value=$(cat value)
 case $value in 1) echo 'FAILED a.py::fixed - x' ;; missing) ;; *) echo 'PASSED a.py::fixed' ;; esac
@@ -491,7 +491,7 @@ async def test_no_gate_is_found_without_a_reference_or_if_logs_name_only_failure
         (
             "[ $(cat value) != 2 ] || exit 0",
             None,
-            "did not come to its end, on the tree with the reference patch",
+            "did not finish, on the tree with the reference patch",
         ),
         ("true", "diff --git a/no b/no\n--- a/no\n+++ b/no\n@@ -1 +1 @@\n-1\n+2\n", "does not apply"),
     ],

@@ -1,6 +1,6 @@
-"""Real instances: built from their source releases, worked on and graded in real sandboxes.
+"""Real instances are built from their source releases, solved, and graded in real sandboxes.
 
-Two instances always; `SWEBENCH_ALL=1` runs every example that this machine can build.
+The default is two instances; with `SWEBENCH_ALL=1`, every example that this machine can build is tested.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ MARSHMALLOW = "marshmallow-code__marshmallow-1252"
 PINS = ("pip==24.2", "setuptools==75.1.0", "wheel==0.44.0")
 
 
-#: Those of the cases below that `make test` runs.
+#: Cases below that `make test` runs.
 QUICK = {
     REQUESTS,
     "tests, configuration and runner tampered with",
@@ -39,7 +39,7 @@ QUICK = {
 
 
 def some(names: Iterable[str]) -> list[Any]:
-    """Mark all but a few cases as thorough: each takes some seconds."""
+    """Mark all cases but those in QUICK as thorough, because each takes some seconds."""
     return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in names]
 
 
@@ -57,7 +57,7 @@ async def shell(env: SwebenchEnvironment, command: str) -> str:
 
 
 async def graded(node: Node, task: SwebenchTask, *commands: str, solved: bool = False) -> Grade:
-    """Run an episode: the reference first if `solved`, then `commands`."""
+    """Run an episode: apply the reference if `solved`, run `commands`, and grade."""
     async with SwebenchEnvironment(node) as env:
         await env.init(task)
         if solved:
@@ -225,7 +225,7 @@ async def test_a_failed_build_step_is_named_and_leaves_nothing(
 
 
 def fetching(cache: Path) -> bool:
-    """Whether a build there has started to make its environment."""
+    """Return whether a build in `cache` has started to create its virtual environment."""
     return any(cache.glob("swebench/*.building/miniconda3/envs"))
 
 

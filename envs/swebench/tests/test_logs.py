@@ -1,4 +1,4 @@
-"""From logs to verdicts."""
+"""Parsing of test logs, and verdicts."""
 
 import re
 from collections.abc import Mapping
@@ -197,7 +197,7 @@ def test_a_run_is_a_verdict_or_an_error_with_the_reason() -> None:
     passed, failed = {"t": Status.PASSED}, {"t": Status.FAILED}
     assert ScriptRun(passed, 0, "").problem == ""
     assert ScriptRun(failed, 1, "").problem == ""
-    assert "did not come to its end" in ScriptRun(passed, None, "").problem
+    assert "did not finish" in ScriptRun(passed, None, "").problem
     assert "names no test" in ScriptRun({}, 0, "").problem
     assert "no test of the log failed" in ScriptRun(passed, 1, "").problem
 
@@ -243,7 +243,7 @@ def test_a_failure_that_the_official_parser_overlooks_counts(
 ) -> None:
     run = read_log(task.model_copy(update={"log_parser": parser}), log_of(log))
     assert run.failed == failed
-    # The parser's own result is the official one.
+    # The parser's result is the official result.
     passed = {test for test, status in run.statuses.items() if status in (Status.PASSED, Status.XFAIL)}
     assert failed <= passed
     for test in passed:
@@ -252,7 +252,7 @@ def test_a_failure_that_the_official_parser_overlooks_counts(
 
 
 def test_output_of_runners_in_tests_does_not_fail_the_tests(task: SwebenchTask) -> None:
-    """A later summary decides: with a name that both contain, as with a second run of a test."""
+    """If two summaries name a test, the later summary decides."""
     heading = "= short test summary info =\n"
     log = f"{heading}FAILED {P} - inner\nSUBFAIL {P} - inner\n{heading}PASSED {P}\n"
     assert not read_log(task, log_of(log)).failed
@@ -343,10 +343,10 @@ def test_an_incomplete_log_gives_no_verdict(task: SwebenchTask, log: str) -> Non
 
 
 def test_a_stopped_run_gives_no_verdict(task: SwebenchTask) -> None:
-    """Even if its log, which the tested code writes, ends like that of a complete run."""
+    """The verdict is missing even if the log, which the tested code writes, looks like that of a full run."""
     complete = log_of("PASSED a", ">>>>> Test Exit Code: 0")
     assert not read_log(task, complete).problem
-    assert "did not come to its end" in read_log(task, complete, timed_out=True).problem
+    assert "did not finish" in read_log(task, complete, timed_out=True).problem
 
 
 def test_the_script_is_the_official_one_except_for_commit_and_status(task: SwebenchTask) -> None:

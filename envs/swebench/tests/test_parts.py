@@ -20,7 +20,7 @@ PKG_INFO = b"Metadata-Version: 1.0\nName: Some.Thing\nVersion: 1.2\n\nName: othe
 
 
 def archive(folder: Path, *entries: tuple[str, bytes | str]) -> None:
-    """Write an sdist; a text entry is a link's target."""
+    """Write a source archive; an entry with a text is a symbolic link to it."""
     with tarfile.open(folder / "some_thing-1.2.tar.gz", "w:gz") as tar:
         for name, content in entries:
             info = tarfile.TarInfo(name)
@@ -133,7 +133,7 @@ def test_files_named_by_the_test_command_must_not_be_changed(
 
 
 def test_files_beside_hidden_ones_may_be_changed(tasks: Mapping[str, SwebenchTask]) -> None:
-    """Hidden paths may be directories. A path that only shares their first letters is not below them."""
+    """A hidden path may be a directory; a path that only starts with the same letters is not in it."""
     task = tasks["psf__requests-6028"].model_copy(update={"hidden_files": ("r2e_tests", "tests/check.py")})
     hidden = ["r2e_tests", "r2e_tests/test_a.py", "tests/check.py"]
     beside = ["r2e_tests_helper.py", "r2e_tests.md", "tests/check.py.txt", "tests/check_more.py"]

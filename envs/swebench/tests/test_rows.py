@@ -1,4 +1,4 @@
-"""Rows: the dataset's own columns are read, and a hostile row raises a named error."""
+"""Rows of SWE-bench are read, and errors in hostile rows name the column."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Rows of every data set are recognised and read; errors in one are named."""
+"""Rows of every data set are recognised and read; errors name the column."""
 
 import importlib.util
 import json
@@ -106,7 +106,7 @@ MULTI_SWE: dict[str, Any] = {
 
 
 def in_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of Multi-SWE as its Parquet files have it: maps and lists of objects as columns."""
+    """Return a row of Multi-SWE in the form of its Parquet files: maps and lists of objects as columns."""
     found = dict(row)
     for group in ("p2p_tests", "f2p_tests", "s2p_tests", "n2p_tests"):
         found[group] = {"name": list(row[group])} | {
@@ -223,9 +223,9 @@ def test_errors_are_named(name: str, changes: dict[str, Any], named: str) -> Non
 
 def test_a_missing_column_is_named_with_its_data_set() -> None:
     row = {key: value for key, value in ROWS["swe-gym"].items() if key != "patch"}
-    with pytest.raises(InputError, match=r"patch: missing; by its other columns the row is of swe-gym"):
+    with pytest.raises(InputError, match=r"patch: missing; the other columns are those of swe-gym"):
         SwebenchEnvironment.load(row)
-    with pytest.raises(InputError, match="of no known data set; known: r2e-gym"):
+    with pytest.raises(InputError, match="not those of a known data set; known: r2e-gym"):
         SwebenchEnvironment.load({"question": "?"})
 
 

@@ -1,4 +1,4 @@
-"""The graded tree has exactly the bytes of the agent's, whatever git's attributes say about them."""
+"""The graded tree has exactly the bytes of the agent's tree, regardless of git's attributes."""
 
 import io
 import os
@@ -59,7 +59,7 @@ def entry(path: Path) -> Entry:
 
 
 def entries(tree: Path) -> dict[str, Entry]:
-    """Return every file of a tree by its path, without those of git."""
+    """Return every file of a tree by its path, except the files of git."""
     found = {}
     for folder, folders, files in os.walk(tree):
         if ".git" in folders:
@@ -155,7 +155,7 @@ async def submitted(node: Node, task: SwebenchTask, root: BuiltRoot, tree: Path)
 
 
 async def applied(node: Node, root: BuiltRoot, patch: bytes) -> dict[str, Entry]:
-    """Return the files of a fresh view of the pristine tree, after a patch."""
+    """Apply a patch to a fresh view of the pristine tree, and return the files."""
     async with sandbox_session(node, root.comparing_spec()) as grader:
         await apply(patch, grader, testbed="/testbed")
         done = await grader.tools.run(
