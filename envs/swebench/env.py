@@ -157,7 +157,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
 
     def _built(self) -> BuiltRoot:
         if self._root is None:
-            raise EnvironmentFault("the instance is not built", hint="init first")
+            raise EnvironmentFault("the instance is not built", hint="call init() first")
         return self._root
 
     def _judged(self, run: ScriptRun) -> ScriptRun:

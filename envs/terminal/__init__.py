@@ -1,1 +1,1 @@
-"""Tasks of a terminal in an image of their own: Harbor and Terminal-Bench task directories."""
+"""Environment `terminal`: tasks with their own images, as task directories of Harbor and Terminal-Bench."""

@@ -1,4 +1,4 @@
-"""Tasks in images of their own: the agent is root of the image, and the task's own tests grade its files."""
+"""Tasks with their own images: the agent is root of the image, and the task's own tests grade the files."""
 
 import asyncio
 import base64
@@ -46,7 +46,7 @@ NEXT_STEP = ToolSpec(
 
 
 class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
-    """Terminal tasks in images of their own, in the formats of Harbor and Terminal-Bench.
+    """Terminal tasks with their own images, in the formats of Harbor and Terminal-Bench.
 
     The first episode of a task on a machine builds its image, which usually needs a network.
     """
@@ -56,7 +56,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0
-    # Tasks say which network they need; a Jupyter kernel cannot be reached in an emulated root.
+    # A task defines its own network and image; a Jupyter kernel cannot be reached in an emulated root.
     sandbox_options = frozenset({"limits"})
     system_prompt = (
         "You solve a task in a Linux container, as root, with a persistent bash shell and a file editor. The "
@@ -69,10 +69,10 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
     def __init__(self, node: Node) -> None:
         super().__init__(node)
         self._image: TaskImage | None = None
-        #: The image with the changes of the steps that are finished.
+        #: The image with the changes of the finished steps.
         self._with_changes: TaskImage | None = None
         self._scratch: Path | None = None
-        #: Changes of the steps that are finished, and their verdicts.
+        #: Changes and verdicts of the finished steps.
         self._layers: list[Path] = []
         self._verdicts: list[Verdict] = []
         self._planted: list[str] = []
@@ -103,7 +103,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
             if len(self._image.image.layers) + len(task.steps) > LAYER_LIMIT:
                 raise EnvironmentFault(
                     f"the image has {len(self._image.image.layers)} layers; {LAYER_LIMIT} are possible, "
-                    f"of which the agent's files take {len(task.steps)}",
+                    f"and the agent's files need {len(task.steps)}",
                     hint="join RUN instructions of its Dockerfile with &&",
                 )
             self._scratch = await in_thread(make_scratch, self.node.dockerfiles().scratch)
@@ -138,11 +138,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
 
     async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
         if self._deadline is not None and self._phase is EpisodePhase.READY:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = self._deadline - time.monotonic()
+            if remaining_s <= 0:
                 self._phase = EpisodePhase.FINISHED
                 return ToolResult(text="The time for this task is over. The episode is finished.", ok=False)
-            timeout_s = min(self.call_timeout_s if timeout_s is None else timeout_s, left)
+            timeout_s = min(self.call_timeout_s if timeout_s is None else timeout_s, remaining_s)
         if call.name == NEXT_STEP.name and self._phase is EpisodePhase.READY and self._task is not None:
             return await self._next_step(self._task)
         return await super().call(call, timeout_s=timeout_s)
@@ -152,7 +152,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         return self._graded(task)
 
     async def eval(self) -> Grade:
-        if self._place is None and self._verdicts and self._task is not None:  # no further step is played
+        if self._place is None and self._verdicts and self._task is not None:  # the task ended after a step
             self._expect("eval", EpisodePhase.FINISHED)
             self._phase = EpisodePhase.GRADED
             return self._graded(self._task)
@@ -197,11 +197,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
             await self._check_health(place, step.health)
 
     async def _finish_step(self, task: TerminalTask, step: Step) -> Verdict:
-        """End the agent's sandbox, take its files, and run the tests of a step on them."""
+        """Close the agent's sandbox, take its changed files as a layer, and run the step's tests on them."""
         place = self._here("finish")
         for hook in task.collects:
             limit_s = hook.timeout_s * self.options.timeout_factor
-            with contextlib.suppress(OSError):  # the agent removed the shell
+            with contextlib.suppress(OSError):  # the agent may have removed the shell
                 await place.tools.run(["/bin/sh", "-c", hook.command], timeout_s=limit_s)
         layer = self._folder() / f"layer{len(self._layers)}"
         await place.sandbox.take_layer(layer)
@@ -216,7 +216,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         return verdict
 
     async def _start_step(self, task: TerminalTask, step: Step) -> str:
-        """Start a sandbox on the files of the steps before, and return the step's instruction."""
+        """Start a sandbox with the files of the finished steps, and return the step's instruction."""
         path = self._folder() / f"step{len(self._layers)}{SUFFIX}"
         self._with_changes = await in_thread(self._built().with_layers, self._layers, path)
         opening = sandbox_session(self.node, self.sandbox_spec(task))
@@ -229,17 +229,18 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         try:
             return await verifier.verify(self._layers)
         except (SandboxError, ToolError, OSError):
-            # Either this machine is short of something, or the agent's files make an image that cannot start.
+            # This machine may lack a resource, so try again; or the agent's files make an image that cannot
+            # start.
             try:
                 return await verifier.verify(self._layers)
             except (SandboxError, ToolError, OSError) as error:
                 return Verdict(problem=f"the verifier's sandbox cannot start: {error}")
 
     async def _check_tests(self, verifier: Verifier) -> None:
-        """Find the cause of tests without a result by testing what the step started from.
+        """Find the cause of tests without a result, by a run on the files from before the step.
 
         Raises:
-            GraderError: they have no result there either, so the agent is not the cause.
+            GraderError: the tests have no result there either, so the agent is not the cause.
         """
         control = await verifier.verify(self._layers[:-1])
         if control.problem:
@@ -250,7 +251,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
             )
 
     def _graded(self, task: TerminalTask) -> Grade:
-        # Steps that were not reached count as 0: here, unlike in Harbor, an agent can end its task early.
+        # Steps that were not reached count as 0, because an agent can end its task early, unlike in Harbor.
         rewards = [verdict.reward for verdict in self._verdicts]
         rewards += [0.0] * (len(task.steps) - len(rewards))
         reward = rewards[-1] if task.scoring == "final" else sum(rewards) / len(rewards)
@@ -296,10 +297,10 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         self._deadline = None if limit_s is None else time.monotonic() + limit_s * self.options.timeout_factor
 
     async def _check_health(self, place: SandboxSession, check: HealthCheck) -> None:
-        """Run a check until it succeeds.
+        """Run a health check until it succeeds.
 
         Raises:
-            EnvironmentFault: it failed too often after its start period.
+            EnvironmentFault: the check failed too often after its start period, or cannot run.
         """
         started, failures = time.monotonic(), 0
         while True:
@@ -316,29 +317,29 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
                 raise EnvironmentFault(f"the health check failed {failures} times: {text}")
             await asyncio.sleep(check.start_interval_s if starting else check.interval_s)
 
-    async def _run(self, place: SandboxSession, argv: list[str], what: str, timeout_s: float) -> None:
+    async def _run(self, place: SandboxSession, argv: list[str], action: str, timeout_s: float) -> None:
         try:
             done = await place.tools.run(argv, timeout_s=timeout_s, background=True)
         except OSError as error:
-            raise EnvironmentFault(f"{what} failed: {argv[0]}: {error.strerror}") from error
+            raise EnvironmentFault(f"{action} failed: {argv[0]}: {error.strerror}") from error
         if done.exit_code != 0:
             text = done.output.decode(errors="replace")[-1000:]
-            why = f"over {timeout_s:g} s" if done.timed_out else f"exit status {done.exit_code}"
-            raise EnvironmentFault(f"{what} failed ({why}): {text}")
+            reason = f"over {timeout_s:g} s" if done.timed_out else f"exit status {done.exit_code}"
+            raise EnvironmentFault(f"{action} failed ({reason}): {text}")
 
     def _built(self) -> TaskImage:
         if self._image is None:
-            raise EnvironmentFault("the image is not built", hint="init first")
+            raise EnvironmentFault("the image is not built", hint="call init() first")
         return self._image
 
     def _folder(self) -> Path:
         if self._scratch is None:
-            raise EnvironmentFault("the episode has no directory", hint="init first")
+            raise EnvironmentFault("the episode has no directory", hint="call init() first")
         return self._scratch
 
 
 def _reference(task: TerminalTask) -> list[ReferenceCall]:
-    """Return the calls that solve each step with the task's own solution; empty if one has none."""
+    """Return the calls that solve each step with its own solution; empty if a step has no solution."""
     calls = []
     for number, step in enumerate(task.steps, start=1):
         if not step.solution:

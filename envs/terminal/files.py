@@ -1,4 +1,4 @@
-"""Access to the files of a task directory that a row holds."""
+"""Access to the files of a row's task directory."""
 
 import tomllib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from prorl_envs.env.task_files import TaskFile
 from prorl_envs.errors import InputError
 
-#: Raised by the parsers of TOML and YAML for values such as `2024-13-45`, `!!int ""` or 5,000 digits.
+#: Errors of the parsers of TOML and YAML for values such as `2024-13-45`, `!!int ""` or 5,000 digits.
 _PARSER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 type Files = Mapping[str, str | TaskFile]
@@ -20,7 +20,7 @@ def text_of(files: Files, path: str) -> str:
     """Return the text of a file.
 
     Raises:
-        InputError: it is missing, or no text.
+        InputError: the file is missing, or not a text.
     """
     content = files.get(path)
     if isinstance(content, TaskFile):
@@ -31,7 +31,10 @@ def text_of(files: Files, path: str) -> str:
 
 
 def paths_below(files: Files, *folders: str) -> dict[str, str]:
-    """Return the paths of the files below folders, by relative path; later folders replace earlier files."""
+    """Return the paths of the files below folders, by path relative to the folder.
+
+    If several folders have a file with the same relative path, the file of the last folder counts.
+    """
     found: dict[str, str] = {}
     for folder in folders:
         prefix = "" if folder == "." else f"{folder}/"
@@ -43,7 +46,7 @@ def mapping_of(files: Files, path: str) -> Mapping[str, Any]:
     """Parse a TOML or YAML file.
 
     Raises:
-        InputError: it is missing, or has a syntax error.
+        InputError: the file is missing, or has a syntax error.
     """
     text = text_of(files, path)
     try:
@@ -59,7 +62,7 @@ def parsed[ModelT: BaseModel](model: type[ModelT], path: str, values: Mapping[st
     """Validate the content of a file.
 
     Raises:
-        InputError: names the file, the field and the problem.
+        InputError: a value is invalid; the message names the file, the field and the problem.
     """
     try:
         return model.model_validate(values)
@@ -68,15 +71,15 @@ def parsed[ModelT: BaseModel](model: type[ModelT], path: str, values: Mapping[st
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first field that is wrong, and the problem."""
+    """Return the first invalid field, and its problem."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     return f"{field}: {first['msg']}" if field else str(first["msg"])
 
 
 def host_parts(service: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a Compose service asks for of its host: devices, and `privileged`."""
+    """Return the parts of the host that a Compose service requests: devices, and `privileged`."""
     devices = service.get("devices")
-    named = [one for one in devices if isinstance(one, str)] if isinstance(devices, list) else []
-    found = [one.partition(":")[0][:200] for one in named]
-    return (*found, *(["privileged"] if service.get("privileged") is True else ()))
+    mappings = [text for text in devices if isinstance(text, str)] if isinstance(devices, list) else []
+    paths = [mapping.partition(":")[0][:200] for mapping in mappings]
+    return (*paths, *(["privileged"] if service.get("privileged") is True else ()))

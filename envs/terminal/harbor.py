@@ -3,7 +3,7 @@
     task.toml  instruction.md  environment/  tests/test.sh  solution/solve.sh
     steps/NAME/{instruction.md, tests/, solution/, workdir/}
 
-Keys that the schema does not name are ignored, as Harbor does.
+Unknown keys are ignored, as Harbor does.
 """
 
 import re
@@ -31,7 +31,7 @@ from prorl_envs.errors import InputError
 CONFIG = "task.toml"
 #: Name of the agent's own service.
 _MAIN = "main"
-#: Directory of which the files are kept and shown to a separate verifier, whatever the task names.
+#: Directory that is always an artifact: its files are copied to a separate verifier.
 ARTIFACTS = "/logs/artifacts"
 _SIZE = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})\s*([KMG])\s*", re.IGNORECASE)
 _UNITS = {"K": 2**-10, "M": 1, "G": 2**10}
@@ -92,7 +92,7 @@ class _Tool(_Section):
 
 
 class _Services(NamedTuple):
-    """Compose services beside the agent's own, and what its own asks for of the host."""
+    """Compose services other than the agent's own; and parts of the host that the agent's own requests."""
 
     others: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
@@ -121,7 +121,8 @@ class _Environment(_Network):
         return value if isinstance(value, str) else None  # as Harbor does
 
     def machine(self, folder: str, services: _Services | None = None) -> Machine:
-        # The older field counts only without the newer ones; without any, every host can be reached.
+        # The older field `allow_internet` counts only without the newer fields. By default, every host can be
+        # reached.
         access = self.access()
         if access is None:
             closed = self.allow_internet is False and self.allowed_hosts is None
@@ -253,15 +254,16 @@ def harbor_task(id_: str, files: Files) -> TerminalTask:
     """Read a task directory.
 
     Raises:
-        InputError: names the file, the field and the problem.
+        InputError: a file is missing or invalid; the message names the file, the field and the problem.
     """
     config = parsed(_Config, CONFIG, mapping_of(files, CONFIG))
     machine = config.environment.machine("environment", _services(files, "environment"))
     if config.steps:
-        steps = tuple(_step(files, config, one, machine) for one in config.steps)
+        steps = tuple(_step(files, config, step, machine) for step in config.steps)
     else:
         steps = (_only_step(files, config, machine),)
-    hooks = [*config.verifier.collect, *(hook for one in config.steps or () for hook in one.verifier.collect)]
+    verifiers = [config.verifier, *(step.verifier for step in config.steps or ())]
+    hooks = [hook for verifier in verifiers for hook in verifier.collect]
     return TerminalTask(
         id=id_,
         instruction=steps[0].instruction,
@@ -294,7 +296,7 @@ def _only_step(files: Files, config: _Config, machine: Machine) -> Step:
         tests={} if bundled else paths_below(files, "tests"),
         solution=_solution(files, "solution"),
         solution_env=config.solution.env,
-        artifacts=tuple(one.artifact() for one in config.artifacts),
+        artifacts=tuple(artifact.artifact() for artifact in config.artifacts),
     )
 
 
@@ -304,7 +306,8 @@ def _step(files: Files, config: _Config, step: _Step, machine: Machine) -> Step:
     tests = paths_below(files, "tests", f"{folder}/tests")
     if not bundled and "test.sh" not in tests:
         raise InputError(f"{folder}/tests/test.sh: missing", hint="or tests/test.sh for all steps")
-    least = step.min_reward
+    given = step.min_reward
+    min_reward = given if isinstance(given, Mapping) else {} if given is None else {"reward": given}
     own, shared = step.verifier, config.verifier
     phase = Phase(
         timeout_s=own.timeout_sec if "timeout_sec" in own.model_fields_set else shared.timeout_sec,
@@ -327,24 +330,27 @@ def _step(files: Files, config: _Config, step: _Step, machine: Machine) -> Step:
         solution=_solution(files, f"{folder}/solution"),
         solution_env=config.solution.env,
         workdir_files=paths_below(files, f"{folder}/workdir"),
-        min_reward=least if isinstance(least, Mapping) else {} if least is None else {"reward": least},
+        min_reward=min_reward,
         health=None if step.healthcheck is None else step.healthcheck.check(),
-        artifacts=tuple(one.artifact() for one in (*config.artifacts, *step.artifacts)),
+        artifacts=tuple(artifact.artifact() for artifact in (*config.artifacts, *step.artifacts)),
     )
 
 
 def _verifier_machine(
     files: Files, config: _Config, step: _Step | None, machine: Machine
 ) -> tuple[Machine | None, bool]:
-    """Return the machine of a separate verifier, None if it shares the agent's, and whether its image has the
-    tests."""
+    """Return the machine of a separate verifier, and whether its image contains the tests.
+
+    The machine is None if the verifier runs on the agent's machine.
+    """
     modes = [None if step is None else step.verifier.mode, config.verifier.mode]
     if next((mode for mode in modes if mode), "shared") == "shared":
         return None, False
     candidates = [(config.verifier.environment, "tests")]
     if step is not None:
         candidates.insert(0, (step.verifier.environment, f"steps/{step.name}/tests"))
-    environment = next((one for one, _ in candidates if one is not None), None) or config.environment
+    environments = [given for given, _ in candidates if given is not None]
+    environment = next(iter(environments), config.environment)
     for given, folder in candidates:
         if given is not None and given.docker_image:
             return environment.machine(folder).model_copy(update={"image": given.docker_image}), True
@@ -367,7 +373,7 @@ def _instruction(files: Files, path: str) -> str:
 
 
 def _is_canary(line: str) -> bool:
-    """Tell whether a line is a comment that marks a text as benchmark data, which is not for the agent."""
+    """Return whether a line is a comment that marks benchmark data, which the agent is not shown."""
     comment = line.startswith("#") or (line.startswith("<!--") and line.endswith("-->"))
     return comment and "canary" in line.casefold()
 
@@ -388,10 +394,10 @@ def _services(files: Files, folder: str) -> _Services:
     services = mapping_of(files, path).get("services")
     if not isinstance(services, Mapping):
         raise InputError(f"{path}: services: not a mapping")
-    own = services.get(_MAIN)
+    main = services.get(_MAIN)
     return _Services(
         others=tuple(sorted(str(name) for name in services if name != _MAIN)),
-        host=host_parts(own) if isinstance(own, Mapping) else (),
+        host=host_parts(main) if isinstance(main, Mapping) else (),
     )
 
 
@@ -404,7 +410,9 @@ def _size(name: str, megabytes: int | None, text: str | None) -> int | None:
         return None if megabytes is None else megabytes * 2**20
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise InputError(f"{CONFIG}: environment.{name}: {text!r} is no size", hint="for example 2G or 512M")
+        raise InputError(
+            f"{CONFIG}: environment.{name}: {text!r} is not a size", hint="for example 2G or 512M"
+        )
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if megabytes is not None and megabytes != size:
         raise InputError(f"{CONFIG}: environment: {name} and {name}_mb differ")

@@ -1,4 +1,4 @@
-"""Images of tasks: built once from a machine's Dockerfile, or pulled, and found again by content."""
+"""Images of tasks: built from a machine's Dockerfile or pulled, once per content."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ from prorl_envs.sandbox.filesystem.directories import remove_tree
 from prorl_envs.sandbox.filesystem.layered import LayeredImage, read_layered
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9._-]+")
-#: Files of Terminal-Bench's own, beside the Dockerfile, that no image may contain.
+#: Files in the folder of Terminal-Bench's Dockerfile that an image must not contain.
 _HIDDEN = frozenset({"solution.sh", "solution.yaml", "task.yaml"})
 
 
@@ -30,22 +30,22 @@ class TaskImage:
     """An image on this machine.
 
     Args:
-        path: its `.layers.json` file.
-        image: its content.
+        path: the `.layers.json` file of the image.
+        image: content of that file.
     """
 
     path: Path
     image: LayeredImage
 
     def with_layers(self, layers: Sequence[Path], path: Path) -> "TaskImage":
-        """Write the image with further layers, the lowest first, as the file `path`.
+        """Write the image with additional layers, the lowest first, as the file `path`; return it.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
-        whole = replace(self.image, layers=(*self.image.layers, *layers))
-        whole.write(path)
-        return TaskImage(path=path, image=whole)
+        image = replace(self.image, layers=(*self.image.layers, *layers))
+        image.write(path)
+        return TaskImage(path=path, image=image)
 
 
 async def task_image(
@@ -58,16 +58,18 @@ async def task_image(
 ) -> TaskImage:
     """Return the image of a machine; build or pull it if necessary.
 
-    An image is built again only if the files of its folder or the bases of the builder changed, not if the
-    registry's image of a tag did.
+    An image is built again if the files of its folder or the bases of the builder change; it is not built
+    again if a tag refers to a new image in the registry.
 
     Args:
+        node: provides the builder.
         files: the task directory.
+        machine: the machine.
         timeout_factor: factor of the machine's `build_s`.
         progress: called with a short line for each step.
 
     Raises:
-        EnvironmentFault: the Dockerfile has an error, a command of it failed, or the build took too long.
+        EnvironmentFault: the Dockerfile has an error, one of its commands failed, or the build took too long.
         SandboxError: an image cannot be pulled, or the store cannot be written.
     """
     builder = node.dockerfiles()
@@ -84,7 +86,7 @@ def _context(files: Files, machine: Machine) -> dict[str, tuple[bytes, bool]]:
     if machine.image:
         return {"Dockerfile": (f"FROM {machine.image}\n".encode(), False)}
     if dockerfile_of(machine) not in files:
-        raise EnvironmentFault(f"{dockerfile_of(machine)}: missing", hint="the task names no image either")
+        raise EnvironmentFault(f"{dockerfile_of(machine)}: missing", hint="and the task names no image")
     hidden = _HIDDEN if machine.folder == "." else frozenset()
     found = paths_below(files, machine.folder)
     return {path: content_of(files[source]) for path, source in found.items() if path not in hidden}
@@ -104,15 +106,19 @@ def _name(builder: DockerfileBuilder, context: Mapping[str, tuple[bytes, bool]])
 def _identity(path: Path) -> str:
     try:
         return f"{path} {path.stat().st_mtime_ns}"
-    except OSError:  # the build names the missing base
+    except OSError:  # the base is missing: the build raises the error
         return str(path)
 
 
 def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
-    """Write files below a new folder of this machine; the values are contents, and whether executable.
+    """Write files below a new folder of this machine.
+
+    Args:
+        folder: the folder, which is created.
+        files: content and executability by relative path.
 
     Raises:
-        OSError: a file cannot be written; for instance, its folder is a file too.
+        OSError: a file cannot be written; for instance, another file has the path of its folder.
     """
     folder.mkdir(mode=0o755)
     for path, (data, executable) in files.items():
@@ -135,7 +141,7 @@ async def _build(
         folder = scratch / "context"
         await in_thread(_write, folder, context)
         async with asyncio.timeout(seconds):
-            return await builder.build(folder, name=name, on_progress=lambda event: _say(event, progress))
+            return await builder.build(folder, name=name, on_progress=lambda event: _report(event, progress))
     except (InputError, RunFailed) as error:
         shown = "" if shown_folder == "." else f"{shown_folder}/"
         message = str(error.message).replace(f"{folder}/", shown)
@@ -156,6 +162,6 @@ def _write(folder: Path, context: Mapping[str, tuple[bytes, bool]]) -> None:
         raise EnvironmentFault(f"the task's files cannot be written: {error.strerror}") from error
 
 
-def _say(event: BuildProgress, progress: Callable[[str], None]) -> None:
+def _report(event: BuildProgress, progress: Callable[[str], None]) -> None:
     if event.kind == "step":
         progress(f"[{event.step}/{event.steps}] {' '.join(event.text.split())[:100]}")

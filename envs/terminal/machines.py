@@ -1,4 +1,4 @@
-"""Sandboxes of a machine: their image, environment, network and limits."""
+"""Specs of a machine's sandboxes: image, environment, network and limits."""
 
 import posixpath
 from dataclasses import replace
@@ -16,9 +16,11 @@ def machine_spec(
     """Return the spec of a sandbox in which the agent or the verifier runs, as root of the image.
 
     Args:
-        image: the machine's.
-        phase: of the agent or the verifier.
-        limits: of this node's sandboxes; the machine's are applied as far as they are lower.
+        image: image of the machine, perhaps with the agent's changes.
+        machine: the machine.
+        phase: settings of the agent or of the verifier.
+        options: options of the family.
+        limits: limits of this node's sandboxes; a limit of the machine applies if it is lower.
 
     Raises:
         InputError: a variable has no value.
@@ -45,10 +47,10 @@ def _workdir(image: TaskImage, machine: Machine) -> str:
     return posixpath.join("/", machine.workdir or image.image.config.workdir)
 
 
-def _lower[NumberT: (int, float)](one: NumberT | None, other: NumberT | None) -> NumberT | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return min(one, other)
+def _lower[NumberT: (int, float)](left: NumberT | None, right: NumberT | None) -> NumberT | None:
+    if left is None or right is None:
+        return left if right is None else right
+    return min(left, right)
 
 
 def _network(access: NetworkAccess, options: TerminalOptions) -> Network:

@@ -7,14 +7,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class TerminalOptions(BaseModel):
-    """All of the family's options.
+    """All options of the family.
 
     Args:
-        public_network: what tasks with a public network can reach: a list of hosts, as in `Network.allow`, or
-            `open` for the host's own network, including its loopback. Nothing by default.
-        variables: values for the variables that tasks take from the person who runs them. The environment of
-            this process is never used, since a task may come from anybody.
-        timeout_factor: factor of the timeouts that tasks set.
+        public_network: hosts that tasks with a public network can reach: a list as in `Network.allow`, or
+            `open` for the host's own network, including its loopback. By default, none.
+        variables: values of the variables that tasks expect from the user. The environment of this process is
+            never used, because tasks are untrusted.
+        timeout_factor: factor of the timeouts of tasks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

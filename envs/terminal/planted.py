@@ -1,35 +1,36 @@
-"""Changes of the agent that can run in place of the tests, or before them.
+"""Detection of files of the agent that can run instead of the tests, or before them.
 
-The tests run on the agent's files: the format wants it so, and a solution may install any program. So these
-changes are no proof of a cheat, and the grade only lists them.
+The format runs the tests on the agent's files, and a solution may install any program. So such files do not
+prove that the agent cheats, and the grade only lists them.
 """
 
 import contextlib
 import os
+import posixpath
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.filesystem.layered import LayerTree, is_whiteout
 
-#: Most entries of a layer that are read, and most that are listed.
+#: Maximum entries of a layer that are inspected, and maximum paths that are listed.
 _ENTRIES = 200_000
 _LISTED = 50
 _PATH_CHARS = 500
-#: Listed in place of a directory that cannot be read.
+#: Listed instead of a directory that cannot be read.
 _UNREAD = "(a directory with too long a path)"
-#: Bytes that are read of a file that may declare plugins of pytest.
+#: Maximum bytes that are read from a file that may declare plugins of pytest.
 _PLUGINS_BYTES = 64 * 1024
 _FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-#: Programs that tests of this format install, or find in any image.
+#: Programs that tests of this format often run.
 _RUNNERS = re.compile(r"(?:pytest|py\.test|uv|uvx|pip[\d.]*|python[\d.]*|curl|wget|bash|sh|env)")
-#: A change of a file of the image counts below these.
+#: Paths at which a changed file of the image is listed.
 _SYSTEM = re.compile(r"/(?:usr|s?bin|lib\w*|opt)(?:/.*)?")
-#: Documentation, translations and lists of package managers.
+#: Exceptions: documentation, translations and lists of package managers.
 _HARMLESS = re.compile(r"/usr/share/(?:doc|man|info|locale|mime|icons)/.*|.*/RECORD")
-#: Files that a loader, an interpreter, a shell or pytest reads by itself.
+#: Files that a loader, an interpreter, a shell or pytest reads automatically.
 _READ = re.compile(
     r"/etc/(?:ld\.so\.preload|ld\.so\.conf(?:\.d/.*)?|profile(?:\.d/.*)?|bash\.bashrc|environment)"
     r"|.*/(?:sitecustomize|usercustomize)\.py|.*(?:site|dist)-packages/[^/]+\.pth"
@@ -40,12 +41,13 @@ _PLUGINS = re.compile(r".*(?:site|dist)-packages/[^/]+-info/entry_points\.txt")
 
 
 class AccessibleLayer:
-    """View of a layer's directories for this user, though the agent may have taken away all permissions.
+    """Context manager in which this user can access all directories of a layer.
 
-    Nothing may run on the layer. The end of the block restores the modes, because tests may check them.
+    The agent may have removed the permissions. The end of the block restores the modes, because tests may
+    check them. No sandbox may use the layer during the block.
 
     Args:
-        layer: its directory. No link in it is followed.
+        layer: directory of the layer. No link in it is followed.
     """
 
     def __init__(self, layer: Path) -> None:
@@ -57,16 +59,18 @@ class AccessibleLayer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        while self._modes:  # the deepest first: those above may hide it
+        while self._modes:  # the deepest first, because a restored directory may be inaccessible
             path, mode = self._modes.pop()
             with contextlib.suppress(FileNotFoundError):
                 os.chmod(path, mode)  # noqa: PTH101
 
     def status(self, path: Path | str) -> os.stat_result:
-        """Return the status of an entry whose parents were asked for before; make directories accessible.
+        """Return the status of an entry; if it is a directory, make it accessible.
+
+        Call it for the parents of an entry first.
 
         Raises:
-            OSError: it does not exist.
+            OSError: the entry does not exist.
         """
         status = os.lstat(path)
         mode = stat.S_IMODE(status.st_mode)
@@ -77,13 +81,13 @@ class AccessibleLayer:
 
 
 def planted(layer: Path, below: Sequence[Path]) -> list[str]:
-    """Return the paths inside of such changes, at most 50.
+    """Return the paths of files that can run instead of the tests or before them, at most 50.
 
-    These count: a file of the image's system directories that was replaced or changed, a program that hides
-    one of the image, programs that tests often install, and files that programs read by themselves.
+    Listed are: changed files in the image's system directories, programs that hide a program of the image,
+    programs that tests often run, and files that such programs read automatically.
 
     Args:
-        layer: the agent's changes. Untrusted; no link in it is followed.
+        layer: directory with the agent's changes. Untrusted; no link in it is followed.
         below: layers of the image, the lowest first.
     """
     tree = LayerTree(below)
@@ -92,22 +96,22 @@ def planted(layer: Path, below: Sequence[Path]) -> list[str]:
         for count, (host, path) in enumerate(_changed(layer, view)):
             if count == _ENTRIES:
                 return [*listed[: _LISTED - 1], f"more than {_ENTRIES} changes, which were not all read"]
-            if path == _UNREAD or _counts(host, path, tree):
+            if path == _UNREAD or _is_listed(host, path, tree):
                 listed.append(os.fsencode(path).decode(errors="replace")[:_PATH_CHARS])
                 if len(listed) == _LISTED:
                     break
     return listed
 
 
-def _counts(host: str, path: str, tree: LayerTree) -> bool:
+def _is_listed(host: str, path: str, tree: LayerTree) -> bool:
     if _READ.fullmatch(path):
         return True
     if _PLUGINS.fullmatch(path):
         return _declares_plugin(host)
-    place = PurePosixPath(path)
-    if str(place.parent) in (*_FOLDERS, "/root/.local/bin"):
-        shadows = any(_exists(f"{folder}/{place.name}", tree) for folder in _FOLDERS)
-        return shadows or _RUNNERS.fullmatch(place.name) is not None
+    folder, name = posixpath.split(path)
+    if folder in (*_FOLDERS, "/root/.local/bin"):
+        hides_program = any(_exists(f"{other}/{name}", tree) for other in _FOLDERS)
+        return hides_program or _RUNNERS.fullmatch(name) is not None
     if not _SYSTEM.fullmatch(path) or _HARMLESS.fullmatch(path):
         return False
     return _exists(path, tree)
@@ -116,7 +120,7 @@ def _counts(host: str, path: str, tree: LayerTree) -> bool:
 def _exists(path: str, tree: LayerTree) -> bool:
     try:
         return tree.kind(path) != 0
-    except SandboxError:  # a link of the image in circles
+    except SandboxError:  # a circular link of the image
         return True
 
 
@@ -124,7 +128,7 @@ def _declares_plugin(host: str) -> bool:
     try:
         fd = os.open(host, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return True  # unreadable, or a link: it may declare one
+        return True  # unreadable, or a link: it may declare a plugin
     with os.fdopen(fd, "rb") as file:
         return b"pytest11" in file.read(_PLUGINS_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else False
 
@@ -134,13 +138,13 @@ def _children(folder: str) -> list[str]:
 
 
 def _changed(layer: Path, view: AccessibleLayer) -> Iterator[tuple[str, str]]:
-    """Yield all files of a layer, and everything else that is no directory: path here, and path inside."""
+    """Yield all entries of a layer but directories and whiteouts: path on the host and path in the sandbox."""
     pending = [str(layer)]
     while pending:
         folder = pending.pop()
         try:
             found = [(host, view.status(host)) for host in sorted(_children(folder))]
-        except OSError:  # its path is longer than the system's limit
+        except OSError:  # the path is longer than the system's limit
             yield folder, _UNREAD
             continue
         for host, status in found:

@@ -1,4 +1,4 @@
-"""Requirements of a task that this machine, or this version, cannot meet. Nothing is started to find them."""
+"""Requirements of a task that this machine or this version cannot meet, found without starting a process."""
 
 import os
 import re
@@ -12,16 +12,16 @@ from prorl_envs.images.dockerfile.syntax import parse_dockerfile
 from prorl_envs.images.registry.documents import host_platform
 from prorl_envs.sandbox.limits.policy import size_words
 
-#: Value of a variable that names one of the person who runs the task.
+#: Value of a variable that refers to a variable of the user: `${NAME}` or `${NAME:-DEFAULT}`.
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 
 
 def missing(task: TerminalTask, variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return all reasons why a task cannot run here; empty if there is none.
+    """Return all reasons why a task cannot run on this machine; empty if it can.
 
     Args:
         task: the task.
-        variables: values for variables that the task takes from the person who runs it.
+        variables: values of variables that the task expects from the user.
     """
     reasons = [*_machine(task, task.machine)]
     for step in task.steps:
@@ -39,15 +39,19 @@ def missing(task: TerminalTask, variables: Mapping[str, str]) -> tuple[str, ...]
 
 
 def resolved(env: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with templates replaced: `${NAME}`, or `${NAME:-DEFAULT}`, as the whole value.
+    """Return variables with templates replaced. A template is a value `${NAME}` or `${NAME:-DEFAULT}`.
 
-    They are never taken from this process's environment, since a task may come from anybody.
+    The environment of this process is never used, because tasks are untrusted.
+
+    Args:
+        env: variables of the task.
+        variables: values of variables that the task expects from the user.
 
     Raises:
         InputError: a variable has no value.
     """
     if reasons := [*_variables(env, variables)]:
-        raise InputError(reasons[0], hint="options.variables gives values")
+        raise InputError(reasons[0], hint="set it in options.variables")
     found = {}
     for name, value in env.items():
         match = _TEMPLATE.fullmatch(value)

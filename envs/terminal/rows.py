@@ -1,4 +1,4 @@
-"""Reader of rows: task directories of both formats."""
+"""Reader of rows with task directories of Harbor or Terminal-Bench."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,15 +25,15 @@ def task_of(row: Mapping[str, Any]) -> TerminalTask:
     """Read a row.
 
     Raises:
-        InputError: names the file and the field that are wrong.
+        InputError: the row is invalid; the message names the file and the field.
     """
     try:
-        given = _Row.model_validate(dict(row))
+        parsed = _Row.model_validate(dict(row))
     except ValidationError as error:
         raise InputError(first_problem(error), hint=_HINT) from None
-    files: Files = given.directory
+    files: Files = parsed.directory
     if harbor.CONFIG in files:
-        return harbor.harbor_task(given.id, files)
+        return harbor.harbor_task(parsed.id, files)
     if terminal_bench.CONFIG in files:
-        return terminal_bench.terminal_bench_task(given.id, files)
+        return terminal_bench.terminal_bench_task(parsed.id, files)
     raise InputError(f"directory: neither {harbor.CONFIG} nor {terminal_bench.CONFIG}", hint=_HINT)

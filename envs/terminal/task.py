@@ -1,4 +1,4 @@
-"""Row format: a task directory of Harbor or Terminal-Bench, and the settings read from its files.
+"""Model of a task: the files of a task directory of Harbor or Terminal-Bench, and the settings in them.
 
 A row is `{"id": ..., "directory": {PATH: TEXT or {"base64": ..., "executable": ...}}}`: see
 `prorl_envs.env.directories`. The modules `harbor` and `terminal_bench` read the settings.
@@ -18,7 +18,7 @@ class _Model(BaseModel):
 
 
 def _settable(env: dict[str, str]) -> dict[str, str]:
-    """Validate names of variables that a process can have."""
+    """Return `env`; raise ValueError if a name cannot be the name of an environment variable."""
     for name in env:
         if not name or "=" in name or "\0" in name:
             raise ValueError(f"{name!r} cannot be the name of a variable")
@@ -50,18 +50,21 @@ class Machine(_Model):
     """The image and the resources of a sandbox.
 
     Args:
-        folder: of the task directory with the Dockerfile and the files that it copies, such as `environment`.
-        image: reference of a ready image, used instead of the Dockerfile.
-        build_s: seconds that the build of the image may take.
-        cpus, memory_bytes, disk_bytes: limits; None takes the driver's.
-        gpus: number of GPUs that the task needs; `tpu`: whether it needs a TPU.
+        folder: folder of the task directory with the Dockerfile and the files that it copies, such as
+            `environment`.
+        image: reference of an existing image, used instead of the Dockerfile; "" without one.
+        build_s: timeout of the image's build, in seconds.
+        cpus, memory_bytes, disk_bytes: limits; None means the node's limits.
+        gpus: number of GPUs that the task needs.
+        tpu: whether the task needs a TPU.
         os: operating system of the image.
         network: network access while the task runs.
-        env: environment variables; values may name variables of the host as `${NAME}` or `${NAME:-DEFAULT}`.
-        workdir: working directory; "" takes the image's.
-        health: checked before the agent starts.
-        services: names of the Compose services beside the agent's own.
-        host: parts of the host that the agent's own service asks for, such as `/dev/kvm` or `privileged`.
+        env: environment variables; a value may refer to a variable of the user as `${NAME}` or
+            `${NAME:-DEFAULT}`.
+        workdir: working directory; "" means the image's.
+        health: check that must succeed before the agent starts, or None.
+        services: names of the Compose services other than the agent's own.
+        host: parts of the host that the agent's own service requests, such as `/dev/kvm` or `privileged`.
         tools: names of MCP servers that the task offers.
     """
 
@@ -84,13 +87,13 @@ class Machine(_Model):
 
 
 class Phase(_Model):
-    """How the agent, or the verifier, runs.
+    """Settings of the agent or of the verifier.
 
     Args:
-        timeout_s: seconds that the phase may take; None sets no limit.
-        user: name or number of its user; None takes the image's.
-        env: variables beside those of the machine.
-        network: replaces the machine's; None keeps it.
+        timeout_s: timeout in seconds, or None.
+        user: name or number of the user; None means the image's.
+        env: environment variables, in addition to those of the machine.
+        network: network access instead of the machine's; None means the machine's.
     """
 
     timeout_s: float | None = None
@@ -100,7 +103,7 @@ class Phase(_Model):
 
 
 class Artifact(_Model):
-    """File or directory that is kept, and that a separate verifier sees at the same path."""
+    """File or directory of the agent that is copied to a separate verifier, to the same path."""
 
     source: str
     destination: str = ""
@@ -109,7 +112,10 @@ class Artifact(_Model):
 
 
 class Collect(_Model):
-    """Command run after the agent has finished, before artifacts are taken; "" is the agent's own service."""
+    """Command that runs after the agent has finished, before artifacts are copied.
+
+    The service "" is the agent's own.
+    """
 
     command: str
     service: str = ""
@@ -118,25 +124,26 @@ class Collect(_Model):
 
 
 class Step(_Model):
-    """One instruction and its tests. A task has one step unless its format says otherwise.
+    """One instruction and its tests. Most tasks have one step.
 
     Args:
-        name: "" if the task has only one.
-        instruction: what the agent is asked.
-        agent, verifier: how they run.
-        verifier_machine: of a verifier that does not see the agent's files, except the artifacts; None is one
-            that runs on them.
-        tests: files that appear in `/tests`, by path below it: their paths in the task directory. Empty if
-            the verifier's image has them.
-        test_script: run by the verifier, in its working directory: a path below `/tests`.
-        result: where the reward is: in a file that the script writes, or in the summary that pytest prints.
-        solution: files that appear in `/solution`, as `tests`; empty if there is no solution.
-        solution_script: path below `/solution`; `solution_env`: its variables.
-        workdir_files: files that are copied into the working directory before the step, as `tests`;
-            `setup.sh` among them is then run.
-        min_reward: later steps are skipped if a reward is below its threshold, by name of the reward.
-        health: checked before the agent starts, in addition to the machine's.
-        artifacts: files that are kept.
+        name: name of the step; "" if it is the only one.
+        instruction: instruction for the agent.
+        agent, verifier: settings of the agent and of the verifier.
+        verifier_machine: machine of a separate verifier, which has only the artifacts of the agent's files;
+            None if the verifier runs on the agent's files.
+        tests: files in `/tests`: path in the task directory, by path below `/tests`. Empty if the verifier's
+            image contains them.
+        test_script: path below `/tests` of the script that the verifier runs in its working directory.
+        result: source of the reward: a `file` that the script writes, or the summary that `pytest` prints.
+        solution: files in `/solution`, in the form of `tests`; empty if there is no solution.
+        solution_script: path of the solution's script below `/solution`.
+        solution_env: environment variables of the solution's script.
+        workdir_files: files that are copied to the working directory before the step, in the form of
+            `tests`; if `setup.sh` is among them, it is then executed.
+        min_reward: thresholds by name of the reward; if a reward is lower, the task ends after this step.
+        health: check that must succeed before the agent starts, in addition to the machine's.
+        artifacts: files that are copied to a separate verifier.
     """
 
     name: str = ""
@@ -160,12 +167,12 @@ class TerminalTask(Task):
     """One task.
 
     Args:
-        format: of its directory.
-        files: the task directory, by relative path.
-        machine: of the agent.
-        steps: at least one.
-        scoring: reward of a task of several steps: the mean of theirs, or that of the last.
-        collects: commands run after the agent has finished, before artifacts are taken.
+        format: format of the task directory.
+        files: contents of the task directory, by relative path.
+        machine: machine of the agent.
+        steps: the steps, at least one.
+        scoring: reward of the task: the `mean` of the steps' rewards, or that of the `final` step.
+        collects: commands that run after the agent has finished, before artifacts are copied.
     """
 
     format: Literal["harbor", "terminal-bench"]

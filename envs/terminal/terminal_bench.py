@@ -20,8 +20,8 @@ _SCRIPT = "run-tests.sh"
 _SOLUTION = "solution.sh"
 #: Names of the agent's own service, in order; without one, it is the only service that is built.
 _MAIN = ("client", "main")
-#: Variables that Terminal-Bench itself fills in, for its own containers and logs.
-_OWN = re.compile(r"\$\{?T_BENCH_")
+#: Variables that Terminal-Bench sets for its own containers and logs.
+_BENCHMARK_VARIABLE = re.compile(r"\$\{?T_BENCH_")
 
 
 class _Config(BaseModel):
@@ -37,7 +37,7 @@ def terminal_bench_task(id_: str, files: Files) -> TerminalTask:
     """Read a task directory.
 
     Raises:
-        InputError: names the file, the field and the problem.
+        InputError: a file is missing or invalid; the message names the file, the field and the problem.
     """
     config = parsed(_Config, CONFIG, mapping_of(files, CONFIG))
     if not config.instruction.strip():
@@ -46,7 +46,7 @@ def terminal_bench_task(id_: str, files: Files) -> TerminalTask:
     if config.parser_name != "pytest":
         raise InputError(
             f"{CONFIG}: parser_name: {config.parser_name!r} is not supported",
-            hint="results of pytest are; a task in Harbor's format writes a reward file",
+            hint="use pytest; or convert the task to Harbor's format, in which tests write a reward file",
         )
     services = _services(files)
     name = _own_service(services)
@@ -74,7 +74,7 @@ def terminal_bench_task(id_: str, files: Files) -> TerminalTask:
             image="" if "Dockerfile" in files else image,
             network=NetworkAccess(mode="public"),
             env=dict(_environment(name, main)),
-            services=tuple(sorted(one for one in services if one != name)),
+            services=tuple(sorted(service for service in services if service != name)),
             host=host_parts(main),
         ),
         steps=(step,),
@@ -85,7 +85,7 @@ def _services(files: Files) -> Mapping[str, Mapping[str, Any]]:
     if _COMPOSE not in files:
         return {}
     services = mapping_of(files, _COMPOSE).get("services")
-    if not isinstance(services, Mapping) or not all(isinstance(one, Mapping) for one in services.values()):
+    if not isinstance(services, Mapping) or not all(isinstance(item, Mapping) for item in services.values()):
         raise InputError(f"{_COMPOSE}: services: not a mapping of mappings")
     return {str(name): service for name, service in services.items()}
 
@@ -98,17 +98,17 @@ def _own_service(services: Mapping[str, Mapping[str, Any]]) -> str:
 def _environment(service: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = settings.get("environment") or {}
     where = f"{_COMPOSE}: services.{service}.environment"
-    # A nested value can be enormous as a text: YAML's aliases repeat it.
-    if isinstance(given, Mapping) and not any(isinstance(one, Mapping | list) for one in given.values()):
+    # Nested values are refused: with YAML's aliases, their text can be enormous.
+    if isinstance(given, Mapping) and not any(isinstance(item, Mapping | list) for item in given.values()):
         pairs = [(str(name), _scalar(value)) for name, value in given.items()]
-    elif isinstance(given, list) and all(isinstance(one, str) for one in given):
-        pairs = [(name, value) for name, _, value in (one.partition("=") for one in given)]
+    elif isinstance(given, list) and all(isinstance(item, str) for item in given):
+        pairs = [(name, value) for name, _, value in (item.partition("=") for item in given)]
     else:
         raise InputError(f"{where}: neither a mapping of scalars nor a list of texts")
     for name, value in pairs:
         if not name or "=" in name or "\0" in name + value:
             raise InputError(f"{where}: {name[:100]!r} cannot be set")
-        if not _OWN.search(value):
+        if not _BENCHMARK_VARIABLE.search(value):
             yield name, value
 
 

@@ -1,7 +1,7 @@
-"""Verifier: runs a step's tests in a sandbox of its own, on the files that the agent left.
+"""Verifier: runs a step's tests in a fresh sandbox, on the agent's files.
 
-The agent's sandbox has ended by then: no process of the agent runs, and its files are a layer over the image.
-What the agent left in `/tests` and `/logs/verifier` is removed first.
+The agent's sandbox is closed before: no process of the agent runs, and its changed files are a layer over the
+image. Files of the agent in `/tests` and `/logs/verifier` are removed first.
 """
 
 import contextlib
@@ -32,16 +32,15 @@ from prorl_envs.sandbox.filesystem.directories import remove_tree
 from prorl_envs.sandbox.filesystem.layered import SUFFIX
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
-#: Directories of the verifier, which hold nothing of the agent's; and that of the solution.
+#: Directories of the verifier, which contain no files of the agent; and directory of the solution.
 TESTS, LOGS, SOLUTION = "/tests", "/logs/verifier", "/solution"
-_OWN = (TESTS, LOGS)
-#: Rewards by name, and one number.
+#: Files with the rewards: one with rewards by name, one with a single number.
 _REWARDS, _REWARD = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
 _REWARD_BYTES = 64 * 1024
-#: Most rewards of one file, and characters of a name.
+#: Maximum rewards of one file, and maximum characters of a reward's name.
 _REWARDS_LIMIT, _NAME_LIMIT = 100, 200
 _COPY_S = 300.0
-#: Seconds of a verifier whose task sets none.
+#: Timeout of the tests in seconds, if the task sets none.
 _VERIFIER_S = 600.0
 _TAIL = 4000
 _SUMMARY = re.compile(r"^=+ short test summary info =+$", re.MULTILINE)
@@ -53,10 +52,10 @@ class Verdict:
     """Result of one run of the tests.
 
     Args:
-        rewards: by name; empty if there is a problem. A single number has the name `reward`.
-        problem: why there are no rewards, in a sentence.
-        exit_code: of the tests; None if they did not finish.
-        output: the end of their output. Untrusted.
+        rewards: rewards by name; empty if there is a problem. A single number has the name `reward`.
+        problem: reason why there are no rewards; "" if there are.
+        exit_code: exit status of the tests; None if they did not finish.
+        output: the end of the tests' output. Untrusted.
     """
 
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -66,14 +65,14 @@ class Verdict:
 
     @property
     def reward(self) -> float:
-        """The number named `reward`, else the mean of all; 0 without any."""
+        """The number named `reward`, else the mean of all numbers; 0 if there are no rewards."""
         if "reward" in self.rewards or not self.rewards:
             return self.rewards.get("reward", 0.0)
         return sum(self.rewards.values()) / len(self.rewards)
 
-    def reaches(self, least: Mapping[str, float]) -> bool:
-        """Return True if each of these rewards is as high at least."""
-        return all(self.rewards.get(name, -math.inf) >= value for name, value in least.items())
+    def reaches(self, thresholds: Mapping[str, float]) -> bool:
+        """Return true if each reward that has a threshold is at least the threshold."""
+        return all(self.rewards.get(name, -math.inf) >= value for name, value in thresholds.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,10 @@ class Verifier:
     """Verifier of a step.
 
     Args:
-        image: the agent's.
+        node: starts the sandboxes.
+        options: options of the family.
+        task, step: the task, and the step that is graded.
+        image: image of the agent's sandbox, without the agent's changes.
         scratch: private directory on the file system of the sandboxes.
     """
 
@@ -93,24 +95,27 @@ class Verifier:
     scratch: Path
 
     async def verify(self, layers: Sequence[Path]) -> Verdict:
-        """Run the tests on the image with these layers over it, the lowest first.
+        """Run the tests on the image with additional layers.
+
+        Args:
+            layers: changes of the agent in each finished step, the lowest layer first.
 
         Raises:
             SandboxError, ToolError, EnvironmentFault: our infrastructure failed, or the verifier's image
                 cannot be built.
         """
         files = await in_thread(self._write_files)
-        left = await in_thread(self._image_with, layers, files)
+        changed = await in_thread(self._image_with, layers, files)
         machine = self.step.verifier_machine
         if machine is None:
-            spec = self._spec(left, self.task.machine, files)
+            spec = self._spec(changed, self.task.machine, files)
             async with sandbox_session(self.node, spec) as place:
                 return await self._run(place)
-        own = await task_image(
+        image = await task_image(
             self.node, self.task.files, machine, timeout_factor=self.options.timeout_factor
         )
-        async with sandbox_session(self.node, self._spec(own, machine, files)) as place:
-            await self._copy_artifacts(left, files, place)
+        async with sandbox_session(self.node, self._spec(image, machine, files)) as place:
+            await self._copy_artifacts(changed, files, place)
             return await self._run(place)
 
     def _write_files(self) -> Path:
@@ -131,9 +136,9 @@ class Verifier:
     def _image_with(self, layers: Sequence[Path], folder: Path) -> TaskImage:
         for layer in layers:
             with AccessibleLayer(layer) as view:
-                for own in _OWN:
-                    remove_entry(view, layer, own)
-        return self.image.with_layers(layers, folder / f"left{SUFFIX}")
+                for path in (TESTS, LOGS):
+                    remove_entry(view, layer, path)
+        return self.image.with_layers(layers, folder / f"changed{SUFFIX}")
 
     def _spec(self, image: TaskImage, machine: Machine, files: Path) -> SandboxSpec:
         limits = self.node.limits
@@ -151,7 +156,7 @@ class Verifier:
         except OSError as error:  # the agent removed the shell, or the working directory
             return Verdict(problem=f"the tests cannot be started: {error.strerror}")
         except (SandboxError, ToolError) as error:
-            # The agent's programs may run in the tests, and can exceed every limit of the sandbox.
+            # Programs of the agent may run in the tests, and exceed a limit of the sandbox.
             return Verdict(problem=f"the verifier's sandbox was lost: {error.message}")
         output = done.output.decode(errors="replace")
         try:
@@ -165,12 +170,19 @@ class Verifier:
             return verdict
         return replace(verdict, rewards={}, problem=f"the reward {verdict.reward:g} is not from 0 to 1")
 
-    async def _copy_artifacts(self, left: TaskImage, folder: Path, target: SandboxSession) -> None:
-        """Copy the artifacts out of the agent's files. Harbor, too, leaves out those that do not exist."""
-        spec = SandboxSpec(image=left.path, emulate_root=True, workdir="/", limits=self.node.limits)
+    async def _copy_artifacts(self, changed: TaskImage, folder: Path, target: SandboxSession) -> None:
+        """Copy the artifacts from the agent's files to the verifier. As in Harbor, missing ones are skipped.
+
+        Args:
+            changed: the image with the agent's changes.
+            folder: directory for temporary copies.
+            target: the verifier's sandbox.
+        """
+        spec = SandboxSpec(image=changed.path, emulate_root=True, workdir="/", limits=self.node.limits)
         copies = folder / "artifacts"
         copies.mkdir()
-        sources = {ARTIFACTS: (), **{one.source: one.exclude for one in self.step.artifacts}}
+        artifacts = {artifact.source: artifact.exclude for artifact in self.step.artifacts}
+        sources = {ARTIFACTS: (), **artifacts}
         async with sandbox_session(self.node, spec) as source:
             for number, (path, excluded) in enumerate(sources.items()):
                 copy = copies / str(number)
@@ -184,16 +196,16 @@ class Verifier:
                 except OSError as error:
                     raise GraderError(
                         f"{self.task.id}: the artifact {path} cannot be copied: {error.strerror}",
-                        hint="the verifier's image has something else there",
+                        hint="the verifier's image may have a file of another type at this path",
                     ) from error
 
 
 class _NoReward(Exception):
-    """The tests gave no reward."""
+    """Failure of the tests to give a reward."""
 
 
 async def _rewards(place: SandboxSession) -> dict[str, float]:
-    """Return the rewards as Harbor reads them: `reward` may be in the text beside a JSON report."""
+    """Read the rewards as Harbor does: if the JSON file has no `reward`, the text file may add it."""
     found = await _read(place, _REWARDS, _parse_json)
     if found is not None and "reward" in found:
         return found
@@ -211,7 +223,7 @@ async def _rewards(place: SandboxSession) -> dict[str, float]:
 async def _read(
     place: SandboxSession, path: str, parse: Callable[[str], dict[str, float]]
 ) -> dict[str, float] | None:
-    """Return the rewards in a file; None if it does not exist."""
+    """Return the rewards in a file; None if the file does not exist."""
     try:
         data = await place.tools.read(path, limit=_REWARD_BYTES + 1)
     except FileNotFoundError:
@@ -223,7 +235,7 @@ async def _read(
     try:
         return parse(data.decode())
     except (ValueError, RecursionError) as error:
-        raise _NoReward(f"{path} holds no reward: {str(error)[:200]}") from error
+        raise _NoReward(f"{path} contains no reward: {str(error)[:200]}") from error
 
 
 def _parse_json(text: str) -> dict[str, float]:
@@ -231,7 +243,7 @@ def _parse_json(text: str) -> dict[str, float]:
     values = found if isinstance(found, Mapping) else {"reward": found}
     if not 0 < len(values) <= _REWARDS_LIMIT:
         raise ValueError(f"{len(values)} numbers, not 1 to {_REWARDS_LIMIT}")
-    # A report may have texts and lists beside its numbers, but no other reward than a number.
+    # Other entries of a report may be texts and lists, and are ignored; `reward` must be a number.
     values = {name: value for name, value in values.items() if name == "reward" or _is_number(value)}
     if not all(name.isprintable() and len(name) <= _NAME_LIMIT for name in values):
         raise ValueError(f"a name is not printable, or has more than {_NAME_LIMIT} characters")
@@ -257,7 +269,11 @@ def _number(value: object) -> float:
 
 
 def _summary(output: str) -> dict[str, float]:
-    """Return 1 if the last summary of pytest names tests, and all of them passed."""
+    """Return the reward 1 if all tests in the last summary of pytest passed, else 0.
+
+    Raises:
+        _NoReward: there is no summary, or it names no tests.
+    """
     parts = _SUMMARY.split(output)
     statuses = _STATUS.findall(parts[-1]) if len(parts) > 1 else []
     if not statuses:
@@ -266,7 +282,7 @@ def _summary(output: str) -> dict[str, float]:
 
 
 def _exclude(copy: Path, patterns: Sequence[str]) -> None:
-    """Remove what a pattern matches from a copied tree, which holds no link that leads out of it."""
+    """Remove the files that a pattern matches from a copied tree, in which no link leads out of the tree."""
     if not patterns or not copy.is_dir():
         return
     for path in sorted(copy.rglob("*"), reverse=True):
@@ -279,10 +295,12 @@ def _exclude(copy: Path, patterns: Sequence[str]) -> None:
 
 
 def remove_entry(view: AccessibleLayer, layer: Path, path: str) -> None:
-    """Remove an entry of a layer, and any link or file that stands in the place of a directory above it.
+    """Remove an entry of a layer; or the link or file that a layer has instead of a parent directory.
 
     Args:
-        view: of the layer.
+        view: view of the layer.
+        layer: directory of the layer.
+        path: absolute path of the entry in the sandbox.
     """
     host = layer
     for part in PurePosixPath(path).parts[1:]:

@@ -1,4 +1,4 @@
-"""A node whose builder knows a small base image, made from this machine's own programs."""
+"""Fixtures: a node whose builder has a small base image, made from this machine's own programs."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.sandbox.rootfs import PROGRAMS, write_rootfs
 
 _MORE = ("base64", "chmod", "grep", "head", "ln", "mkfifo", "mv", "touch", "tr")
 
-#: Rewards 1 if `/app/out.txt` holds `hello`.
+#: Test script that gives the reward 1 if `/app/out.txt` is `hello`.
 TEST = """\
 #!/bin/bash
 if [ "$(cat /app/out.txt)" = hello ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
@@ -28,7 +28,7 @@ type MakeRow = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def make_row() -> MakeRow:
-    """A task in Harbor's format; `files` replaces or adds files, None removes one."""
+    """Return a function that makes a row in Harbor's format; `files` adds and replaces files, None removes."""
 
     def make(files: Mapping[str, Any] | None = None, *, config: str = "") -> dict[str, Any]:
         directory = {
@@ -40,7 +40,8 @@ def make_row() -> MakeRow:
             "solution/solve.sh": "#!/bin/bash\necho hello > /app/out.txt\n",
             **(files or {}),
         }
-        return {"id": "greet", "directory": {path: one for path, one in directory.items() if one is not None}}
+        files = {path: content for path, content in directory.items() if content is not None}
+        return {"id": "greet", "directory": files}
 
     return make
 
@@ -68,7 +69,7 @@ async def node(
         )
 
     driver = BubblewrapDriver(family_run_dir, templates=templates)
-    driver.images = Images(driver.directory.base, idle_limit=0)  # a lease that is kept looks like a leak
+    driver.images = Images(driver.directory.base, idle_limit=0)  # an idle mount would count as a leak
     async with Node(driver, cache, dockerfiles=dockerfiles) as node:
         await driver.warm()
         yield node

@@ -1,4 +1,4 @@
-"""Attacks on the verifier: each scores 0, or changes nothing; none makes the episode fail."""
+"""Attacks on the verifier score 0 or have no effect; none makes the episode fail."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from .test_env import episode, graded
 
 pytestmark = pytest.mark.anyio
 
-#: Scores 1 whatever the agent did, so that a failure of the verifier shows.
+#: Test script that always gives the reward 1, so that another reward shows a failure of the verifier.
 ONE = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
-#: Runs a program of the agent, as many tests do.
+#: Test script that runs a program of the agent, as many tests do.
 RUNS = "#!/bin/bash\n/bin/bash /app/program\necho 0 > /logs/verifier/reward.txt\n"
 
 

@@ -112,7 +112,7 @@ async def test_settings_of_the_task_apply(node: Node, make_row: MakeRow) -> None
         ({"public_network": "open"}, (), True),
     ],
 )
-async def test_a_public_network_is_what_the_options_allow(
+async def test_the_options_define_the_public_network(
     node: Node, make_row: MakeRow, options: dict[str, Any], allowed: tuple[str, ...], is_open: bool
 ) -> None:
     async with episode(node, make_row(), options) as one:
@@ -120,9 +120,7 @@ async def test_a_public_network_is_what_the_options_allow(
     assert network.allow == allowed and network.open == is_open
 
 
-async def test_a_task_without_a_network_has_none_whatever_the_options_allow(
-    node: Node, make_row: MakeRow
-) -> None:
+async def test_options_give_no_network_to_a_task_without_one(node: Node, make_row: MakeRow) -> None:
     row = make_row(config='[environment]\nnetwork_mode = "no-network"\n')
     async with episode(node, row, {"public_network": "open"}) as one:
         assert one.env._here("test").sandbox.spec.network == Network()
@@ -266,7 +264,9 @@ async def test_limits_of_the_settings_apply_to_every_step(node: Node, make_row: 
         await env.close()
 
 
-async def test_tests_without_a_result_anywhere_are_the_graders_fault(node: Node, make_row: MakeRow) -> None:
+async def test_tests_without_a_result_on_any_files_are_a_grader_failure(
+    node: Node, make_row: MakeRow
+) -> None:
     with pytest.raises(GraderError, match=r"wrote neither .* before the agent started"):
         await graded(node, make_row({"tests/test.sh": "#!/bin/bash\necho nothing\n"}))
 

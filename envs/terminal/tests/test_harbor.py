@@ -1,4 +1,4 @@
-"""Task directories of Harbor: every field that matters, and refusals that name file and field."""
+"""Task directories of Harbor: all supported fields are read; errors name file and field."""
 
 from typing import Any
 
@@ -120,7 +120,7 @@ def steps_task(make_row: MakeRow) -> TerminalTask:
     return task_of(make_row(files, config=config))
 
 
-def test_steps_take_what_they_do_not_set_from_the_task(make_row: MakeRow) -> None:
+def test_steps_inherit_settings_of_the_task(make_row: MakeRow) -> None:
     a, b = steps_task(make_row).steps
     assert (a.name, a.instruction, b.name, b.instruction) == ("a", "A", "b", "B")
     assert (a.agent.timeout_s, b.agent.timeout_s) == (9, 7)
@@ -144,7 +144,7 @@ def test_steps_take_what_they_do_not_set_from_the_task(make_row: MakeRow) -> Non
         ({}, "[environment]\ncpus = inf\n", "task.toml: environment.cpus: .*finite"),
         ({}, '[environment]\nnetwork_mode = "some"\n', "task.toml: environment.network_mode: "),
         ({}, '[environment]\nallowed_hosts = ["a"]\n', "task.toml: environment: .*allowlist"),
-        ({}, '[environment]\nmemory = "lots"\n', "environment.memory: 'lots' is no size"),
+        ({}, '[environment]\nmemory = "lots"\n', "environment.memory: 'lots' is not a size"),
         ({}, '[environment]\nmemory = "1G"\nmemory_mb = 1\n', "memory and memory_mb differ"),
         ({}, '[[steps]]\nname = "../a"\n', r"task.toml: steps.0.name: .*'\.\./a'"),
         ({}, '[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n', "two steps have the same name"),

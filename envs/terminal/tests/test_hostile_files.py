@@ -1,4 +1,4 @@
-"""Hostile task directories: every refusal is an InputError that names the file, and takes no time."""
+"""Hostile task directories are refused quickly, by an InputError that names the file."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .conftest import MakeRow
 from .test_terminal_bench import row
 
 _DIGITS = "9" * 5000
-#: Nine aliases in nine levels: a few hundred bytes, and gigabytes as a text.
+#: Nine aliases in nine levels: a few hundred bytes of YAML, but gigabytes as a text.
 _BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 
 

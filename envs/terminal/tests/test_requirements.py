@@ -1,4 +1,4 @@
-"""Requirements of a task that this machine cannot meet: found at once, before anything starts."""
+"""Requirements of a task that this machine cannot meet are found before a process starts."""
 
 import os
 from typing import Any
@@ -40,7 +40,7 @@ def test_all_reasons_are_named(
     task = TerminalEnvironment.load(make_row(files, config=config))
     found = missing(task, {})
     assert len(found) == len(reasons)
-    assert all(one.startswith(reason) for one, reason in zip(found, reasons, strict=True)), found
+    assert all(text.startswith(reason) for text, reason in zip(found, reasons, strict=True)), found
     assert TerminalEnvironment.unavailable(task) == "; ".join(found)
 
 
@@ -51,7 +51,7 @@ def test_more_memory_than_the_machine_has(make_row: MakeRow) -> None:
         assert len(missing(task, {})) == count
 
 
-def test_variables_come_from_the_options_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_come_only_from_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "secret")
     env = {"A": "${KEY:-default}", "B": "literal ${KEY}", "C": "${OTHER:-}"}
     assert resolved(env, {}) == {"A": "default", "B": "literal ${KEY}", "C": ""}

@@ -22,7 +22,7 @@ FILES: dict[str, Any] = {
         "    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}\n"
         "    environment:\n      - TEST_DIR=${T_BENCH_TEST_DIR}\n      - MODE=quick\n"
     ),
-    # What `pytest -rA` prints at its end.
+    # The last lines of `pytest -rA`.
     "run-tests.sh": (
         "echo '=========== short test summary info ==========='\n"
         'if [ "$(cat /app/out.txt)" = hello ]; then echo "PASSED $TEST_DIR/test_outputs.py::test_a"; '
@@ -36,7 +36,8 @@ FILES: dict[str, Any] = {
 
 def row(**files: Any) -> dict[str, Any]:
     changed = {**FILES, **{name.replace("__", "."): content for name, content in files.items()}}
-    return {"id": "say", "directory": {path: one for path, one in changed.items() if one is not None}}
+    directory = {path: content for path, content in changed.items() if content is not None}
+    return {"id": "say", "directory": directory}
 
 
 def test_every_field_is_read() -> None:

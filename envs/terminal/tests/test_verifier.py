@@ -1,4 +1,4 @@
-"""The verifier: what the agent leaves cannot forge a reward, and every form of reward is read."""
+"""The verifier reads all forms of rewards, and files of the agent cannot forge a reward."""
 
 from typing import Any
 
@@ -32,7 +32,9 @@ FORGE = "for f in reward.txt reward.json; do echo 1 > /logs/verifier/$f; done"
         "setsid sh -c 'while true; do mkdir -p /tests; echo echo > /tests/test.sh; done' &",
     ],
 )
-async def test_what_the_agent_plants_has_no_effect(node: Node, make_row: MakeRow, command: str) -> None:
+async def test_files_that_the_agent_plants_have_no_effect(
+    node: Node, make_row: MakeRow, command: str
+) -> None:
     grade = await graded(node, make_row(), command)
     assert grade.reward == 0
     assert grade.evidence["steps"]["tests"] == {
@@ -65,7 +67,7 @@ async def test_variables_and_functions_of_the_agents_shell_are_gone(node: Node, 
         ("touch /app/conftest.py", "/app/conftest.py"),
     ],
 )
-async def test_changes_that_can_run_in_place_of_the_tests_are_listed(
+async def test_changes_that_can_run_instead_of_the_tests_are_listed(
     node: Node, make_row: MakeRow, command: str, path: str
 ) -> None:
     grade = await graded(node, make_row(), "echo hello > out.txt", command)
@@ -120,8 +122,8 @@ async def test_rewards_are_read_as_harbor_does(
 @pytest.mark.parametrize(
     ("writes", "problem"),
     [
-        ("echo nan > /logs/verifier/reward.txt", "holds no reward: 'nan' is not a finite number"),
-        ("echo 1e999 > /logs/verifier/reward.json", "holds no reward"),
+        ("echo nan > /logs/verifier/reward.txt", "contains no reward: 'nan' is not a finite number"),
+        ("echo 1e999 > /logs/verifier/reward.json", "contains no reward"),
         ('echo \'{"reward": "1"}\' > /logs/verifier/reward.json', "'1' is not a finite number"),
         ("echo '{}' > /logs/verifier/reward.json", "0 numbers, not 1 to 100"),
         ("echo '{\"tests\": [1]}' > /logs/verifier/reward.json", "neither"),
@@ -129,7 +131,7 @@ async def test_rewards_are_read_as_harbor_does(
         ("echo -1 > /logs/verifier/reward.txt", "the reward -1 is not from 0 to 1"),
         (r"""printf '{"a":%0400d}' 1 | tr 0 1 > /logs/verifier/reward.json""", "is not a finite number"),
         (r"""printf '{"\\ud800": 1}' > /logs/verifier/reward.json""", "a name is not printable"),
-        (": > /logs/verifier/reward.txt", "holds no reward"),
+        (": > /logs/verifier/reward.txt", "contains no reward"),
         ("mkfifo /logs/verifier/reward.txt", "cannot be read"),
         ("mkdir /logs/verifier/reward.txt", "cannot be read"),
         ("ln -s reward.txt /logs/verifier/reward.txt", "cannot be read"),
@@ -171,7 +173,7 @@ SEPARATE: dict[str, Any] = {
 }
 
 
-async def test_a_separate_verifier_sees_the_artifacts_alone(node: Node, make_row: MakeRow) -> None:
+async def test_a_separate_verifier_sees_only_the_artifacts(node: Node, make_row: MakeRow) -> None:
     config = (
         'artifacts = ["/app/out.txt", "/missing", {source = "/app", exclude = ["*.pyc", "data.txt"]}]\n'
         '[verifier]\nenvironment_mode = "separate"\n'
@@ -245,7 +247,7 @@ async def test_an_agent_that_destroys_the_system_scores_0(
     assert (await graded(node, make_row(), command)).reward == 0
 
 
-async def test_files_that_hide_each_other_are_the_graders_fault(node: Node, make_row: MakeRow) -> None:
+async def test_conflicting_paths_of_test_files_are_a_grader_failure(node: Node, make_row: MakeRow) -> None:
     row = make_row({"tests/a": "file", "tests/a/b": "file"})
     with pytest.raises(GraderError, match="the tests cannot be written"):
         await graded(node, row)
