@@ -98,7 +98,7 @@ def test_arguments_are_offered_under_other_names(tmp_path: Path) -> None:
          "agents.terse.tools.x.arguments: bash needs 'command'", ""),
         ({"limits": {"max_turn": 3}}, {"agent": "terse"}, "environments.bash.limits.max_turn", "max_turns"),
         ({"prompt": "x"}, {}, "unknown setting agents.terse.prompt", "system_prompt"),
-        ({"tools": ["bash"]}, {"nemo": {"url": "http://h"}, "agent": "terse"}, "its rows bring", "limits"),
+        ({"tools": ["bash"]}, {"nemo": {"url": "http://h"}, "agent": "terse"}, "define the prompt", "limits"),
     ],
 )  # fmt: skip
 def test_a_wrong_agent_is_named(tmp_path: Path, agent: Any, environment: Any, says: str, hint: str) -> None:

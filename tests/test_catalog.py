@@ -93,7 +93,7 @@ def test_a_request_overrides_an_entrys_defaults(tmp_path: Path) -> None:
         ({"x": {"nemo": {"url": "http://h", "config": "c"}}}, "one of url and config", "config:"),
         ({"x": {"nemo": {"url": "h:80"}}}, "is no base URL", "http://HOST:PORT"),
         ({"x": {"nemo": {"url": "http://u:p@h"}}}, "is no base URL", ""),
-        ({"x": {"nemo": {"url": "http://h", "python": "p"}}}, "x.nemo.python: means nothing", "config"),
+        ({"x": {"nemo": {"url": "http://h", "python": "p"}}}, "x.nemo.python: has no effect", "config"),
         ({"x": {"family": "bash", "nemo": {"url": "http://h"}}}, "family and nemo exclude", ""),
         ({"x": {"system_prompt": "s", "nemo": {"url": "http://h"}}}, "system_prompt and nemo", ""),
         ({"swebench": {"sandbox": {"allow": ["pypi.org"]}}}, "does not allow another network", "limits"),

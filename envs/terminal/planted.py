@@ -138,7 +138,7 @@ def _children(folder: str) -> list[str]:
 
 
 def _changed(layer: Path, view: AccessibleLayer) -> Iterator[tuple[str, str]]:
-    """Yield all entries of a layer but directories and whiteouts: path on the host and path in the sandbox."""
+    """Yield the paths of all files of a layer on the host and in the sandbox; skip whiteouts."""
     pending = [str(layer)]
     while pending:
         folder = pending.pop()

@@ -1,4 +1,4 @@
-"""Composition of node, environments, renderer, model servers and service. Only this module wires them."""
+"""Composition root: creates node, environments, renderer, model servers and service, and connects them."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from pydantic import BaseModel, SecretStr
 
 from prorl_envs.catalog import Catalog, entries
 from prorl_envs.cli.output.console import err
-from prorl_envs.config import DEFAULT_STORE, LimitSettings, ServiceSettings, Settings
+from prorl_envs.config import DEFAULT_STORE, LimitSettings, ModelSettings, ServiceSettings, Settings
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
@@ -45,9 +45,9 @@ from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
 
 
 def without_harness(catalog: Catalog, name: str) -> Catalog:
-    """Return a catalog of the environment `name` alone, without its harness; print a note if it has one."""
+    """Return a catalog with only the environment `name`, without its harness; print a note if it has one."""
     if (harness := harness_of(catalog.family(name))) is not None:
-        err.print(f"{name}: without the harness {harness.name}, by the environment's own tools")
+        err.print(f"{name}: runs without the harness {harness.name}, with the environment's own tools")
     return catalog.without_harness(name)
 
 
@@ -56,13 +56,13 @@ class Model:
     """The model behind the rollouts.
 
     Args:
-        servers: base URLs; if empty, turns wait until a server is added.
-        renderer: its tokenizer and chat template.
-        name: as the servers know it; None takes the first model that they list.
+        servers: base URLs of the model servers; if empty, turns wait until a server is added.
+        renderer: tokenizer and chat template of the model.
+        name: name of the model on the servers; None selects the first model that they list.
         api_key: bearer token of the servers.
-        protocol: of servers whose URL does not name one.
+        protocol: protocol of servers whose URL does not name one.
         tokenizer: folder or Hub name of the tokenizer, for other machines; "" if there is none.
-        ca_file: certificates (PEM) of the authorities to trust; None trusts the public ones.
+        ca_file: PEM file with certificates of the trusted authorities; None means the public authorities.
     """
 
     servers: Sequence[str]
@@ -75,34 +75,34 @@ class Model:
 
 
 class EarlierModel(BaseModel):
-    """Model of the last service on a store, saved for a restart while its model servers are down.
+    """Model of the last service that used a store, saved for restarts while no model server answers.
 
     Args:
-        name: as the servers know it; "" if unknown.
-        tokenizer: folder or Hub name.
+        name: name of the model on the servers; "" if unknown.
+        tokenizer: folder or Hub name of the tokenizer.
     """
 
     name: str = ""
     tokenizer: str = ""
 
 
-#: Key of this value in the store.
+#: Key of `EarlierModel` in the store.
 _EARLIER = "model"
 
 
 async def earlier_model(store: SqlStore | None) -> EarlierModel | None:
-    """Return the model of a store's unfinished jobs; None if there are none."""
+    """Return the model of a store's unfinished jobs; None if there are no unfinished jobs."""
     if store is None or not await store.unfinished():
         return None
-    kept = await store.get_value(_EARLIER)
-    return EarlierModel() if kept is None else EarlierModel.model_validate_json(kept)
+    saved = await store.get_value(_EARLIER)
+    return EarlierModel() if saved is None else EarlierModel.model_validate_json(saved)
 
 
 async def keep_model(store: SqlStore | None, model: Model) -> None:
     """Save the model's name and tokenizer in the store for a restart."""
     if store is not None:
-        kept = EarlierModel(name=model.name or "", tokenizer=absolute_tokenizer(model.tokenizer))
-        await store.put_value(_EARLIER, kept.model_dump_json())
+        earlier = EarlierModel(name=model.name or "", tokenizer=absolute_tokenizer(model.tokenizer))
+        await store.put_value(_EARLIER, earlier.model_dump_json())
 
 
 def absolute_tokenizer(tokenizer: str) -> str:
@@ -124,10 +124,10 @@ def servers_of(model: Model) -> Servers:
 
 @asynccontextmanager
 async def node(settings: Settings) -> AsyncIterator[Node]:
-    """Open the node that runs this machine's sandboxes; close it on leaving.
+    """Open the node that runs this machine's sandboxes, and start a test sandbox; close the node on exit.
 
     Raises:
-        SandboxError: this machine cannot run sandboxes. One test sandbox finds this out before the first job.
+        SandboxError: this machine cannot run sandboxes.
         InputError: the user has no home directory, so there is no cache directory.
     """
     cache_dir = settings.cache_dir or default_cache_dir()
@@ -158,19 +158,19 @@ def search_of(settings: Settings) -> SearchSettings:
 
 
 def driver_name(settings: Settings) -> str:
-    """Return the name of the driver for the sandboxes of this machine. It blocks: drivers are tried.
+    """Return the name of the driver for the sandboxes of this machine. Tests drivers; blocks.
 
     Raises:
-        SandboxError: none works here.
+        SandboxError: no driver works on this machine.
     """
     return choose_driver(settings.driver, settings.run_dir, **_programs(settings))
 
 
 async def sandbox_driver(settings: Settings) -> NodeDriver[Any]:
-    """Make the driver for the sandboxes of this machine; the caller closes it.
+    """Return a new driver for the sandboxes of this machine; the caller closes it.
 
     Raises:
-        SandboxError: none works here.
+        SandboxError: no driver works on this machine.
     """
     name = await asyncio.to_thread(driver_name, settings)
     return make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **_programs(settings))
@@ -191,9 +191,10 @@ def layer_store(settings: Settings) -> LayerStore:
 
 
 def image_puller(settings: Settings, progress: Callable[[str], None]) -> ImagePuller:
-    """Return the native client of registries, with the store of layers.
+    """Return the client that pulls images from registries into the store of layers.
 
     Args:
+        settings: all settings.
         progress: called with a short line on each progress.
     """
     registries = RegistrySettings(mirrors=settings.images.mirrors, insecure=settings.images.insecure)
@@ -210,8 +211,9 @@ def image_builder(settings: Settings, progress: Callable[[str], None], *, driver
     """Return a builder that writes images into the store.
 
     Args:
+        settings: all settings.
         progress: called with a short line on each progress.
-        driver: driver of the sandboxes; `docker://` images are pulled as layers if it can use these.
+        driver: name of the sandboxes' driver; if it supports layers, `docker://` images are pulled as layers.
     """
     limits = BuildLimits(seconds=settings.image_build_s, unpacked_bytes=settings.image_build_bytes)
     puller = image_puller(settings, progress) if driver in LAYERED_DRIVERS else None
@@ -224,10 +226,12 @@ def image_builder(settings: Settings, progress: Callable[[str], None], *, driver
 async def dockerfile_builder(
     settings: Settings, *, bases: Mapping[str, Path], allow: Sequence[str]
 ) -> AsyncIterator[DockerfileBuilder]:
-    """Open a builder of Dockerfiles with the driver of its sandboxes; close the driver on leaving.
+    """Open a builder of Dockerfiles with the driver of its sandboxes; close the driver on exit.
 
     Args:
-        bases, allow: in addition to those of the settings.
+        settings: all settings.
+        bases: local images by reference, in addition to those of the settings.
+        allow: hosts that builds can reach, in addition to those of the settings.
 
     Raises:
         SandboxError: this machine cannot run sandboxes.
@@ -245,8 +249,9 @@ def dockerfiles_of(
     """Return a builder of Dockerfiles.
 
     Args:
-        driver: driver of its sandboxes.
-        bases, allow: in addition to those of the settings.
+        settings: all settings.
+        driver: driver of the build's sandboxes.
+        bases, allow: as in `dockerfile_builder`.
     """
     puller = image_puller(settings, lambda line: None)
     return DockerfileBuilder(
@@ -261,7 +266,7 @@ def dockerfiles_of(
 
 
 def node_limits(settings: LimitSettings) -> NodeLimits:
-    """Convert the limit settings of this machine's sandboxes for a driver."""
+    """Convert the limit settings to the limits that a driver takes."""
     return NodeLimits.of(settings.model_dump())
 
 
@@ -269,16 +274,16 @@ def node_limits(settings: LimitSettings) -> NodeLimits:
 async def rollout_service(
     settings: Settings, model: Model, store: SqlStore | None = None, *, opened: Node | None = None
 ) -> AsyncIterator[RolloutService]:
-    """Create a service with all its parts, not started yet; close the parts on leaving.
+    """Create a service with all its parts, without starting it; close the parts on exit.
 
     Args:
-        settings: all of them.
-        model: the model behind it.
-        store: keeps groups and results; the caller closes it. None keeps them in memory.
-        opened: result of `node`, which the caller closes; None opens one.
+        settings: all settings.
+        model: the model that the service uses.
+        store: store of groups and results, which the caller closes; None means memory.
+        opened: node that the caller opened by `node` and closes; None opens a node.
 
     Raises:
-        InputError: an environment is wrong or its server does not start, or see `check_capacity`.
+        InputError: an environment is wrong, its server does not start, or `check_capacity` fails.
     """
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
     check_capacity(settings.service)
@@ -302,16 +307,16 @@ async def rollout_service(
 
 
 def check_capacity(settings: ServiceSettings) -> None:
-    """Check that a process of this machine can hold as many sandboxes at once as its settings allow.
+    """Check that a process may open enough files for as many sandboxes as the settings allow.
 
     Raises:
-        InputError: it cannot.
+        InputError: the limit of open files is too low.
     """
-    jobs, most = StageLimits.of_settings(settings).max_jobs_with_sandbox, sandboxes_allowed()
-    if jobs > most:
+    jobs, max_sandboxes = StageLimits.of_settings(settings).max_jobs_with_sandbox, sandboxes_allowed()
+    if jobs > max_sandboxes:
         raise InputError(
             f"{jobs} jobs with sandboxes at once need more files than a process may open here: "
-            f"enough for {most}",
+            f"the limit is enough for {max_sandboxes}",
             hint="raise the hard limit (`ulimit -Hn`), or lower service.max_jobs_with_sandbox (or init, run, "
             "eval)",
         )
@@ -324,8 +329,8 @@ def request_defaults(settings: Settings) -> dict[str, Defaults]:
         InputError: a name is unknown, or its value is wrong.
     """
     return {
-        one.name: Defaults.of(one.name, one.settings.limits, one.settings.sampling)
-        for one in entries(settings)
+        entry.name: Defaults.of(entry.name, entry.settings.limits, entry.settings.sampling)
+        for entry in entries(settings)
     }
 
 
@@ -341,7 +346,7 @@ def open_store(settings: ServiceSettings) -> SqlStore | None:
             return None
         case Path():
             if settings.store == DEFAULT_STORE:
-                with contextlib.suppress(OSError):  # the store reports that it cannot be opened
+                with contextlib.suppress(OSError):  # the store then reports that it cannot be opened
                     settings.store.parent.mkdir(exist_ok=True)
             return SqliteStore(settings.store, **bounds)
         case SecretStr():
@@ -352,46 +357,43 @@ def open_store(settings: ServiceSettings) -> SqlStore | None:
 
 async def connect(
     servers: Sequence[str],
+    settings: ModelSettings,
     *,
     tokenizer: str | None,
     name: str | None,
     api_key: str | None,
-    protocol: Protocol = "auto",
-    tool_format: str = "auto",
-    ca_file: Path | None = None,
     earlier: EarlierModel | None = None,
 ) -> Model:
-    """Probe the user's model servers before any other request.
+    """Probe the user's model servers, and load the model's tokenizer.
 
     Args:
         servers: base URLs of servers of one model.
-        tokenizer: folder or Hub name of its tokenizer; None takes the model name of the first server.
-        name: model name; None takes the first that the server lists.
+        settings: protocol, tool format and CA file.
+        tokenizer: folder or Hub name of the tokenizer; None means the model name of the first server.
+        name: model name; None means the first model that the server lists.
         api_key: bearer token, if the servers need one.
-        protocol: of servers whose URL does not name one.
-        tool_format: how the model writes tool calls; `auto` asks its chat template.
-        ca_file: certificates (PEM) of the authorities to trust; None trusts the public ones.
-        earlier: the model of unfinished jobs, which wait for a server that is unavailable now.
+        earlier: model of unfinished jobs, which wait if a server is unavailable.
 
     Raises:
-        InputError: a server is unavailable and no job is unfinished, or it does not speak token-in/token-out,
-            or the tokenizer cannot be loaded, or the CA file cannot be used.
+        InputError: a server is unavailable and no job is unfinished, a server does not support token ids, the
+            tokenizer cannot be loaded, or the CA file cannot be used.
     """
+    protocol, ca_file = settings.protocol, settings.ca_file
     for url in servers:
         report = await probe(url, protocol=protocol, model=name, api_key=api_key, ca_file=ca_file)
         if not report.ok and (earlier is None or not report.unavailable):
             raise InputError(report.problem, hint=report.hint)
         if not report.ok:
-            err.print(f"warning: {report.problem}; unfinished jobs wait for it")
+            err.print(f"warning: {report.problem}; unfinished jobs wait for this server")
         name = name or report.model
     if earlier is not None:
         name, tokenizer = name or earlier.name or None, tokenizer or earlier.tokenizer or None
     if tokenizer is None and not name:
-        raise InputError("the server names no model", hint="name its tokenizer: --tokenizer FOLDER")
+        raise InputError("the server lists no model", hint="set the tokenizer: --tokenizer FOLDER")
     tokenizer = tokenizer or str(name)
     return Model(
         servers=servers,
-        renderer=load_renderer(tokenizer, tool_format=tool_format),
+        renderer=load_renderer(tokenizer, tool_format=settings.tool_format),
         name=name,
         api_key=api_key,
         protocol=protocol,

@@ -16,7 +16,7 @@ from prorl_envs.errors import InputError, printable
 from prorl_envs.extras import install_extras
 from prorl_envs.rollout.agent.tracing import current_job
 
-#: Each of these variables turns on traces: https://opentelemetry.io/docs/specs/otel/protocol/exporter/
+#: Each of these variables enables traces: https://opentelemetry.io/docs/specs/otel/protocol/exporter/
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
@@ -29,10 +29,10 @@ def set_up_logging(settings: LogSettings) -> None:
 
 
 class TextLines(logging.Formatter):
-    """Formatter of text lines, with the job first if there is one. Continuation lines are indented."""
+    """Formatter of text lines, which name the job if there is one. Continuation lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, with the traceback below it if there is one."""
+        """Return the line, followed by the traceback if there is one."""
         job = current_job.get()
         message = printable(record.getMessage()).replace("\n", "\n    ")
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
@@ -41,7 +41,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formatter of JSON lines: one object each, with the job and the trace that it belongs to."""
+    """Formatter of JSON lines: one object per record, with its job and trace."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -64,12 +64,12 @@ class JsonLines(logging.Formatter):
 
 @contextmanager
 def exporting_traces() -> Iterator[None]:
-    """Send traces to the collector that the environment variables name, if any; flush them on leaving.
+    """Send traces to the collector that OpenTelemetry's environment variables name; flush them on exit.
 
-    The variables are OpenTelemetry's own, `OTEL_EXPORTER_OTLP_ENDPOINT` first of all.
+    Does nothing if no variable of `ENDPOINTS` is set.
 
     Raises:
-        InputError: a collector is named, and the SDK is not installed.
+        InputError: a variable is set, but the SDK is not installed.
     """
     if not any(os.environ.get(name) for name in ENDPOINTS):
         yield
@@ -81,7 +81,7 @@ def exporting_traces() -> Iterator[None]:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InputError(
-            "traces are asked for, and OpenTelemetry's SDK is not installed",
+            "an OTEL_EXPORTER_OTLP variable is set, but OpenTelemetry's SDK is not installed",
             hint=install_extras("otel"),
         ) from error
     resource = Resource.create({"service.name": "prorl-envs", "service.version": __version__})

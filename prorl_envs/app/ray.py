@@ -1,6 +1,6 @@
-"""Machines of a Ray cluster as nodes: actors that Ray starts, and whose calls it carries.
+"""Nodes on the machines of a Ray cluster: each is a Ray actor, and Ray transports the calls.
 
-The only module that imports Ray (docs/decisions/nodes.md).
+Only this module imports Ray (docs/decisions/nodes.md).
 """
 
 import asyncio
@@ -37,10 +37,10 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two checks for new machines, and after a node that could not work.
-_LOOK_S, _AGAIN_S = 2.0, 30.0
-#: Seconds between the end of an actor's work and its exit, for its last answer to leave.
-_LINGER_S = 2.0
+#: Seconds between two checks for new machines, and before a new actor on a machine that cannot be a node.
+_POLL_S, _RETRY_S = 2.0, 30.0
+#: Seconds between the end of an actor's work and its exit, in which its last answer is sent.
+_EXIT_DELAY_S = 2.0
 #: Timeout of the check that a cluster refuses clients without a token.
 _PROBE_S = 60.0
 
@@ -49,13 +49,16 @@ _PROBE_S = 60.0
 async def fleet_of(
     settings: Settings, model: Model, pool: ModelPool, environments: Sequence[str]
 ) -> AsyncIterator[Fleet]:
-    """Open the fleet of a service: join the Ray cluster, and keep actors on its machines.
+    """Open the fleet of a service: join the Ray cluster, and keep actors running on its machines.
 
     Args:
-        environments: names that a node must know.
+        settings: all settings.
+        model: the model of the service.
+        pool: the model servers.
+        environments: names of the environments that each node must have.
 
     Raises:
-        InputError: the cluster cannot be reached, or lets other machines in without a token.
+        InputError: the cluster cannot be reached, or is open to other machines without a token.
     """
     nodes, service = settings.nodes, settings.service
     terms = Terms(
@@ -75,68 +78,69 @@ async def fleet_of(
     fleet = Fleet(pool, terms, head_takes_jobs=nodes.run_on_head)
     async with _cluster(nodes.ray or "auto"):
         supervisor = _Supervisor(settings, fleet)
-        looking = asyncio.create_task(supervisor.look())
+        supervising = asyncio.create_task(supervisor.run())
         try:
             yield fleet
         finally:
-            looking.cancel()
+            supervising.cancel()
             await fleet.aclose()
             await supervisor.aclose()
 
 
 @asynccontextmanager
 async def _cluster(address: str) -> AsyncIterator[None]:
-    """Join a Ray cluster while the block runs, unless this process has joined one.
+    """Join a Ray cluster during the block, unless this process has already joined a cluster.
 
     Raises:
-        InputError: the cluster cannot be reached, or lets other machines in without a token.
+        InputError: the cluster cannot be reached, or is open to other machines without a token.
     """
-    ours = not ray.is_initialized()
-    if ours:
+    joined_here = not ray.is_initialized()
+    if joined_here:
         try:
-            await asyncio.to_thread(_enter, address)
+            await asyncio.to_thread(_join, address)
         except (ConnectionError, ValueError, RuntimeError, RayError) as error:
             raise InputError(
                 f"no Ray cluster at {address!r}: {error}",
-                hint="`ray start --head` here, and nodes.ray: auto; with token authentication, set "
+                hint="run `ray start --head` here, and set nodes.ray: auto; with token authentication, set "
                 "RAY_AUTH_MODE=token and the token",
             ) from error
     try:
         await asyncio.to_thread(require_authentication, ray.get_runtime_context().gcs_address)
         yield
     finally:
-        if ours:
+        if joined_here:
             await asyncio.to_thread(ray.shutdown)
 
 
-def _enter(address: str) -> None:
+def _join(address: str) -> None:
     ray.init(address, namespace="prorl-envs", log_to_driver=False, logging_level=logging.WARNING)
 
 
 def require_authentication(address: str) -> None:
-    """Refuse a Ray cluster that other machines can reach, and that accepts calls without a token. Blocks.
+    """Refuse a Ray cluster that other machines can reach and that accepts calls without a token. Blocks.
 
     Args:
-        address: of the cluster, HOST:PORT.
+        address: address of the cluster, HOST:PORT.
 
     Raises:
-        InputError: it does.
+        InputError: the cluster is refused.
     """
     host = address.rpartition(":")[0].strip("[]")
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = host == "localhost"
-    if loopback or not _accepts_strangers(address):
+    if loopback or not _accepts_without_token(address):
         return
     raise InputError(
-        f"the Ray cluster at {address} has no token authentication: whoever reaches it can run code on it",
+        f"the Ray cluster at {address} has no token authentication: any host that reaches it can run code",
         hint="start Ray and the service with RAY_AUTH_MODE=token (`ray get-auth-token --generate`)",
     )
 
 
-def _accepts_strangers(address: str) -> bool:
-    """Return whether a cluster answers a client without a token. Only another process can be one."""
+def _accepts_without_token(address: str) -> bool:
+    """Return whether a cluster answers a client without a token. The client is another process, because this
+    process already has the token."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
     try:
@@ -148,33 +152,34 @@ def _accepts_strangers(address: str) -> bool:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return True  # not known to refuse
+        return True  # unknown, so treated as open
     return done.returncode == 0
 
 
 def limits_of(
     settings: ServiceSettings, run: int | None = None, *, actors: int = 1, index: int = 0
 ) -> StageLimits:
-    """Return how many jobs may run at once on one actor, by stage.
+    """Return the maximum concurrent jobs of one actor, by stage.
 
     Args:
-        run: episodes in RUN at once on the machine, if not the settings'; the other pools scale by the same
+        settings: settings of the service, with the pools of a machine.
+        run: maximum jobs in RUN on the machine, instead of the setting; the other pools scale by the same
             factor.
-        actors: actors of the machine, which share its pools; the first get the rest.
-        index: of the actor, from 0.
+        actors: number of actors on the machine, which share its pools; the first actors get the remainder.
+        index: index of the actor, from 0.
     """
-    whole = StageLimits.of_settings(settings)
+    limits = StageLimits.of_settings(settings)
 
     def share(number: int) -> int:
         machine = number if run is None else round(number * run / settings.run)
         return max(1, machine // actors + (index < machine % actors))
 
     return StageLimits(
-        init=share(whole.init),
-        run=share(whole.run),
-        eval=share(whole.eval),
-        max_jobs_with_sandbox=share(whole.max_jobs_with_sandbox),
-        attempts=whole.attempts,
+        init=share(limits.init),
+        run=share(limits.run),
+        eval=share(limits.eval),
+        max_jobs_with_sandbox=share(limits.max_jobs_with_sandbox),
+        attempts=limits.attempts,
     )
 
 
@@ -182,9 +187,9 @@ class NodeActor(NodeWorker):
     """Ray actor that is a node.
 
     Args:
-        settings: the service's.
+        settings: settings of the service.
         limits: concurrency limits of this actor.
-        api_key: of the model servers.
+        api_key: bearer token of the model servers.
     """
 
     def __init__(self, settings: Settings, limits: StageLimits, api_key: str | None) -> None:
@@ -200,7 +205,9 @@ class NodeActor(NodeWorker):
         self._leaving = asyncio.create_task(self._exit())
         folder = settings.model.tokenizer or terms.tokenizer
         if not folder:
-            raise InputError("the service names no tokenizer", hint="model.tokenizer: its folder or Hub name")
+            raise InputError(
+                "the service names no tokenizer", hint="set model.tokenizer to a folder or Hub name"
+            )
         renderer = await asyncio.to_thread(load_renderer, str(folder), tool_format=terms.tool_format)
         model = Model(
             servers=(),
@@ -216,14 +223,14 @@ class NodeActor(NodeWorker):
                 yield NodeResources(opened, offered, renderer, servers_of(model).connect)
 
     async def _exit(self) -> None:
-        """End the process when everything is closed: nobody may be there to kill it."""
+        """Exit the process when everything is closed: the service that would kill it may be gone."""
         await self.stopped.wait()
-        await asyncio.sleep(_LINGER_S)
+        await asyncio.sleep(_EXIT_DELAY_S)
         os._exit(0)
 
 
 class _RayNode:
-    """`NodeHandle` of an actor: each of its methods calls the actor's method of the same name."""
+    """`NodeHandle` of an actor: each method calls the actor's method of the same name."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -235,21 +242,21 @@ class _RayNode:
         """Call a method of the actor.
 
         Raises:
-            ProrlError: the method did.
-            NodeLost: the actor is gone, or the method met a bug.
+            ProrlError: the actor's method raised it.
+            NodeLost: the actor is gone, or its method raised another error.
         """
         try:
             return await getattr(self._actor, method).remote(*args)
         except RayTaskError as error:
             if isinstance(error.cause, ProrlError):
                 raise error.cause from None
-            raise NodeLost(f"its {method} met a bug: {error.cause!r}") from error
+            raise NodeLost(f"its method {method} failed: {error.cause!r}") from error
         except RayError as error:
             raise NodeLost(str(error).strip().partition("\n")[0]) from error
 
 
 class _Supervisor:
-    """Keeps actors on the machines of the cluster, by Ray node id and index."""
+    """Keeps actors running on the machines of the cluster, by Ray node id and index."""
 
     def __init__(self, settings: Settings, fleet: Fleet) -> None:
         self._settings = settings
@@ -257,18 +264,18 @@ class _Supervisor:
         self._serving: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._here = ray.get_runtime_context().get_node_id()
 
-    async def look(self) -> None:
-        """Start the actors that a machine lacks, until cancelled."""
+    async def run(self) -> None:
+        """Start the actors that the machines lack, until cancelled."""
         while True:
             for machine in await asyncio.to_thread(ray.nodes):
                 for index in range(self._settings.nodes.actors):
                     slot = machine["NodeID"], index
                     if machine["Alive"] and slot not in self._serving and self._wanted(machine):
                         self._serving[slot] = asyncio.create_task(self._serve(machine, index))
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def aclose(self) -> None:
-        """Stop every actor. The fleet is closed."""
+        """Stop all actors. Close the fleet first."""
         for task in self._serving.values():
             task.cancel()
         await asyncio.gather(*self._serving.values(), return_exceptions=True)
@@ -280,21 +287,21 @@ class _Supervisor:
         return bool(machine["Resources"].get(resource, 0) >= self._settings.nodes.actors)
 
     async def _serve(self, machine: Mapping[str, Any], index: int) -> None:
-        """Run one actor as a node until it is lost, and wait before the next one."""
+        """Run an actor as a node until it is lost; then wait before another actor may start in its place."""
         nodes, key = self._settings.nodes, machine["NodeID"]
         name = f"{machine['NodeManagerHostname']}-{key[:6]}" + (f"-{index + 1}" if nodes.actors > 1 else "")
-        again_s = _AGAIN_S
+        delay_s = _RETRY_S
         actor = self._start(machine, index)
         try:
             await self._fleet.serve(name, cast(NodeHandle, _RayNode(actor)))
         except NodeLost as error:
             log.warning("node %s: %s", name, error)
-            again_s = _LOOK_S
+            delay_s = _POLL_S
         except ProrlError as error:
             log.error("machine %s cannot be a node: %s", name, error)
         finally:
             ray.kill(actor)
-        await asyncio.sleep(again_s)
+        await asyncio.sleep(delay_s)
         del self._serving[key, index]
 
     def _start(self, machine: Mapping[str, Any], index: int) -> Any:
@@ -315,8 +322,8 @@ class _Supervisor:
             "num_cpus": nodes.cpus,
             "resources": {nodes.resource: limits.run} if nodes.resource is not None else None,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False),
-            "max_restarts": 0,  # a new actor is another node: it has none of the attempts
-            "max_task_retries": 0,  # a stage must never be repeated
+            "max_restarts": 0,  # a restarted actor would be another node, without the attempts
+            "max_task_retries": 0,  # a stage must not run twice
             "max_concurrency": 8 * limits.max_jobs_with_sandbox + 64,
         }
         api_key = os.environ.get("OPENAI_API_KEY") or None

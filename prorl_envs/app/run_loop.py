@@ -12,16 +12,18 @@ from prorl_envs.stop_signals import on_stop
 
 #: Exit status by the shell's convention: 128 and the signal's number.
 INTERRUPTED = 130
-#: Seconds after which a busy thread releases the interpreter to a waiting one.
+#: Seconds after which a busy thread releases the interpreter to a waiting thread.
 SWITCH_S = 0.0001
-#: Net new objects before the garbage collector runs: with Python's 700, it takes some 4 % of a service's
-#: time.
+#: Number of new objects that starts the garbage collector. With Python's default of 700, it takes about 4 %
+#: of a service's time.
 YOUNG = 10_000
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to completion. The first signal to stop cancels it, so that every context manager closes its
-    resources; further ones are ignored, so that cleanup is not interrupted.
+    """Run `main` to completion.
+
+    The first signal to stop cancels it, so that every context manager closes its resources. Further signals
+    are ignored, so that they do not interrupt the cleanup.
 
     Raises:
         SystemExit: `main` was interrupted.
@@ -29,7 +31,7 @@ def run[T](main: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(_guarded(main))
     except asyncio.CancelledError:
-        err.print("interrupted; everything that ran has been ended")
+        err.print("interrupted; all running work was stopped")
         raise SystemExit(INTERRUPTED) from None
 
 
@@ -48,9 +50,9 @@ async def _guarded[T](main: Coroutine[Any, Any, T]) -> T:
 def settled() -> None:
     """Exempt all current objects from garbage collection, and shorten the interpreter's switch interval.
 
-    A full collection of everything imported blocks the event loop for some 90 ms, each time that the number
-    of objects has grown by a quarter. The switch interval becomes 0.1 ms instead of 5: the store's thread
-    releases the interpreter with every statement, and has to get it back from a busy event loop.
+    A full collection of all imported objects would block the event loop for about 90 ms, each time that the
+    number of objects has grown by a quarter. The switch interval is reduced from 5 to 0.1 ms, because the
+    store's thread releases the interpreter at every statement, and must get it back from a busy event loop.
     """
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
     sys.setswitchinterval(SWITCH_S)

@@ -1,7 +1,7 @@
 """The `prorl-envs` command line: all commands, and the conversion of errors to an exit status.
 
-Exit status: 0 success; 1 the command ran and its outcome is bad; 2 wrong input or a missing part; 130
-interrupted.
+Exit status: 0 success; 1 the command ran, and its outcome is a failure; 2 invalid input, or a required part
+is missing; 130 interrupted.
 
 Help and completion stay fast: each command imports its implementation only when it runs.
 """
@@ -69,7 +69,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     driver: Annotated[
         str | None,
-        typer.Option(help="Starts sandboxes: auto, bubblewrap, apptainer, apptainer-instance, local."),
+        typer.Option(help="Sandbox driver: auto, bubblewrap, apptainer, apptainer-instance, local."),
     ] = None,
 ) -> None:
     if driver is not None:
@@ -82,14 +82,14 @@ def demo(
     tokenizer: TokenizerOption = None,
     model: ModelOption = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Episodes per task.")] = None,
-    tasks: Annotated[int | None, typer.Option(min=1, help="Most tasks per family.")] = None,
-    swebench: Annotated[int, typer.Option(min=0, help="SWE-bench instances; they are built first.")] = 3,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Maximum tasks per family.")] = None,
+    swebench: Annotated[int, typer.Option(min=0, help="SWE-bench instances, which are built first.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the script.")] = 0,
     mix: Annotated[str | None, typer.Option(help="Scripted behaviours, such as solve=2,wrong=1.")] = None,
     out_dir: OutOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Run real rollouts end to end on this machine; by default a scripted model plays known solutions."""
+    """Run real rollouts end to end on this machine; by default, a scripted model plays known solutions."""
     from prorl_envs.app.compose import connect
     from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.demo import FAMILIES, DemoOptions, demo
@@ -106,15 +106,7 @@ def demo(
         check_folder(out_dir)
         given = None
         if llm:
-            given = await connect(
-                llm,
-                tokenizer=tokenizer,
-                name=model,
-                api_key=api_key(),
-                protocol=settings.model.protocol,
-                tool_format=settings.model.tool_format,
-                ca_file=settings.model.ca_file,
-            )
+            given = await connect(llm, settings.model, tokenizer=tokenizer, name=model, api_key=api_key())
         return await demo(settings, options, out_dir, given)
 
     if not run(main()):
@@ -126,7 +118,7 @@ def serve(
     llm: LlmOption = None,
     tokenizer: TokenizerOption = None,
     model: ModelOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to bind; off loopback a token is needed.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind; all but loopback need a token.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65_535, help="TCP port; 0 takes a free one.")] = None,
     store: Annotated[
         str | None,
@@ -136,7 +128,7 @@ def serve(
         ),
     ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let every user of this machine in, on loopback.")
+        bool, typer.Option("--no-token", help="Give every user of this machine access on loopback.")
     ] = False,
     config: ConfigOption = None,
 ) -> None:
@@ -161,18 +153,16 @@ def serve(
     if not servers and folder is None:
         raise InputError(
             "no model server is named",
-            hint="--llm http://host:8000/v1; or --tokenizer alone, where servers are added later",
+            hint="--llm http://host:8000/v1; or --tokenizer alone, if servers are added later",
         )
 
     async def connected(earlier: "EarlierModel | None") -> "Model":
         return await connect(
             servers,
+            settings.model,
             tokenizer=folder,
             name=model or settings.model.name or None,
             api_key=api_key(),
-            protocol=settings.model.protocol,
-            tool_format=settings.model.tool_format,
-            ca_file=settings.model.ca_file,
             earlier=earlier,
         )
 
@@ -186,7 +176,7 @@ def play(
     data: DataOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Solve a task yourself: you are the model."""
+    """Solve a task yourself, in place of the model."""
     from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.play import play
 
@@ -199,7 +189,7 @@ def show(
     job: Annotated[str | None, typer.Argument(help="A job id, or the end of one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one trajectory as a conversation, or list the stored ones."""
+    """Show a trajectory as a conversation, or list the stored trajectories."""
     from prorl_envs.cli.commands.show import show
 
     show(source, job, as_json=as_json)
@@ -216,7 +206,7 @@ def validate(
     allow_missing: AllowMissingOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a data file without a model: references score 1, untouched workspaces 0, twice the same."""
+    """Check a data file without a model: references score 1, untouched workspaces 0, both twice."""
     from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.validate import validate_file
 
@@ -234,15 +224,15 @@ def replay(
         str,
         typer.Argument(
             metavar="FILE",
-            help="The folder of a run, a results.jsonl, or a service's store: a file, or its URL.",
+            help="The folder of a run, a results.jsonl, or the store of a service (a file or a URL).",
         ),
     ],
     data: Annotated[
         Path | None,
-        typer.Option(help="Task rows; by default those asked for, if they are kept, else the examples."),
+        typer.Option(help="Task rows; by default the rows of the stored requests, or else the examples."),
     ] = None,
     out_file: Annotated[
-        Path | None, typer.Option("--out", help="Where the results go with their rewards of today.")
+        Path | None, typer.Option("--out", help="File for the results with their new rewards.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
     config: ConfigOption = None,
@@ -282,11 +272,11 @@ def prepare(
 
 @cli.command(rich_help_panel=_ENVIRONMENTS)
 def new(
-    name: Annotated[str, typer.Argument(help="Of the environment and its Python package.")],
+    name: Annotated[str, typer.Argument(help="Name of the environment and of its Python package.")],
     flavour: Annotated[
         str, typer.Option(help="Tools of the generated environment: bash, editor or ipython.")
     ] = "bash",
-    parent: Annotated[Path, typer.Option("--in", help="Where its folder is made.")] = Path(),
+    parent: Annotated[Path, typer.Option("--in", help="Folder in which the package is created.")] = Path(),
 ) -> None:
     """Create a package with a new environment that works as generated."""
     from prorl_envs.cli.commands.new import new
@@ -335,11 +325,11 @@ def conformance(
         bool, typer.Option("--emulate-root", help="Test the sandboxes of an emulated root; needs an image.")
     ] = False,
     only: Annotated[
-        str, typer.Option(help="Ids of promises, or their beginnings, with commas: PROC,FS-017.")
+        str, typer.Option(help="Ids of promises, or prefixes of ids, separated by commas: PROC,FS-017.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Test every promise of a sandbox, and report which are kept on this machine."""
+    """Test every promise of a sandbox, and report which promises this machine keeps."""
     from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.conformance import conformance, subject
     from prorl_envs.conformance.suite import chosen
@@ -377,7 +367,7 @@ def app() -> None:
 
 
 def _flush_output() -> None:
-    """Flush the standard streams, so that the interpreter does not exit with 120 if their reader has gone."""
+    """Flush the standard streams, so that the interpreter does not exit with 120 if their reader is gone."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None or stream.closed:
             continue

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _complete_environment(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete an environment's name in the shell, from those of the configuration."""
+    """Return the names of environments in the configuration that complete a shell input."""
     from prorl_envs.catalog import Catalog
     from prorl_envs.errors import ProrlError
 
@@ -28,7 +28,7 @@ EnvironmentArgument = Annotated[
     typer.Argument(
         metavar="ENVIRONMENT",
         help="bash, code, ipython, math, stem, swebench, terminal, or another that `prorl-envs envs` lists; "
-        "NAME@AGENT picks an agent.",
+        "NAME@AGENT selects an agent.",
         autocompletion=_complete_environment,
     ),
 ]
@@ -48,13 +48,11 @@ TokenizerOption = Annotated[
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model name, as the server knows it.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
-#: The same in every command that has this option; `tests/cli/test_json.py` checks that.
+#: Every command with this option has the same help; `tests/cli/test_json.py` checks that.
 AllowMissingOption = Annotated[
     bool, typer.Option("--allow-missing", help="Succeed even if some tasks cannot run on this machine.")
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
 OutOption = Annotated[
     Path | None,
     typer.Option(

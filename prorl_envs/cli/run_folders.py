@@ -1,4 +1,4 @@
-"""Folders of runs, named by time unless the user names one; the latest is linked as `runs/latest`."""
+"""Folders of runs. By default they are named by time, and `runs/latest` is a link to the latest."""
 
 import os
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ def create_folder(
     """Create the folder of a new run. The caller closes it.
 
     Args:
-        path: of the folder; None names it by time and environment.
-        started: time of the start; names the run.
-        environment, model: for the run's description.
-        groups: of the run.
+        path: path of the folder; None means a new folder named by time and environment.
+        started: time of the start, which gives the run its name.
+        environment, model: names for the run's description.
+        groups: groups of the run.
 
     Raises:
         InputError: the folder has results, or cannot be written.
@@ -46,7 +46,7 @@ def create_folder(
 
 
 def check_folder(path: Path | None) -> None:
-    """Check that `create_folder` can create a run there, before any work is done for it.
+    """Check that `create_folder` can create a run at a path, before other work is done.
 
     Raises:
         InputError: the folder has results, or cannot be written.
@@ -58,12 +58,12 @@ def check_folder(path: Path | None) -> None:
 
 
 def latest_folder() -> Path:
-    """Return the folder of the latest run that was started without naming one."""
+    """Return the folder of the latest run whose folder was named by time."""
     return (_RUNS / _LATEST).resolve()
 
 
 def _unused(name: str) -> Path:
-    """Return a folder that does not exist: a second run in the same second gets a number."""
+    """Return the path of a new folder; a second run in the same second gets a number."""
     path, number = _RUNS / name, 1
     while path.exists():
         number += 1
@@ -72,10 +72,10 @@ def _unused(name: str) -> Path:
 
 
 def _link_latest(path: Path) -> None:
-    """Point `runs/latest` to the folder, unless the user keeps something else under that name."""
+    """Make `runs/latest` a link to the folder, unless it exists and is not a link."""
     link, fresh = _RUNS / _LATEST, _RUNS / f".{_LATEST}-{os.getpid()}"
     if link.exists() and not link.is_symlink():
         return
-    with suppress(OSError):  # optional: some file systems have no links
+    with suppress(OSError):  # the link is optional: some file systems have no links
         fresh.symlink_to(path.name)
         fresh.replace(link)

@@ -46,8 +46,8 @@ def is_store(source: str) -> bool:
     except OSError as error:
         raise InputError(f"cannot read {source}: {error.strerror}", hint=_KINDS) from error
     if kind is FileKind.EMPTY and Path(source).with_name(RUN).exists():
-        return False  # a run that has no result yet
-    # JSON and text get an error that names their first line.
+        return False  # a run without results so far
+    # For JSON and text, a later error names the first line.
     if kind not in (FileKind.STORE, FileKind.RESULTS, FileKind.JSON, FileKind.TEXT):
         raise wrong_file(source, kind, "results", hint=_KINDS)
     return kind is FileKind.STORE
@@ -80,7 +80,7 @@ def check_lines(episodes: "EpisodeSource", source: str) -> None:
 
     Raises:
         WrongFileType: no line is a result.
-        InputError: a line is no result; names the first such line.
+        InputError: a line is not a result; the message names the first such line.
     """
     if not episodes.bad:
         return

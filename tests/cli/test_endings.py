@@ -49,7 +49,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, run_dir: Path, number: sign
         os.killpg(process.pid, number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "everything that ran has been ended" in said
+    assert "all running work was stopped" in said
 
 
 def test_repeated_interrupts_leave_nothing(tmp_path: Path, run_dir: Path) -> None:

@@ -98,9 +98,7 @@ def test_every_command_has_the_json_option_or_no_parsable_output() -> None:
     assert having == {called(line) for line in (*OFFLINE, *ON_A_SERVICE)} | ELSEWHERE
     assert set(options) - having == set().union(*WITHOUT.values())
     assert all(options[name].is_flag for name in having)
-    assert {options[name].help for name in having} == {
-        "Print JSON to standard output, and nothing else there."
-    }
+    assert {options[name].help for name in having} == {"Print JSON, and nothing else, to standard output."}
 
 
 def parsed(text: str) -> list[Any]:

@@ -61,7 +61,7 @@ def test_nemo_gym_finds_it_beside_its_own(tmp_path: Path) -> None:
         ("bash", "bash", "registered already"),
         ("json", "bash", "module 'json' is installed"),
         ("fine", "fish", "no flavour 'fish'"),
-        ("taken", "bash", "is already there"),
+        ("taken", "bash", "already exists"),
     ],
 )
 def test_an_invalid_name_is_refused(name: str, flavour: str, says: str, tmp_path: Path) -> None:

@@ -67,11 +67,12 @@ def test_changes_are_reported_and_bad_rows_skipped(cli: Cli, tmp_path: Path) -> 
     done = cli("replay", "results.jsonl", "--out", "again.jsonl")
     assert done.returncode == 1, done.stderr
     said = (
-        "8 rollouts scored again: 2 the same, 1 changed, 1 with a first reward, 4 without one now; 3 left out"
+        "8 rollouts scored again: 2 the same, 1 changed, 1 with a first reward, 4 without a new reward; "
+        "3 left out"
     )
-    assert said in done.stdout and "in 1 a tool gave something else than it did then" in done.stdout
+    assert said in done.stdout and "in 1 of them, a tool call had another result" in done.stdout
     for words in (
-        "results.jsonl:3: ", "results.jsonl:4: ", "g/3: its agent loop did not end (model)",
+        "results.jsonl:3: ", "results.jsonl:4: ", "g/3: its agent loop did not finish (model)",
     ):  # fmt: skip
         assert words in done.stderr
     flat = " ".join(done.stdout.split())

@@ -100,7 +100,7 @@ def test_without_unfinished_jobs_a_model_server_that_is_down_is_an_error(cli: Cl
 
 def test_a_store_in_memory_is_forgotten(tmp_path: Path) -> None:
     with serving(tmp_path, "--store", "memory") as (_, said):
-        assert "store:           memory; a restart forgets" in said
+        assert "store:           memory, lost at a restart" in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -181,4 +181,4 @@ def test_an_absent_service_is_one_clear_error(steer: Steer) -> None:
     away = steer("status", service="http://127.0.0.1:9")
     assert away.code == 2 and "does not answer" in away.err and "is it at another address?" in away.err
     wrong = steer("status", service="localhost")
-    assert wrong.code == 2 and "is no URL" in wrong.err
+    assert wrong.code == 2 and "is not the URL" in wrong.err

@@ -57,7 +57,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with command("--llm", "scripted-model", "bash", "--mix", "solve=1") as options:
         port = free_port()
         arguments = ["serve", *options.split(), "--port", port, "--store", "memory"]
-        with command("Ctrl-C ends it", *arguments, **environ):
+        with command("Ctrl-C stops it", *arguments, **environ):
             yield f"http://127.0.0.1:{port}"
 
 

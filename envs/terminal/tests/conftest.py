@@ -28,7 +28,7 @@ type MakeRow = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def make_row() -> MakeRow:
-    """Return a function that makes a row in Harbor's format; `files` adds and replaces files, None removes."""
+    """Return a function that makes rows in Harbor's format; `files` adds or replaces files, None removes."""
 
     def make(files: Mapping[str, Any] | None = None, *, config: str = "") -> dict[str, Any]:
         directory = {

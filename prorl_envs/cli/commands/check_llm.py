@@ -1,4 +1,4 @@
-"""`prorl-envs check-llm`: compatibility check of a model server, with each point tried on it."""
+"""`prorl-envs check-llm`: tests of a model server's compatibility."""
 
 from typing import Annotated
 
@@ -11,13 +11,17 @@ def check_llm(
     url: Annotated[str, typer.Argument(help="Base URL; it may name its protocol: sglang+http://host:30000.")],
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub name of the model's tokenizer: prompts are then its own."),
+        typer.Option(
+            help="Folder or Hub name of the model's tokenizer, to test with the model's own prompts."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model name; by default the first it names.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model name; by default the first model that the server lists.")
+    ] = None,
     pause: Annotated[
-        bool, typer.Option(help="Pause and resume it, too: other users wait meanwhile.")
+        bool, typer.Option(help="Also test pause and resume; other users of the server wait meanwhile.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds one answer may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Timeout of an answer, in seconds.")] = 120.0,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -28,6 +32,6 @@ def check_llm(
 
     ca_file = settings_of(config).model.ca_file
     renderer = load_renderer(tokenizer) if tokenizer else None
-    checking = checked(url, renderer, model, ca_file=ca_file, pause=pause, timeout_s=timeout, as_json=as_json)
-    if not run(checking):
+    check = checked(url, renderer, model, ca_file=ca_file, pause=pause, timeout_s=timeout, as_json=as_json)
+    if not run(check):
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from prorl_envs.cli.output.check_table import trials_table
+from prorl_envs.cli.output.check_table import check_table
 from prorl_envs.cli.output.console import err, out, print_json
 from prorl_envs.model.http.client import ClientLimits
 from prorl_envs.model.servers.compatibility_checks import CheckState, CheckSubject, check_server
@@ -22,15 +22,15 @@ async def checked(
     ca_file: Path | None = None,
     as_json: bool = False,
 ) -> bool:
-    """Run all checks and print the findings. Return whether nothing is broken.
+    """Run all checks and print the findings. Return whether no check failed.
 
     Args:
-        url: of the server.
-        renderer: of its model, if available.
-        model: its name; None takes the first.
-        pause: try pauses.
-        timeout_s: seconds an answer may take.
-        ca_file: as `ModelHttpClient`.
+        url: base URL of the server.
+        renderer: renderer of the model, or None.
+        model: name of the model; None means the first that the server lists.
+        pause: also test pauses.
+        timeout_s: timeout of an answer, in seconds.
+        ca_file: as in `ModelHttpClient`.
         as_json: print JSON instead of a table.
     """
     limits = ClientLimits(answer_s=timeout_s, control_s=timeout_s, attempts=1)
@@ -42,7 +42,7 @@ async def checked(
     client = servers.connect(url)
     try:
         subject = CheckSubject(client, servers, url, prompt_of(renderer))
-        with err.status("asking") as status:
+        with err.status("checking") as status:
             findings = await check_server(
                 subject, pauses=pause, note=lambda found: status.update(f"{found.id} {found.state}")
             )
@@ -52,14 +52,14 @@ async def checked(
         print_json(findings)
     else:
         rows = ((f.id, f.text, f.state, f.reason, f.seconds) for f in findings)
-        out.print(trials_table("what a server is to do", rows))
-        tokenizer_hint = "--tokenizer FOLDER tries the model's own prompts, and its form of tool calls"
+        out.print(check_table("requirement", rows))
+        tokenizer_hint = "--tokenizer FOLDER also tests the model's own prompts and its tool calls"
         out.print(about(renderer) if renderer else tokenizer_hint)
     return all(finding.state is not CheckState.BROKEN for finding in findings)
 
 
 def prompt_of(renderer: TemplateRenderer | None) -> list[int]:
-    """Return a prompt in the model's own format, or ids that every model has."""
+    """Return a prompt in the model's own format; without a renderer, arbitrary ids that every model has."""
     if renderer is None:
         return list(range(5, 25))
     tool = ToolSpec(
@@ -69,7 +69,7 @@ def prompt_of(renderer: TemplateRenderer | None) -> list[int]:
 
 
 def about(renderer: TemplateRenderer) -> str:
-    """Describe the tool format and stop ids of the tokenizer's template."""
-    told = "" if renderer.tools_known else "; it knows no tools, so the first message describes them"
-    plain = "; results come as user messages" if renderer.plain_tools else ""
-    return f"tool calls: {renderer.tool_format}{told}{plain}; stop ids {list(renderer.stop_ids)}"
+    """Describe the tool format and the stop ids of the model's chat template."""
+    tools = "" if renderer.tools_known else "; the template has no tools, so the first message describes them"
+    results = "; tool results are user messages" if renderer.plain_tools else ""
+    return f"tool calls: {renderer.tool_format}{tools}{results}; stop ids {list(renderer.stop_ids)}"

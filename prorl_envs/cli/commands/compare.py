@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def compare(
     before: SourceArgument,
     after: SourceArgument,
-    rows: Annotated[int, typer.Option(min=0, help="Most tasks to list, largest changes first.")] = 20,
+    rows: Annotated[int, typer.Option(min=0, help="Maximum tasks to list, largest changes first.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the rewards of two runs task by task: wins, losses, mean change, sign test."""
@@ -31,7 +31,7 @@ def compare(
     if not result.tasks:
         raise InputError(
             "the two runs have no scored task in common",
-            hint=f"{result.only_before} tasks are in {before} alone, {result.only_after} in {after}",
+            hint=f"{result.only_before} tasks are only in {before}, {result.only_after} only in {after}",
         )
     if as_json:
         print_json(result)
@@ -53,18 +53,18 @@ def _table(result: "Comparison", rows: int) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    changed = sorted((one for one in result.tasks if one.change), key=lambda one: -abs(one.change))
-    left_out = len(changed) - rows
+    changed = sorted((task for task in result.tasks if task.change), key=lambda task: -abs(task.change))
+    omitted = len(changed) - rows
     table = Table(title="changed tasks", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.caption = f"{left_out} more" if left_out > 0 else None
+    table.caption = f"{omitted} more" if omitted > 0 else None
     for name in ("environment", "task"):
         table.add_column(name, overflow="fold")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right")
-    for one in changed[:rows]:
-        style = "green" if one.change > 0 else "red"
-        values = (f"{one.before:.3f}", f"{one.after:.3f}", Text(f"{one.change:+.3f}", style=style))
-        table.add_row(plain(one.environment), plain(one.task_id), *values)
+    for task in changed[:rows]:
+        style = "green" if task.change > 0 else "red"
+        values = (f"{task.before:.3f}", f"{task.after:.3f}", Text(f"{task.change:+.3f}", style=style))
+        table.add_row(plain(task.environment), plain(task.task_id), *values)
     return table
 
 
@@ -79,6 +79,6 @@ def _lines(result: "Comparison") -> list[str]:
     ]
     if result.only_before or result.only_after:
         lines.append(
-            f"left out: {result.only_before} tasks of the first run alone, {result.only_after} of the second"
+            f"left out: {result.only_before} tasks only in the first run, {result.only_after} in the second"
         )
     return lines

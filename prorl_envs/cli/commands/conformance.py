@@ -1,10 +1,10 @@
-"""`prorl-envs conformance`: test of every promise against a driver on this machine."""
+"""`prorl-envs conformance`: tests of a driver's promises on this machine."""
 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from prorl_envs.cli.output.check_table import trials_table
+from prorl_envs.cli.output.check_table import check_table
 from prorl_envs.cli.output.console import err, out, print_json
 from prorl_envs.conformance.promise import Promise
 from prorl_envs.conformance.runner import PromiseOutcome, PromiseState, run_suite
@@ -19,9 +19,9 @@ def subject(driver: str, image: Path | None, *, emulate_root: bool = False) -> S
         InputError: there is no such driver, or an emulated root has no image.
     """
     if emulate_root and image is None:
-        raise InputError("an emulated root needs an image", hint="name one with --image")
+        raise InputError("an emulated root needs an image", hint="set it with --image")
     if driver not in DRIVERS:
-        raise InputError(f"there is no driver {driver!r}", hint=f"there are: {', '.join(DRIVERS)}")
+        raise InputError(f"there is no driver {driver!r}", hint=f"drivers: {', '.join(DRIVERS)}")
     return Subject(driver=driver, make_driver=DRIVERS[driver], image=image, emulate_root=emulate_root)
 
 
@@ -30,11 +30,11 @@ async def conformance(against: Subject, promises: Sequence[Promise], *, as_json:
 
     Args:
         against: the driver and its image.
-        promises: to test.
+        promises: the promises to test.
         as_json: print JSON instead of a table.
 
     Returns:
-        whether no promise is broken, and all of them could be tested.
+        True if no promise is broken, and all could be tested.
     """
 
     def note(outcome: PromiseOutcome) -> None:
@@ -46,8 +46,6 @@ async def conformance(against: Subject, promises: Sequence[Promise], *, as_json:
     if as_json:
         print_json({"driver": against.driver, "image": against.image or "", "outcomes": outcomes})
     else:
-        out.print(
-            trials_table("promise", ((o.id, o.promise, o.state, o.reason, o.seconds) for o in outcomes))
-        )
+        out.print(check_table("promise", ((o.id, o.promise, o.state, o.reason, o.seconds) for o in outcomes)))
         out.print(", ".join(f"{counts[state]} {state}" for state in PromiseState))
     return not any(state.is_error for state in counts)

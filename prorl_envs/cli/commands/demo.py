@@ -1,7 +1,7 @@
 """`prorl-envs demo`: real rollouts, end to end, on this machine.
 
-Without `--llm` a scripted model server plays the model: reference solutions, wrong ones and faults, in known
-proportions. So the rewards of every group are known in advance, and the demo checks them.
+Without `--llm`, a scripted model server takes the place of the model. It plays reference solutions, wrong
+answers and faults in known proportions, so the demo knows the rewards of every group and checks them.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from prorl_envs.testing.scripted import Behaviour, Mix, Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
 
-#: The slow families first: their builds continue while the others run.
+#: The slow family is first, so that its builds continue while the others run.
 FAMILIES = ("swebench", "bash", "ipython")
 MIX = "solve=2,wrong=1,malformed=1,loop=1,error500=1"
-#: Large, since most of INIT is waiting here: for an instance that another sample is already building.
+#: Size of the INIT pool: large, because most of its jobs only wait for an instance that another job builds.
 INIT_POOL = 16
 #: File of a run folder that shows all its episodes in a browser.
 PAGE = "episodes.html"
@@ -58,9 +58,9 @@ class DemoOptions:
     """Options of the demo.
 
     Args:
-        samples: episodes per task; None takes one for each card of the mix.
-        tasks: most tasks of each family; None takes all examples.
-        seed: of the script's decks and log-probabilities.
+        samples: episodes per task; None means the sum of the counts in `mix`.
+        tasks: maximum tasks by family; a family that is not named runs all its examples.
+        seed: seed of the order of behaviours and of the log-probabilities.
         mix: proportions of the scripted behaviours.
         families: names of the families.
     """
@@ -78,7 +78,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Task of the demo, with the row it came from."""
+    """Task of the demo, with its row."""
 
     family: str
     row: Mapping[str, object]
@@ -86,13 +86,15 @@ class Chosen:
 
 
 def choose(catalog: Catalog, options: DemoOptions, driver: str = "auto") -> list[Chosen]:
-    """Return the example tasks that this machine can run; print which it cannot run, and why.
+    """Return the example tasks that this machine can run; print the others, with the reasons.
 
     Args:
-        driver: the setting.
+        catalog: the environments.
+        options: options of the demo.
+        driver: value of the setting `driver`.
 
     Raises:
-        InputError: one of the families is unknown, or no task can run here.
+        InputError: a family is unknown, or no task can run here.
     """
     chosen = []
     for name in options.families:
@@ -115,18 +117,18 @@ def requests(
     chosen: Sequence[Chosen], options: DemoOptions, defaults: Mapping[str, Defaults]
 ) -> list[GroupRequest]:
     """Return one group per task. The settings of an environment override the demo's own limits."""
-    own = LIMITS.model_dump(exclude_unset=True)
-    limits = {name: AgentLimits(**{**own, **said.limits}) for name, said in defaults.items()}
+    demo_limits = LIMITS.model_dump(exclude_unset=True)
+    limits = {name: AgentLimits(**{**demo_limits, **own.limits}) for name, own in defaults.items()}
     return [
         GroupRequest(
-            id=f"demo/{one.family}/{one.task.id}",
-            environment=one.family,
-            task=dict(one.row),
+            id=f"demo/{item.family}/{item.task.id}",
+            environment=item.family,
+            task=dict(item.row),
             samples=options.group_size,
             sampling=Sampling(max_tokens=8192),
-            limits=limits.get(one.family, LIMITS),
+            limits=limits.get(item.family, LIMITS),
         )
-        for one in chosen
+        for item in chosen
     ]
 
 
@@ -134,13 +136,13 @@ def script(chosen: Sequence[Chosen]) -> ScriptBook:
     """Return the script of the model: each task's reference solution, keyed by the task's instruction."""
     return ScriptBook(
         {
-            one.task.instruction: Script(
+            item.task.instruction: Script(
                 [
-                    *([{"tool": call.tool, "arguments": call.arguments}] for call in one.task.reference),
-                    *([{"content": answer}] for answer in [one.task.reference_answer] if answer),
+                    *([{"tool": call.tool, "arguments": call.arguments}] for call in item.task.reference),
+                    *([{"content": answer}] for answer in [item.task.reference_answer] if answer),
                 ]
             )
-            for one in chosen
+            for item in chosen
         }
     )
 
@@ -148,22 +150,22 @@ def script(chosen: Sequence[Chosen]) -> ScriptBook:
 def unexpected(groups: Sequence[GroupStatistics], options: DemoOptions) -> list[str]:
     """Return one sentence for each group whose rewards differ from those of the script.
 
-    A group whose size is no multiple of the deck gets part of a deck, so its rewards are not known in
-    advance.
+    Behaviours are dealt from a deck with the counts of the mix. If the size of a group is not a multiple of
+    the deck's size, its rewards are not known in advance, so nothing is checked.
     """
     deck = sum(options.mix.counts.values())
     if options.group_size % deck:
         return []
     rounds = options.group_size // deck
-    wanted: Counter[float | None] = Counter()
+    expected: Counter[float | None] = Counter()
     for behaviour, count in options.mix.counts.items():
         reward = 1.0 if behaviour in _SOLVES else None if behaviour in _FAULTS else 0.0
-        wanted[reward] += count * rounds
+        expected[reward] += count * rounds
     problems = []
     for group in groups:
         got = Counter(group.rewards)
-        if got != +wanted:
-            problems.append(f"{group.group_id}: expected {_counts(+wanted)}, got {_counts(got)}")
+        if got != +expected:
+            problems.append(f"{group.group_id}: expected {_counts(+expected)}, got {_counts(got)}")
     return problems
 
 
@@ -184,7 +186,7 @@ def scripted_tokenizer(settings: Settings) -> Path:
     except OSError as error:
         raise InputError(
             f"the tokenizer cannot be written to {cache}: {error.strerror}",
-            hint="name another place: PRORL_CACHE_DIR",
+            hint="set another folder: PRORL_CACHE_DIR",
         ) from error
 
 
@@ -212,13 +214,13 @@ async def demo(
     """Run the demo.
 
     Args:
-        settings: of the service; its port is always a free one on loopback.
-        options: of the demo.
-        path: of the folder for the results; None names one by the time.
-        model: the user's own; None uses the scripted model.
+        settings: settings of the service; it always uses a free port on loopback.
+        options: options of the demo.
+        path: folder for the results; None means a new folder named by time.
+        model: the user's model; None means the scripted model.
 
     Returns:
-        whether every group's rewards are those of the script; True with a real model.
+        True if all rewards are those of the script, or with a real model.
     """
     catalog = Catalog.of(settings)
     if settings.environments is not None:
@@ -237,7 +239,7 @@ async def demo(
     ):
         err.print(f"rollout service: {url}  (documentation: {url}/openapi.json)")
         err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
-        # Only now: a machine that cannot start sandboxes leaves no empty folder.
+        # The folder is created last, so that a machine that cannot start sandboxes leaves no empty folder.
         with create_folder(path, datetime.now(UTC), "demo", name, groups) as folder:
             await run_groups(client, folder, submissions(folder), tables=False)
         views = [await client.group(group.id) for group in groups]

@@ -1,14 +1,13 @@
 """`prorl-envs image build` for a Dockerfile."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prorl_envs.app.compose import dockerfile_builder
 from prorl_envs.app.run_loop import run
+from prorl_envs.cli.options import settings_of
 from prorl_envs.cli.output.console import err, out, plain
-from prorl_envs.config import load_settings
 from prorl_envs.errors import InputError
 from prorl_envs.images.dockerfile.build import BuildProgress
 
@@ -20,11 +19,11 @@ class BuildOptions:
     """Options of a build.
 
     Args:
-        file: the Dockerfile; None takes that of the context.
-        tag: name of the image in the store; "" makes one of its content.
-        target: stage to build; None is the last one.
-        args: for ARG instructions.
-        secrets: files by id.
+        file: the Dockerfile; None means the file `Dockerfile` of the context.
+        tag: name of the image in the store; "" means a name derived from its content.
+        target: stage to build; None means the last stage.
+        args: values for ARG instructions.
+        secrets: files of secrets by id.
         bases: local images by reference.
         allow: hosts that the build can reach.
     """
@@ -52,7 +51,7 @@ def build_dockerfile(config: Path | None, context: Path, options: BuildOptions) 
 
 
 async def _build(config: Path | None, context: Path, options: BuildOptions) -> Path:
-    settings = load_settings(config, os.environ)
+    settings = settings_of(config)
     async with dockerfile_builder(settings, bases=options.bases, allow=options.allow) as builder:
         return await builder.build(
             context,

@@ -1,4 +1,4 @@
-"""`prorl-envs doctor`: report on this machine's abilities, suited for a bug report."""
+"""`prorl-envs doctor`: report on the features that this machine supports; useful in bug reports."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 async def _sandbox(settings: Settings) -> Check:
-    """Start a sandbox and run a command in its shell: the end-to-end check."""
+    """Check that a sandbox starts and runs a command in its shell."""
     remedy = "the checks above name the missing parts"
     try:
         async with node(settings) as opened, sandbox_session(opened, SandboxSpec()) as place:
@@ -54,18 +54,18 @@ async def _sandbox(settings: Settings) -> Check:
 
 
 def _limits(settings: Settings) -> Check:
-    """Check how sandbox limits are enforced. The watchdog works everywhere, but later than the kernel."""
-    asked = settings.limits.enforcement
-    place, problem = delegated()
-    if place is not None and asked in ("auto", "cgroup2"):
-        return Check(name="limits", ok=True, found=f"cgroup v2 delegated: {place}")
-    if asked == "cgroup2":
+    """Check how sandbox limits are enforced. The watchdog works on every machine, but reacts later."""
+    enforcement = settings.limits.enforcement
+    cgroup, problem = delegated()
+    if cgroup is not None and enforcement in ("auto", "cgroup2"):
+        return Check(name="limits", ok=True, found=f"cgroup v2 delegated: {cgroup}")
+    if enforcement == "cgroup2":
         remedy = (
             "`systemd-run --user --scope -p Delegate=yes prorl-envs serve`, or limits.enforcement watchdog"
         )
         return Check(name="limits", ok=False, found=f"no cgroup v2: {problem}", remedy=remedy)
-    why = "" if asked == "watchdog" else f" (no cgroup v2: {problem})"
-    return Check(name="limits", ok=True, found=f"watchdog{why}")
+    reason = "" if enforcement == "watchdog" else f" (no cgroup v2: {problem})"
+    return Check(name="limits", ok=True, found=f"watchdog{reason}")
 
 
 def _shared() -> Check:
@@ -74,8 +74,8 @@ def _shared() -> Check:
         f"{counter.name}: {_number(counter.size)} ({counter.source}), {counter.share:,} for each sandbox"
         for counter in counters().values()
     ]
-    own = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    found.append(f"the service's hard limit of open files: {_number(own if own >= 0 else UNLIMITED)}")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    found.append(f"the service's hard limit of open files: {_number(hard if hard >= 0 else UNLIMITED)}")
     return Check(name="shared counters", ok=True, found="; ".join(found))
 
 
@@ -84,12 +84,12 @@ def _number(size: int) -> str:
 
 
 def _priority(settings: Settings) -> Check:
-    """Check whether `limits.nice` makes a difference."""
+    """Check whether the setting `limits.nice` has an effect."""
     if delegated()[0] is None and sessions_weigh_alike():
-        found = "sandboxes do not yield to the service: sched_autogroup shares processors out by session"
-        remedy = "`sysctl kernel.sched_autogroup_enabled=0`, or a job with a CPU control group of its own"
+        found = "limits.nice has no effect: sched_autogroup divides processor time equally between sessions"
+        remedy = "`sysctl kernel.sched_autogroup_enabled=0`, or a job with its own CPU control group"
         return Check(name="priority", ok=False, found=found, remedy=remedy)
-    return Check(name="priority", ok=True, found=f"sandboxes yield by nice {settings.limits.nice}")
+    return Check(name="priority", ok=True, found=f"sandboxes have nice {settings.limits.nice}")
 
 
 def _cache(folder: Path) -> Check:
@@ -104,7 +104,10 @@ def _cache(folder: Path) -> Check:
 
 
 def _families(driver: str) -> Iterator[tuple[Check, bool]]:
-    """Yield each family's check, and whether it is needed: not if the family lacks optional packages."""
+    """Yield a check per family, and whether the check is required.
+
+    It is not required if this machine can run none of the family's examples, as without optional packages.
+    """
     for name in sorted(environments()):
         try:
             obstacles = example_obstacles(name, environments()[name], driver)
@@ -120,9 +123,9 @@ def _families(driver: str) -> Iterator[tuple[Check, bool]]:
 
 
 def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
-    """Return the checks of the driver in use, and those of the other drivers. Blocks.
+    """Return the required checks, of the selected driver, and the optional checks, of the others. Blocks.
 
-    If no driver works, the last check of the first list is the driver's.
+    The last required check says which driver is selected, or that no driver works.
     """
     directory = directory_check(node_local_base(settings.run_dir))
     found = {
@@ -135,11 +138,10 @@ def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
         name = choose_driver(
             settings.driver, settings.run_dir, bwrap=settings.bwrap, apptainer=settings.apptainer
         )
-        said = f"{name} ({settings.driver})"
+        selected = f"{name} ({settings.driver})"
         if name == "local":
-            said = "local: NO ISOLATION, what a model writes runs as this user"
-        chosen = Check(name="driver", ok=True, found=said)
-        needed = [directory, *found.pop(name), chosen]
+            selected = "local: NO ISOLATION, a model's commands run as this user"
+        needed = [directory, *found.pop(name), Check(name="driver", ok=True, found=selected)]
     except SandboxError as error:
         needed = [directory, Check(name="driver", ok=False, found=error.message, remedy=error.hint)]
     others = dict.fromkeys(check for checks in found.values() for check in checks if check not in needed)
@@ -150,10 +152,11 @@ async def doctor(settings: Settings, *, as_json: bool = False) -> bool:
     """Check this machine and print the findings.
 
     Args:
+        settings: all settings.
         as_json: print JSON instead of a table.
 
     Returns:
-        whether rollouts can run here.
+        True if rollouts can run on this machine.
     """
     needed, others = await asyncio.to_thread(_drivers, settings)
     starts = needed[-1].ok
@@ -194,11 +197,11 @@ def _print_tables(needed: Sequence[Check], others: Sequence[Check]) -> None:
     for check in others:
         _add_row(table, check, Text("--", style="yellow"), shown)
     out.print(table)
-    out.print("-- is optional, or not needed here")
+    out.print("--: optional, or not needed on this machine")
 
 
 def _add_row(table: Table, check: Check, bad: Text, shown: set[str]) -> None:
-    """Add a check, and its remedy unless that is among those already `shown`."""
+    """Add a check, with its remedy unless the remedy is already in `shown`."""
     found = check.found
     if not check.ok and not any(check.remedy in remedy for remedy in shown):
         shown.add(check.remedy)

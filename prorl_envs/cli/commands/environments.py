@@ -23,7 +23,7 @@ from prorl_envs.env.rows import read_tasks
 from prorl_envs.errors import InputError, NoExampleData
 from prorl_envs.remote.environment import NemoEnvironment
 
-#: Most columns of an instruction in the table of tasks.
+#: Maximum columns of an instruction in the table of tasks.
 _WIDTH = 60
 
 
@@ -32,15 +32,16 @@ class EnvironmentSummary:
     """Environment, and whether this machine can run it.
 
     Args:
-        name: as commands and requests name it.
-        kind: `built-in`; `package`: of an installed package; or `nemo-gym`: a NeMo Gym resources server.
-        family: the registered family that it is based on; "" for `nemo-gym`.
-        harness: agent that works on its tasks; "" for the service's own agent loop.
-        tasks: number of example tasks; None if it ships none.
-        runnable: number of them that this machine can run; None if unknown.
-        usable: whether this machine can run it; None if unknown before its server starts.
-        problem: why it is not usable, or why the first task is not runnable; "" if there is no problem.
-        description: one line.
+        name: name of the environment in commands and requests.
+        kind: `built-in`; `package` (of an installed package); or `nemo-gym` (a NeMo Gym resources server).
+        family: the registered family of the environment; "" for `nemo-gym`.
+        harness: harness that works on the tasks; "" for the service's own agent loop.
+        tasks: number of example tasks; None if there are no examples.
+        runnable: number of example tasks that this machine can run; None if unknown.
+        usable: whether this machine can run the environment; None if unknown before its server starts.
+        problem: reason why the environment is not usable, or why the first task that cannot run cannot; "" if
+            there is no problem.
+        description: description in one line.
     """
 
     name: str
@@ -55,13 +56,13 @@ class EnvironmentSummary:
 
 
 def summarise_environments(settings: Settings) -> list[EnvironmentSummary]:
-    """Summarise every environment of the configuration. Reads example tasks and probes requirements: blocks.
+    """Summarise every environment of the configuration. Reads example tasks and checks requirements; blocks.
 
     Raises:
         InputError: the configuration is wrong.
     """
     catalog, cache = Catalog.of(settings), settings.cache_dir or default_cache_dir()
-    families = {one.name: one.settings.family or one.environment for one in entries(settings)}
+    families = {entry.name: entry.settings.family or entry.environment for entry in entries(settings)}
     return [
         _summarise(catalog, name, families.get(name, name), cache, settings.driver)
         for name in sorted(catalog)
@@ -77,10 +78,10 @@ def _summarise(catalog: Catalog, name: str, family_name: str, cache: Path, drive
             name=name, kind=kind, family=family_name, usable=False, problem=error.message
         )
     if issubclass(family, NemoEnvironment):
-        about = "Tasks of a NeMo Gym resources server."
-        return EnvironmentSummary(name=name, kind="nemo-gym", family="", description=about)
+        description = "Tasks of a NeMo Gym resources server."
+        return EnvironmentSummary(name=name, kind="nemo-gym", family="", description=description)
     harness = harness_of(family)
-    lacking = missing(harness, cache) if harness is not None else ""
+    not_installed = missing(harness, cache) if harness is not None else ""
     problem = ""
     tasks = runnable = None
     try:
@@ -99,20 +100,23 @@ def _summarise(catalog: Catalog, name: str, family_name: str, cache: Path, drive
         harness=harness.name if harness is not None else "",
         tasks=tasks,
         runnable=runnable,
-        usable=not lacking and (bool(runnable) if tasks else not problem),
-        problem=lacking or problem,
+        usable=not not_installed and (bool(runnable) if tasks else not problem),
+        problem=not_installed or problem,
         description=description_of(family),
     )
 
 
 def example_obstacles(name: str, family: Family, driver: str) -> list[str]:
-    """Return for each example task of an environment why this machine cannot run it, "" if it can.
+    """Return, for each example task, the reason why this machine cannot run it, or "".
 
     Args:
-        driver: the setting.
+        name: name of the environment.
+        family: class of the environment.
+        driver: value of the setting `driver`.
 
     Raises:
-        InputError: the examples are wrong; NoExampleData: there are none.
+        NoExampleData: there are no examples.
+        InputError: the examples are wrong.
     """
     examples: list[Task] = read_tasks(family.load, examples_of(name, family))
     return [family.obstacle(task, driver) for task in examples]
@@ -129,7 +133,7 @@ def list_environments(settings: Settings, *, as_json: bool) -> None:
         print_json(found)
     else:
         out.print(environments_table(found))
-        err.print("tasks: runnable here, of the examples; `prorl-envs tasks ENVIRONMENT` lists them")
+        err.print("tasks: number of examples that can run here; `prorl-envs tasks ENVIRONMENT` lists them")
 
 
 def environments_table(found: list[EnvironmentSummary]) -> Table:
@@ -140,12 +144,13 @@ def environments_table(found: list[EnvironmentSummary]) -> Table:
     table.add_column("tasks", justify="right", no_wrap=True)
     table.add_column("usable", no_wrap=True)
     table.add_column("description", overflow="fold")
-    for one in found:
-        count = "-" if one.tasks is None else f"{one.runnable} of {one.tasks}"
-        description = plain(one.description)
-        if one.problem:
-            description.append("\n").append_text(Text(plain(one.problem).plain, style="yellow"))
-        table.add_row(plain(one.name), one.kind, count, _mark(one.usable), description)
+    for environment in found:
+        count = "-" if environment.tasks is None else f"{environment.runnable} of {environment.tasks}"
+        description = plain(environment.description)
+        if environment.problem:
+            description.append("\n").append_text(Text(plain(environment.problem).plain, style="yellow"))
+        usable = _mark(environment.usable)
+        table.add_row(plain(environment.name), environment.kind, count, usable, description)
     return table
 
 
@@ -160,9 +165,9 @@ class TaskFilter:
     """Filter of the tasks to list.
 
     Args:
-        text: part of the id or the instruction, ignoring case; "" for all.
-        runnable: only tasks that this machine can run.
-        limit: most tasks; None for all.
+        text: part of the id or of the instruction, ignoring letter case; "" for all tasks.
+        runnable: list only tasks that this machine can run.
+        limit: maximum tasks; None for all.
     """
 
     text: str = ""
@@ -176,54 +181,62 @@ def list_tasks(
     """Print tasks of an environment: a table, or their rows as JSON Lines, which `--data` accepts as a file.
 
     Raises:
-        InputError: no such environment, it ships no examples, or a row is wrong.
+        InputError: no such environment, the environment ships no examples, or a row is wrong.
     """
     catalog = Catalog.of(settings)
     family = catalog.family(environment)
-    rows, broken = _readable(catalog, environment, data)
-    fitting = [
-        (row, task, family.obstacle(task, settings.driver)) for row, task in rows if _fits(task, chosen.text)
+    rows, unreadable = _readable(catalog, environment, data)
+    matching = [
+        (row, task, family.obstacle(task, settings.driver))
+        for row, task in rows
+        if _matches(task, chosen.text)
     ]
     if chosen.runnable:
-        fitting = [one for one in fitting if not one[2]]
-    shown = fitting[: chosen.limit]
+        matching = [(row, task, reason) for row, task, reason in matching if not reason]
+    shown = matching[: chosen.limit]
     if as_json:
         print_json_lines(row for row, _, _ in shown)
     else:
         out.print(tasks_table((task, reason) for _, task, reason in shown))
     err.print(f"{len(shown)} of {len(rows)} tasks")
-    for reason, count in Counter(reason for _, _, reason in fitting if reason).most_common():
+    for reason, count in Counter(reason for _, _, reason in matching if reason).most_common():
         err.print(plain(f"{count} cannot run here: {reason}"))
-    for name, reason in broken:
+    for name, reason in unreadable:
         err.print(plain(f"{name} cannot be read: {reason}"), style="yellow")
 
 
 def _readable(
     catalog: Catalog, environment: str, data: Path | None
 ) -> tuple[list[tuple[Any, Task]], list[tuple[str, str]]]:
-    """Return the rows with their tasks; and for a folder of tasks the names of those that are wrong, with the
-    reasons."""
+    """Return the rows with their tasks; and, if `data` is a folder of task directories, the names of invalid
+    directories with the reasons."""
     if data is None or not data.is_dir() or is_task_directory(data):
         return catalog.rows(environment, data), []
     rows: list[tuple[Any, Task]] = []
-    broken: list[tuple[str, str]] = []
+    unreadable: list[tuple[str, str]] = []
     for folder in filter(is_task_directory, sorted(data.iterdir())):
         try:
             rows += catalog.rows(environment, folder)
         except InputError as error:
-            broken.append((folder.name, str(error.message).replace(f"{folder}:1: ", "")))
-    if not rows and not broken:
-        raise InputError(f"{data} holds no task directory", hint="one has a task.toml or a task.yaml")
-    return rows, broken
+            unreadable.append((folder.name, str(error.message).replace(f"{folder}:1: ", "")))
+    if not rows and not unreadable:
+        raise InputError(
+            f"{data} contains no task directory", hint="a task directory has a task.toml or a task.yaml"
+        )
+    return rows, unreadable
 
 
-def _fits(task: Task, text: str) -> bool:
-    wanted = text.casefold()
-    return wanted in task.id.casefold() or wanted in task.instruction.casefold()
+def _matches(task: Task, text: str) -> bool:
+    folded = text.casefold()
+    return folded in task.id.casefold() or folded in task.instruction.casefold()
 
 
 def tasks_table(tasks: Iterable[tuple[Task, str]]) -> Table:
-    """Return a table with one row per task, with the reason why it is not runnable, if any."""
+    """Return a table with one row per task.
+
+    Args:
+        tasks: each task with the reason why it cannot run, or "".
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("task", "runnable", "instruction"):
         table.add_column(name, overflow="fold")

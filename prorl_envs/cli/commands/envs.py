@@ -9,7 +9,7 @@ from prorl_envs.cli.options import ConfigOption, DataOption, EnvironmentArgument
 
 
 def envs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the environments of the configuration: tasks, whether they can run here, and why not."""
+    """List the environments of the configuration, and whether their tasks can run on this machine."""
     from prorl_envs.cli.commands.environments import list_environments
 
     list_environments(settings_of(config), as_json=as_json)
@@ -23,14 +23,14 @@ def tasks(
     runnable: Annotated[
         bool, typer.Option("--runnable", help="Only tasks that this machine can run.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of tasks.")] = None,
     data: DataOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the tasks of an environment, or of a folder of task directories, and why some cannot run here.
 
-    --json prints their rows, which are a data file for `--data`.
+    --json prints the rows of the tasks as JSON Lines, a data file for `--data`.
     """
     from prorl_envs.cli.commands.environments import TaskFilter, list_tasks
 

@@ -29,7 +29,7 @@ def export(
     ],
     target: Annotated[Path, typer.Option("--out", help="The file or folder to write.")],
     min_reward: Annotated[
-        float | None, typer.Option(help="Leave out rollouts with a lower reward or without one.")
+        float | None, typer.Option(help="Leave out rollouts with a lower reward or without a reward.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
@@ -51,7 +51,7 @@ def export(
 
 
 def _results(source: str) -> "Iterator[tuple[str, Result]]":
-    """Yield the results of a source, each with its location. Results of a file are read one by one."""
+    """Yield the results of a source, each with its location. Results of a file are read one at a time."""
     from prorl_envs.rollout.api.types import parse_result
     from prorl_envs.rollout.client.result_files import located_results
 

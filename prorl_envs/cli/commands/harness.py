@@ -1,13 +1,12 @@
-"""`prorl-envs harness`: installation of harness packages in the cache, from which sandboxes mount them."""
+"""`prorl-envs harness`: installation of harness packages in the cache, which sandboxes mount."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from prorl_envs.cli.options import ConfigOption, JsonOption
+from prorl_envs.cli.options import ConfigOption, JsonOption, settings_of
 from prorl_envs.cli.output.console import err, out, plain, print_json
 from prorl_envs.errors import InputError
 
@@ -15,16 +14,15 @@ if TYPE_CHECKING:
     from prorl_envs.config import Settings
     from prorl_envs.env.harness.recipe import Recipe
 
-harness = typer.Typer(help="Install agents that others wrote.", no_args_is_help=True)
+harness = typer.Typer(help="Install external agent programs (harnesses).", no_args_is_help=True)
 
 
 @harness.command("list")
 def list_harnesses(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the built-in harnesses, and those of the settings."""
-    from prorl_envs.config import load_settings
+    """List the built-in harnesses, and the harnesses of the settings."""
     from prorl_envs.env.harness.install import missing
 
-    settings = load_settings(config, os.environ)
+    settings = settings_of(config)
     found: list[dict[str, Any]] = [
         {
             "name": name,
@@ -37,9 +35,9 @@ def list_harnesses(config: ConfigOption = None, as_json: JsonOption = False) -> 
         print_json(found)
         return
     table = Table("harness", "packages", "", box=None)
-    for one in found:
-        packages = plain(", ".join(one["packages"]) or "none")
-        table.add_row(plain(one["name"]), packages, "installed" if one["installed"] else "")
+    for item in found:
+        packages = plain(", ".join(item["packages"]) or "none")
+        table.add_row(plain(item["name"]), packages, "installed" if item["installed"] else "")
     out.print(table)
 
 
@@ -48,18 +46,17 @@ def install_harnesses(
     names: Annotated[list[str], typer.Argument(help="Recipes, or agents of the settings.")],
     config: ConfigOption = None,
 ) -> None:
-    """Install harnesses, once per machine. Their registries' own clients (pip, npm) fetch them; npm packages'
-    scripts are not run. Run it again to resume: downloads are kept until the installation is complete."""
+    """Install harnesses, once per machine. Scripts of npm packages are not run. Run it again to
+    resume: downloads are kept until the installation is complete."""
     from prorl_envs.app.run_loop import run
-    from prorl_envs.config import load_settings
     from prorl_envs.env.harness.install import install
 
-    settings = load_settings(config, os.environ)
+    settings = settings_of(config)
     known = _recipes(settings)
     if unknown := [name for name in names if name not in known]:
         raise InputError(f"no harness is called {unknown[0]!r}", hint=f"known: {', '.join(known)}")
 
-    async def one(name: str) -> Path:
+    async def install_harness(name: str) -> Path:
         with err.status(f"installing {plain(name)}") as status:
 
             def show(line: str) -> None:
@@ -67,23 +64,23 @@ def install_harnesses(
 
             return await install(known[name], _cache(settings), lambda line: err.print(plain(line)), show)
 
-    async def all_of_them() -> None:
+    async def install_all() -> None:
         for name in names:
-            err.print(f"{plain(name)}: {plain(str(await one(name)))}", soft_wrap=True)
+            err.print(f"{plain(name)}: {plain(str(await install_harness(name)))}", soft_wrap=True)
 
-    run(all_of_them())
+    run(install_all())
 
 
 def _recipes(settings: "Settings") -> dict[str, "Recipe"]:
     from prorl_envs.catalog import recipe_of
     from prorl_envs.env.harness.recipes import RECIPES
 
-    own = {
+    configured = {
         name: recipe_of(agent.harness, f"agents.{name}.harness")
         for name, agent in settings.agents.items()
         if agent.harness is not None
     }
-    return {**RECIPES, **own}
+    return {**RECIPES, **configured}
 
 
 def _cache(settings: "Settings") -> Path:

@@ -1,6 +1,5 @@
 """`prorl-envs image`: building, pulling and managing images of sandboxes."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from prorl_envs.cli.options import ConfigOption, JsonOption
+from prorl_envs.cli.options import ConfigOption, JsonOption, settings_of
 from prorl_envs.cli.output.console import err, out, plain, print_json
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.images.modes import ImageMode
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from prorl_envs.images.store import ImageStore
     from prorl_envs.images.template import ImageTemplate
 
-image = typer.Typer(help="Build, pull and look after images.", no_args_is_help=True)
+image = typer.Typer(help="Build, pull, list and remove images.", no_args_is_help=True)
 
 _GIB = 1 << 30
 #: Seconds between lines of progress.
@@ -31,23 +30,21 @@ _LINE_S = 5.0
 
 ModeOption = Annotated[
     ImageMode,
-    typer.Option("--mode", help="Build again, or reuse by the template's version or by its content."),
+    typer.Option("--mode", help="Build again, or reuse an image by the template's version or content."),
 ]
 
 
 def _store(config: Path | None) -> "ImageStore":
     from prorl_envs.app.compose import image_store
-    from prorl_envs.config import load_settings
 
-    return image_store(load_settings(config, os.environ))
+    return image_store(settings_of(config))
 
 
 @contextmanager
 def _builder(config: Path | None) -> "Iterator[ImageBuilder]":
     from prorl_envs.app.compose import image_builder
-    from prorl_envs.config import load_settings
 
-    settings = load_settings(config, os.environ)
+    settings = settings_of(config)
     driver = _driver(settings)
     if not err.is_terminal:
         yield image_builder(settings, _Lines(), driver=driver)
@@ -57,7 +54,8 @@ def _builder(config: Path | None) -> "Iterator[ImageBuilder]":
 
 
 def _driver(settings: "Settings") -> str:
-    """Return the driver that will use the images; "" if none works here, which may build for others."""
+    """Return the name of the driver that will use the images, or "": a machine without a working driver can
+    build images for other machines."""
     from prorl_envs.app.compose import driver_name
 
     with suppress(SandboxError):
@@ -67,13 +65,12 @@ def _driver(settings: "Settings") -> str:
 
 def _layers(config: Path | None) -> "LayerStore":
     from prorl_envs.app.compose import layer_store
-    from prorl_envs.config import load_settings
 
-    return layer_store(load_settings(config, os.environ))
+    return layer_store(settings_of(config))
 
 
 class _Lines:
-    """Progress if the output is no terminal: one line at intervals."""
+    """Progress for an output that is not a terminal: prints a line at intervals."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -114,7 +111,7 @@ def build(
     ] = None,
     bases: Annotated[
         list[str] | None,
-        typer.Option("--base", help="REFERENCE=PATH: a local image in place of a registry's."),
+        typer.Option("--base", help="REFERENCE=PATH: a local image, used instead of a registry's image."),
     ] = None,
     allow: Annotated[
         list[str] | None, typer.Option("--allow", help="A host that the build can reach.")
@@ -129,7 +126,8 @@ def build(
 ) -> None:
     """Build an image unless the cache has it, and print its path.
 
-    A Dockerfile's layers go to the store of layers; anything else becomes a SIF, which takes Apptainer.
+    The layers of a Dockerfile are stored in the store of layers. Other sources become a SIF file, which needs
+    Apptainer.
     """
     path = Path(source).expanduser()
     if file is not None or (path / "Dockerfile").is_file():
@@ -147,7 +145,9 @@ def build(
         build_dockerfile(config, path, options)
         return
     if tag or target or build_args or secrets or bases or allow:
-        raise InputError(f"{source} has no Dockerfile", hint="name a directory with one, or use --file")
+        raise InputError(
+            f"{source} has no Dockerfile", hint="name a directory with a Dockerfile, or use --file"
+        )
     _build_sif(config, source, name, version, _pairs("--set", values), mode)
 
 
@@ -157,16 +157,16 @@ def _build_sif(
     from prorl_envs.images.template import ImageTemplate
 
     path = Path(source).expanduser()
-    made: str | ImageTemplate = source
+    image_source: str | ImageTemplate = source
     if path.suffix == ".def" or path.name.lower().startswith("dockerfile"):
-        made = ImageTemplate.read(path, name=name, version=version, variables=variables)
+        image_source = ImageTemplate.read(path, name=name, version=version, variables=variables)
     elif variables or name:
-        raise InputError("--name and --set are for definitions", hint="name the file something.def")
-    _resolve(config, made, mode)
+        raise InputError("--name and --set are for definitions", hint="the name of a definition ends in .def")
+    _resolve(config, image_source, mode)
 
 
 def _pairs(option: str, values: list[str] | None) -> dict[str, str]:
-    """Parse NAME=VALUE values; the name of a base may hold no `=` either."""
+    """Parse texts of the form NAME=VALUE, in which NAME has no `=`."""
     found = {}
     for value in values or []:
         key, equals, text = value.partition("=")
@@ -183,14 +183,13 @@ def _paths(option: str, values: list[str] | None) -> dict[str, Path]:
 @image.command()
 def pull(
     address: Annotated[str, typer.Argument(help="docker://..., oras://... or library://...")],
-    refresh: Annotated[bool, typer.Option("--refresh", help="Pull though it was pulled before.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Pull again, even if the cache has it.")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Pull an image unless the cache has it, and print its path.
 
-    Images of docker:// become layers, without Apptainer, if the sandboxes' driver can use these.
+    Images of docker:// become layers, without Apptainer, if the sandboxes' driver supports layers.
     """
-
     if "://" not in address:
         raise InputError(f"not an address: {address}", hint="such as docker://python:3.12-slim")
     _resolve(config, address, ImageMode.REBUILD if refresh else ImageMode.LOCK)
@@ -228,13 +227,15 @@ def inspect(
 
 @image.command()
 def prune(
-    keep_gib: Annotated[float, typer.Option(min=0, help="Size of all SIF files, and of all layers.")],
+    keep_gib: Annotated[
+        float, typer.Option(min=0, help="Maximum size of all SIF files, and of all layers, in GiB.")
+    ],
     unused_days: Annotated[
-        float, typer.Option(min=0, help="Keep images that were used in the last days.")
+        float, typer.Option(min=0, help="Keep images that were used in this many last days.")
     ] = 1.0,
     config: ConfigOption = None,
 ) -> None:
-    """Remove the images unused for longest, and files that killed builds left in the cache."""
+    """Remove the least recently used images, and files that killed builds left in the cache."""
     removed = _store(config).prune(int(keep_gib * _GIB), unused_s=unused_days * 86_400)
     for entry in removed:
         out.print(entry.id)

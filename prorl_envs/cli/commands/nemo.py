@@ -1,4 +1,4 @@
-"""`prorl-envs nemo`: preparation of files that NeMo Gym needs before it starts."""
+"""`prorl-envs nemo`: creation of the files that NeMo Gym needs before it starts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from prorl_envs.cli.options import ConfigOption
 from prorl_envs.cli.output.console import err, out
 from prorl_envs.errors import InputError
 
-nemo = typer.Typer(help="Prepare what NeMo Gym needs of the environments.", no_args_is_help=True)
+nemo = typer.Typer(help="Create the files that NeMo Gym needs for the environments.", no_args_is_help=True)
 
 Family = Annotated[
     str,
-    typer.Argument(help="bash, code, ipython, math, stem, swebench, terminal, or another registered one."),
+    typer.Argument(help="bash, code, ipython, math, stem, swebench, terminal, or another registered family."),
 ]
 
 
@@ -24,14 +24,14 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}", hint="choose another place") from error
+        raise InputError(f"cannot write {path}: {error.strerror}", hint="choose another path") from error
 
 
 @nemo.command()
 def rows(
     environment: Family,
     source: Annotated[Path, typer.Argument(help="Task rows, JSONL.")],
-    target: Annotated[Path, typer.Argument(help="Where to write the NeMo Gym rows.")],
+    target: Annotated[Path, typer.Argument(help="File for the NeMo Gym rows.")],
     config: ConfigOption = None,
 ) -> None:
     """Convert a family's data file to NeMo Gym's row format."""
@@ -46,7 +46,7 @@ def examples(
     environment: Family,
     folder: Annotated[Path, typer.Argument(help="The resources server's folder, with app.py.")],
     rollouts: Annotated[
-        Path | None, typer.Option(help="What gym eval run wrote for the folder's data/example.jsonl.")
+        Path | None, typer.Option(help="Output of gym eval run for the folder's data/example.jsonl.")
     ] = None,
 ) -> None:
     """Write the example files that NeMo Gym requires of a resources server."""
@@ -59,12 +59,12 @@ def examples(
 
 @nemo.command("gym-root")
 def gym_root(
-    path: Annotated[Path, typer.Argument(help="Folder to make; run gym in it.")],
+    path: Annotated[Path, typer.Argument(help="Folder to create; run gym in it.")],
     venv: Annotated[
-        Path | None, typer.Option(help="Virtual environment with NeMo Gym; default: the running one.")
+        Path | None, typer.Option(help="Virtual environment with NeMo Gym; default: that of this program.")
     ] = None,
 ) -> None:
-    """Create a folder from which gym runs the environments on one virtual environment; print the flags."""
+    """Create a folder in which gym runs the environments in one virtual environment; print gym's flags."""
     from prorl_envs.nemo.root import gym_root
 
     with _writing(path):

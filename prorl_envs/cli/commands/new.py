@@ -1,4 +1,4 @@
-"""`prorl-envs new`: a package with a new environment, which works as generated."""
+"""`prorl-envs new`: generation of a package with a new environment that works without changes."""
 
 import importlib.util
 import keyword
@@ -44,7 +44,7 @@ class Words:
 
     @property
     def camel(self) -> str:
-        """Name in camel case, `LabBook` for `lab_book`: for its class and its gymnasium id."""
+        """Name in camel case (`LabBook` for `lab_book`), for the class and the gymnasium id."""
         return camel(self.name)
 
     @property
@@ -56,12 +56,12 @@ def new(name: str, flavour: str, parent: Path) -> Path:
     """Write the package `parent/name`.
 
     Args:
-        name: of the environment, and of the Python package.
-        flavour: the tools it starts with: bash, editor or ipython.
-        parent: folder of the package; created if missing.
+        name: name of the environment and of the Python package.
+        flavour: tools of the generated environment: bash, editor or ipython.
+        parent: folder in which the package is created; it is created if missing.
 
     Returns:
-        its folder.
+        The folder of the package.
 
     Raises:
         InputError: the name is invalid or taken, or the folder cannot be written.
@@ -69,14 +69,16 @@ def new(name: str, flavour: str, parent: Path) -> Path:
     _check(name, flavour)
     folder = parent / name
     if folder.exists():
-        raise InputError(f"{folder} is already there", hint="choose another name, or another place: --in")
+        raise InputError(f"{folder} already exists", hint="choose another name, or another folder: --in")
     try:
         for path, text in _files(Words(name), flavour).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
         _write_nemo_examples(folder, Words(name))
     except OSError as error:
-        raise InputError(f"cannot write {folder}: {error.strerror}", hint="another place: --in") from error
+        raise InputError(
+            f"cannot write {folder}: {error.strerror}", hint="choose another folder: --in"
+        ) from error
     err.print(f"the environment {name} is in {folder}. Next:")
     out.print(
         f"{install_packages('-e', f'{folder}[dev]')}\nprorl-envs validate {name}\n"
@@ -88,9 +90,11 @@ def new(name: str, flavour: str, parent: Path) -> Path:
 
 def _check(name: str, flavour: str) -> None:
     if flavour not in FLAVOURS:
-        raise InputError(f"there is no flavour {flavour!r}", hint=f"one of {', '.join(FLAVOURS)}")
+        raise InputError(f"there is no flavour {flavour!r}", hint=f"flavours: {', '.join(FLAVOURS)}")
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
-        raise InputError(f"{name!r} cannot name an environment", hint="small letters, digits and _; 1 to 40")
+        raise InputError(
+            f"{name!r} cannot name an environment", hint="use 1 to 40 small letters, digits and underscores"
+        )
     if name in environments():
         raise InputError(f"an environment {name!r} is registered already", hint="choose another name")
     if importlib.util.find_spec(name) is not None:
@@ -98,32 +102,32 @@ def _check(name: str, flavour: str) -> None:
 
 
 def _write_nemo_examples(folder: Path, words: Words) -> None:
-    """Write example rows with the generated class, and the verifier's cases from recorded rollouts."""
+    """Write the example rows, by the generated class; and the verifier's cases, from recorded rollouts."""
     spec = importlib.util.spec_from_file_location(f"{words.name}.env", folder / words.name / "env.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     instance = unstarted(getattr(module, f"{words.camel}Environment"))
     server = folder / "nemo" / "server"
-    made = example_rows(instance, folder / words.name / "data" / "example.jsonl")
-    write_jsonl(server / EXAMPLE, made)
-    write_jsonl(server / CASES, verifier_cases(made[0], read_jsonl(server / ROLLOUTS)[0]))
+    rows = example_rows(instance, folder / words.name / "data" / "example.jsonl")
+    write_jsonl(server / EXAMPLE, rows)
+    write_jsonl(server / CASES, verifier_cases(rows[0], read_jsonl(server / ROLLOUTS)[0]))
 
 
 def _files(words: Words, flavour: str) -> dict[str, str]:
     """Return the package's files by path."""
     root = files("prorl_envs.cli").joinpath("scaffold")
-    common, own = root.joinpath("common"), root.joinpath(flavour)
-    given = {"name": words.name, "Class": words.camel, "Id": words.camel, "dashed": words.dashed}
-    texts: dict[str, str] = yaml.safe_load(own.joinpath("texts.yaml").read_text("utf-8"))
-    given |= {key: Template(text).substitute(given).rstrip() for key, text in texts.items()}
+    common, specific = root.joinpath("common"), root.joinpath(flavour)
+    values = {"name": words.name, "Class": words.camel, "Id": words.camel, "dashed": words.dashed}
+    texts: dict[str, str] = yaml.safe_load(specific.joinpath("texts.yaml").read_text("utf-8"))
+    values |= {key: Template(text).substitute(values).rstrip() for key, text in texts.items()}
 
     def filled(template: Traversable) -> str:
-        return Template(template.read_text("utf-8")).substitute(given)
+        return Template(template.read_text("utf-8")).substitute(values)
 
     def recorded(path: str) -> str:
         """Return a file that scripts/nemo-examples.sh recorded with an environment of this flavour."""
-        return own.joinpath(Path(path).name).read_text("utf-8").replace(RECORDED_NAME, name)
+        return specific.joinpath(Path(path).name).read_text("utf-8").replace(RECORDED_NAME, name)
 
     name = words.name
     server, environment = "nemo/server", "nemo/environment"
@@ -131,8 +135,8 @@ def _files(words: Words, flavour: str) -> dict[str, str]:
         "pyproject.toml": filled(common / "pyproject.toml.txt"),
         "README.md": filled(common / "README.md.txt"),
         f"{name}/__init__.py": filled(common / "init.txt"),
-        f"{name}/env.py": filled(own / "env.py.txt"),
-        f"{name}/data/example.jsonl": own.joinpath("example.jsonl").read_text("utf-8"),
+        f"{name}/env.py": filled(specific / "env.py.txt"),
+        f"{name}/data/example.jsonl": specific.joinpath("example.jsonl").read_text("utf-8"),
         f"tests/test_{name}.py": filled(common / "test.py.txt"),
         f"{server}/app.py": filled(common / "app.py.txt"),
         f"{server}/configs/prorl_{name}.yaml": filled(common / "server.yaml.txt"),

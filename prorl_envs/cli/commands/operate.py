@@ -1,4 +1,4 @@
-"""Commands that inspect and control a running service: all of them take `--service` and `--json`."""
+"""Commands that inspect and control a running service, selected by `--service`."""
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from prorl_envs.rollout.api.views import GroupView, ModelServerView, NodeView, StatusView
     from prorl_envs.rollout.client.client import RolloutClient
 
-#: Attempts of one request: few, since a user waits for the answer.
+#: Maximum attempts of a request: few, because a user waits for the answer.
 _ATTEMPTS = 2
 
 ServiceOption = Annotated[
     str | None,
-    typer.Option("--service", help="URL of the service; by default that of the settings on this machine."),
+    typer.Option("--service", help="URL of the service; by default the service of the settings, here."),
 ]
 JobIds = Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs.")]
 
@@ -58,19 +58,19 @@ def add_commands(cli: typer.Typer) -> None:
 
 
 def _named(service: str | None) -> tuple[str, str | None]:
-    """Return URL and configured token of a service: the named one, or the one that the settings describe."""
+    """Return the URL and the configured token of a service; the default URL is that of the settings."""
     from prorl_envs.config import load_settings
 
     settings = load_settings(None, os.environ).server
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     url = service or f"http://{host}:{settings.port}"
     if not url.startswith(("http://", "https://")):
-        raise InputError(f"{url} is no URL of a service", hint="--service http://HOST:PORT")
+        raise InputError(f"{url} is not the URL of a service", hint="use --service http://HOST:PORT")
     return url, settings.token.get_secret_value() if settings.token else None
 
 
 def _on[T](service: str | None, work: "Callable[[RolloutClient], Awaitable[T]]") -> T:
-    """Run `work` with a client of a service: the named one, or the one that the settings describe."""
+    """Run `work` with a client of a service, which is selected as in `_named`."""
     from prorl_envs.app.run_loop import run
     from prorl_envs.rollout.api.errors import Unauthorized
     from prorl_envs.rollout.client.client import RolloutClient
@@ -84,16 +84,16 @@ def _on[T](service: str | None, work: "Callable[[RolloutClient], Awaitable[T]]")
     try:
         return run(main())
     except Unauthorized as error:
-        what = "the token is not the service's" if token else "the service asks for a token"
-        hint = "set PRORL_SERVER__TOKEN to its server.token, or be the user who started it on this machine"
-        raise Unauthorized(what, hint=hint) from error
+        problem = "the service does not accept the token" if token else "the service requires a token"
+        hint = "set PRORL_SERVER__TOKEN to its server.token, or run this as the user who started the service"
+        raise Unauthorized(problem, hint=hint) from error
 
 
 def dashboard(
     service: ServiceOption = None,
     browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser here.")] = False,
 ) -> None:
-    """Print a link that signs one browser in to a service's dashboard, once."""
+    """Print a link to a service's dashboard that signs in one browser, once."""
     link = _on(service, lambda client: client.login_link())
     out.print(link, soft_wrap=True)
     if browser:
@@ -103,14 +103,14 @@ def dashboard(
 
 
 def token(service: ServiceOption = None) -> None:
-    """Print the bearer token of a service: the configured one, or that of your service on this machine."""
+    """Print the bearer token of a service: the configured token, or that of your service on this machine."""
     from prorl_envs.rollout.client.token_files import addresses_of, read_token
 
     url, configured = _named(service)
     known = configured or next(filter(None, map(read_token, addresses_of(url))), None)
     if known is None:
-        hint = "set PRORL_SERVER__TOKEN, or be the user who started it on this machine"
-        raise InputError(f"no token of {url} is known", hint=hint)
+        hint = "set PRORL_SERVER__TOKEN, or run this as the user who started the service on this machine"
+        raise InputError(f"the token of {url} is unknown", hint=hint)
     out.print(known, soft_wrap=True)
 
 
@@ -168,13 +168,13 @@ def jobs(
     state: Annotated[
         list[str] | None, typer.Option(help="Only queued, init, run or eval. May be repeated.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most of them.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of jobs.")] = 50,
     service: ServiceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List unfinished jobs; those whose stage is running come first."""
     if unknown := set(state or ()) - {"queued", "init", "run", "eval"}:
-        raise InputError(f"no state {min(unknown)!r}", hint="queued, init, run or eval")
+        raise InputError(f"no state {min(unknown)!r}", hint="use queued, init, run or eval")
     page = _on(service, lambda client: client.jobs(states=state or (), limit=limit))
 
     def show() -> None:
@@ -190,11 +190,11 @@ def jobs_table(lines: "Sequence[JobLine]") -> Table:
     numbers = ("for s", "turns", "tokens", "memory", "attempt")
     table = _table("job", "environment", "state", *numbers, "node", numbers=numbers)
     for line in lines:
-        where = line.state.value if line.active or line.state == "queued" else f"for {line.state.value}"
+        state = line.state.value if line.active or line.state == "queued" else f"for {line.state.value}"
         table.add_row(
             plain(line.id),
             plain(line.environment),
-            Text(where, style="green" if line.active else "dim"),
+            Text(state, style="green" if line.active else "dim"),
             f"{line.since_s:.1f}",
             str(line.turns),
             str(line.tokens),
@@ -207,9 +207,9 @@ def jobs_table(lines: "Sequence[JobLine]") -> Table:
 
 def cancel(
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="A job, a group or a batch.")],
-    what: Annotated[
+    kind: Annotated[
         Literal["auto", "job", "group", "batch"],
-        typer.Option("--as", help="What the ids are of; `auto` tries a job, a group, a batch in this order."),
+        typer.Option("--as", help="Kind of the ids; `auto` tries a job, a group, a batch in this order."),
     ] = "auto",
     service: ServiceOption = None,
     as_json: JsonOption = False,
@@ -217,32 +217,32 @@ def cancel(
     """Cancel jobs, groups or batches; finished jobs keep their results."""
 
     async def work(client: "RolloutClient") -> "list[BaseModel]":
-        return [await _cancelled(client, name, what) for name in ids]
+        return [await _cancelled(client, name, kind) for name in ids]
 
     found = _on(service, work)
     _say(found, as_json, lambda: err.print(f"cancelled: {', '.join(ids)}"))
 
 
-async def _cancelled(client: "RolloutClient", name: str, what: str) -> "BaseModel":
+async def _cancelled(client: "RolloutClient", name: str, kind: str) -> "BaseModel":
     from prorl_envs.rollout.api.errors import NotFound
 
-    ways: dict[str, Callable[[str], Awaitable[BaseModel]]] = {
+    requests: dict[str, Callable[[str], Awaitable[BaseModel]]] = {
         "job": client.cancel_job,
         "group": client.cancel_group,
         "batch": client.cancel_batch,
     }
-    if what != "auto":
-        return await ways[what](name)
-    for way in ways.values():
+    if kind != "auto":
+        return await requests[kind](name)
+    for request in requests.values():
         try:
-            return await way(name)
+            return await request(name)
         except NotFound:
             continue
     raise InputError(f"no job, group or batch {name!r}", hint="prorl-envs jobs lists unfinished jobs")
 
 
 def retry(ids: JobIds, service: ServiceOption = None, as_json: JsonOption = False) -> None:
-    """Run finished jobs again, each as a group of its own; existing results are kept."""
+    """Run finished jobs again, each as a new group; existing results are kept."""
 
     async def work(client: "RolloutClient") -> "list[GroupView]":
         return [await client.retry_job(name) for name in ids]
@@ -260,16 +260,16 @@ def acknowledge(
         list[str] | None,
         typer.Option("--environment", help="Only results of this environment. May be repeated."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All results that are stored now.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All stored results.")] = False,
     service: ServiceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Mark results as read, so that a durable store may delete them; several filters all apply."""
+    """Mark results as read, so that a durable store may delete them; a result must match all filters."""
     from prorl_envs.rollout.api.types import JobState, Selection
     from prorl_envs.rollout.api.views import Health
 
     if unknown := set(state or ()) - {"done", "failed", "cancelled"}:
-        raise InputError(f"no final state {min(unknown)!r}", hint="done, failed or cancelled")
+        raise InputError(f"no final state {min(unknown)!r}", hint="use done, failed or cancelled")
     only = Selection(
         groups=frozenset(groups or ()),
         environments=frozenset(environments or ()),
@@ -291,11 +291,11 @@ def pause(
     service: ServiceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pause a service: it still accepts jobs but starts less, until it is resumed."""
+    """Pause a service until it is resumed: it accepts jobs, but does not start them."""
     from prorl_envs.rollout.api.views import Pause
 
     found = _on(service, lambda client: client.pause(Pause(mode)))
-    _say(found, as_json, lambda: err.print(f"paused: {found.paused}; `resume` ends it"))
+    _say(found, as_json, lambda: err.print(f"paused: {found.paused}; `resume` ends the pause"))
 
 
 def resume(service: ServiceOption = None, as_json: JsonOption = False) -> None:
@@ -309,13 +309,13 @@ def drain(
     service: ServiceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop accepting jobs and finish the accepted ones; with --wait, status 1 if some remain."""
+    """Stop accepting jobs and finish the accepted jobs; with --wait, exit status 1 if some remain."""
 
     async def work(client: "RolloutClient") -> "StatusView":
-        left = wait_s
-        found = await client.drain(wait_s=min(left, 60.0))
-        while found.unfinished and (left := left - 60.0) > 0:
-            found = await client.drain(wait_s=min(left, 60.0))
+        remaining_s = wait_s
+        found = await client.drain(wait_s=min(remaining_s, 60.0))
+        while found.unfinished and (remaining_s := remaining_s - 60.0) > 0:
+            found = await client.drain(wait_s=min(remaining_s, 60.0))
         return found
 
     found = _on(service, work)
@@ -325,21 +325,23 @@ def drain(
 
 
 def limits(
-    init: Annotated[int | None, typer.Option(min=1, help="Jobs in INIT at once.")] = None,
-    run: Annotated[int | None, typer.Option(min=1, help="Jobs in RUN at once.")] = None,
-    evaluate: Annotated[int | None, typer.Option("--eval", min=1, help="Jobs in EVAL at once.")] = None,
-    max_jobs_with_sandbox: Annotated[
-        int | None, typer.Option(min=1, help="Jobs that hold a sandbox.")
+    init: Annotated[int | None, typer.Option(min=1, help="Maximum active jobs in INIT.")] = None,
+    run: Annotated[int | None, typer.Option(min=1, help="Maximum active jobs in RUN.")] = None,
+    evaluate: Annotated[
+        int | None, typer.Option("--eval", min=1, help="Maximum active jobs in EVAL.")
     ] = None,
-    queue: Annotated[int | None, typer.Option(min=1, help="Jobs accepted and not finished.")] = None,
-    attempts: Annotated[int | None, typer.Option(min=1, max=10, help="Attempts at a job.")] = None,
+    max_jobs_with_sandbox: Annotated[
+        int | None, typer.Option(min=1, help="Maximum jobs that hold a sandbox.")
+    ] = None,
+    queue: Annotated[int | None, typer.Option(min=1, help="Maximum accepted, unfinished jobs.")] = None,
+    attempts: Annotated[int | None, typer.Option(min=1, max=10, help="Maximum attempts of a job.")] = None,
     service: ServiceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set the concurrency limits of a service's own machine, until it stops; without options, show them."""
+    """Set the limits of a service's own machine until the service stops; without options, show them."""
     from prorl_envs.rollout.api.dashboard import LimitsRequest
 
-    asked = LimitsRequest(
+    request = LimitsRequest(
         init=init,
         run=run,
         eval=evaluate,
@@ -347,8 +349,8 @@ def limits(
         queue=queue,
         attempts=attempts,
     )
-    named = bool(asked.model_dump(exclude_none=True))
-    found = _on(service, lambda client: client.set_limits(asked) if named else client.status())
+    has_changes = bool(request.model_dump(exclude_none=True))
+    found = _on(service, lambda client: client.set_limits(request) if has_changes else client.status())
     _say(found, as_json, lambda: _show_status(found))
 
 
@@ -382,19 +384,19 @@ def _warn_of(found: "Sequence[ModelServerView]", url: str) -> None:
     if added.state not in ("healthy", "draining"):
         problem = added.problem or "no answer yet"
         err.print(plain(f"warning: {added.url} is {added.state}: {problem}"))
-        err.print("hint: it gets turns once it answers; `servers drain` removes it")
+        err.print("hint: the server gets turns as soon as it answers; `servers drain` removes it")
 
 
 @servers.command("drain")
 def drain_server(
-    url: Annotated[str, typer.Argument(help="As the list names it.")],
+    url: Annotated[str, typer.Argument(help="URL of the server, as in the list.")],
     wait_s: Annotated[
-        float, typer.Option("--wait", min=0, max=60, help="Seconds to wait for its turns in flight.")
+        float, typer.Option("--wait", min=0, max=60, help="Seconds to wait for the server's turns in flight.")
     ] = 0.0,
     service: ServiceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a model server no new turns; it is removed once its turns in flight have finished."""
+    """Send no new turns to a model server, and remove it when its turns in flight have finished."""
     found = _on(service, lambda client: client.remove_model_server(url, wait_s=wait_s))
     _say(found, as_json, lambda: out.print(servers_table(found)))
 
@@ -418,24 +420,24 @@ def servers_table(found: "Sequence[ModelServerView]") -> Table:
 
 @nodes.command("list")
 def list_nodes(service: ServiceOption = None, as_json: JsonOption = False) -> None:
-    """List the nodes of a running service: the further machines that run its jobs."""
+    """List the nodes of a running service: the other machines that run its jobs."""
     found = _on(service, lambda client: client.nodes())
     _say(found, as_json, lambda: out.print(nodes_table(found)))
 
 
-NodeName = Annotated[str, typer.Argument(metavar="NODE", help="As the list names it.")]
+NodeName = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node, as in the list.")]
 
 
 @nodes.command("drain")
 def drain_node(name: NodeName, service: ServiceOption = None, as_json: JsonOption = False) -> None:
-    """Send a node no new jobs; it finishes the ones it has."""
+    """Send no new jobs to a node; it finishes its jobs."""
     found = _on(service, lambda client: client.drain_node(name))
     _say(found, as_json, lambda: out.print(nodes_table(found)))
 
 
 @nodes.command("resume")
 def resume_node(name: NodeName, service: ServiceOption = None, as_json: JsonOption = False) -> None:
-    """Send a node jobs again."""
+    """Send jobs to a drained node again."""
     found = _on(service, lambda client: client.resume_node(name))
     _say(found, as_json, lambda: out.print(nodes_table(found)))
 

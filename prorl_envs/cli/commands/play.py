@@ -1,4 +1,4 @@
-"""`prorl-envs play`: a task solved by a person in place of the model."""
+"""`prorl-envs play`: a person solves a task in place of the model."""
 
 import asyncio
 import json
@@ -19,19 +19,19 @@ from prorl_envs.errors import InputError, name_hint
 from prorl_envs.tools.types import ToolCall, ToolSpec
 
 HELP = """\
-A line is a call of the first tool. Other tools: /TOOL {"json": "arguments"}, or /TOOL text for a tool with
-one argument. Several lines go between \"\"\" and \"\"\". /tools lists the tools; /say TEXT answers without a
-call, which ends the episode; /done ends it without an answer; /quit leaves without a grade.
+Each line calls the first tool. Other tools: /TOOL {"json": "arguments"}, or /TOOL text for a tool with one
+argument. Put several lines between \"\"\" and \"\"\". /tools lists the tools; /say TEXT answers without a
+call and ends the episode; /done ends the episode without an answer; /quit stops without a grade.
 /jupyter shows how to attach a Jupyter client, if Python cells run in a kernel."""
 _QUOTES = '"""'
 _CALL = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
 
 
 def parse_line(line: str, tools: list[ToolSpec], number: int) -> ToolCall:
-    """Parse one typed input, of one or several lines, as a tool call.
+    """Parse typed input, of one or several lines, as a tool call.
 
     Raises:
-        InputError: no such tool, or arguments that cannot be read.
+        InputError: there is no such tool, or the arguments cannot be parsed.
     """
     named = _CALL.fullmatch(line)
     name = named[1] if named else tools[0].name if tools else "say"
@@ -71,7 +71,7 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
     tasks = catalog.tasks(environment, data)
     task = next((task for task in tasks if task_id in (None, task.id)), None)
     if not tasks:
-        raise InputError(f"{data} holds no task")
+        raise InputError(f"{data} contains no task")
     if task is None:
         raise InputError(f"no task {task_id!r}", hint=name_hint(str(task_id), (task.id for task in tasks)))
     async with node(settings) as opened, catalog, chosen(opened) as env:
@@ -129,7 +129,7 @@ def _connection_file(env: Environment[Any]) -> Path:
 
 
 async def _until_quotes(first: str) -> str | None:
-    """Return the line joined with the next ones up to three quotes; None if the input stops before them."""
+    """Read lines up to closing quotes, and return them with the first line; None if the input ends before."""
     lines = [first]
     while (line := await _ask(". ")) is not None:
         lines.append(line)
@@ -151,7 +151,7 @@ async def _ask(prompt: str) -> str | None:
 
     try:
         loop.add_reader(sys.stdin.fileno(), readable)
-    except PermissionError:  # a file or /dev/null: epoll refuses it, and it is always readable
+    except PermissionError:  # epoll refuses files and /dev/null, which are always readable
         text = sys.stdin.readline()
     else:
         try:

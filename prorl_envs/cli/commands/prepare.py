@@ -1,4 +1,4 @@
-"""`prorl-envs prepare`: advance setup of a data file's tasks, as the first episode of each would do it."""
+"""`prorl-envs prepare`: preparation of a data file's tasks, which the first episode of each would do."""
 
 import asyncio
 import time
@@ -25,10 +25,10 @@ class Preparation:
     """Outcome of preparing one task.
 
     Args:
-        task_id: of the task.
-        state: `done`, `was there`, `left out` or `failed`.
-        why: why it was left out or failed.
-        seconds: how long it took.
+        task_id: id of the task.
+        state: `done`, `was there` (nothing to do), `left out` (cannot run on this machine) or `failed`.
+        why: reason why the task was left out or failed.
+        seconds: duration in seconds.
     """
 
     task_id: str
@@ -42,7 +42,7 @@ class Display:
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
-        self._whole = progress.add_task("preparing", total=total)
+        self._overall = progress.add_task("preparing", total=total)
         self._done = 0
         self._total = total
 
@@ -54,11 +54,11 @@ class Display:
 
     def end(self, row: TaskID, result: Preparation) -> None:
         self._progress.remove_task(row)
-        self._progress.advance(self._whole)
+        self._progress.advance(self._overall)
         self._done += 1
         if not err.is_terminal and result.state != "was there":
-            why = f": {result.why}" if result.why else f" in {result.seconds:.0f} s"
-            err.print(plain(f"{self._done}/{self._total} {result.task_id} {result.state}{why}"))
+            detail = f": {result.why}" if result.why else f" in {result.seconds:.0f} s"
+            err.print(plain(f"{self._done}/{self._total} {result.task_id} {result.state}{detail}"))
 
 
 async def prepare_file(
@@ -70,18 +70,18 @@ async def prepare_file(
     allow_missing: bool = False,
     as_json: bool = False,
 ) -> bool:
-    """Prepare the tasks of a data file, several at a time. Earlier work is not repeated.
+    """Prepare the tasks of a data file, several at a time. Completed work is not repeated.
 
     Args:
-        settings: all of them.
-        environment: the family.
-        data: the file; None takes the family's examples.
-        jobs: most tasks at a time.
-        allow_missing: tasks that cannot run here are no failure.
+        settings: all settings.
+        environment: name of the environment.
+        data: the data file; None means the environment's examples.
+        jobs: maximum tasks at a time.
+        allow_missing: whether to succeed even if some tasks cannot run on this machine.
         as_json: print JSON instead of a table.
 
     Returns:
-        whether every task is prepared.
+        True if every task is prepared.
 
     Raises:
         InputError: no such environment, or a row is wrong.
@@ -90,7 +90,7 @@ async def prepare_file(
     family = catalog.family(environment)
     tasks = catalog.tasks(environment, data)
     if not tasks:
-        raise InputError("the data file holds no task")
+        raise InputError("the data file contains no task")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with node(settings) as opened, catalog.only(environment):
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
@@ -103,7 +103,7 @@ async def prepare_file(
         state: sum(r.state == state for r in results) for state in dict.fromkeys(r.state for r in results)
     }
     err.print(", ".join(f"{count} {state}" for state, count in counts.items()))
-    print_left_out([(one.task_id, one.why) for one in results if one.state == "left out"])
+    print_left_out([(result.task_id, result.why) for result in results if result.state == "left out"])
     return "failed" not in counts and (allow_missing or "left out" not in counts)
 
 
@@ -113,7 +113,7 @@ async def prepare(
     """Prepare tasks; a failed task does not stop the others. Return outcomes in the order of the tasks."""
     slots = asyncio.Semaphore(jobs)
 
-    async def one(task: Task) -> Preparation:
+    async def prepare_with_slot(task: Task) -> Preparation:
         async with slots:
             row = display.begin(task.id)
             result = await _prepare_one(family, opened, task, lambda line: display.say(row, task.id, line))
@@ -121,27 +121,27 @@ async def prepare(
             return result
 
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(task)) for task in tasks]
+        running = [group.create_task(prepare_with_slot(task)) for task in tasks]
     return [task.result() for task in running]
 
 
 async def _prepare_one(
-    family: type[Environment[Any]], opened: Node, task: Task, say: Callable[[str], None]
+    family: type[Environment[Any]], opened: Node, task: Task, show: Callable[[str], None]
 ) -> Preparation:
     started = time.monotonic()
     if reason := await asyncio.to_thread(family.obstacle, task, opened.driver.name):
         return Preparation(task.id, "left out", reason)
-    said: list[str] = []
+    steps: list[str] = []
 
-    def note(line: str) -> None:
-        said.append(line)
-        say(line)
+    def progress(line: str) -> None:
+        steps.append(line)
+        show(line)
 
     try:
-        await family.provision(opened, task, note)
+        await family.provision(opened, task, progress)
     except (RolloutFailure, InputError) as error:
         return Preparation(task.id, "failed", str(error), time.monotonic() - started)
-    return Preparation(task.id, "done" if said else "was there", seconds=time.monotonic() - started)
+    return Preparation(task.id, "done" if steps else "was there", seconds=time.monotonic() - started)
 
 
 _STYLES = {"done": "green", "was there": "green", "left out": "yellow", "failed": "red"}
@@ -153,13 +153,13 @@ def _table(results: Sequence[Preparation]) -> Table:
     table.add_column("seconds", justify="right")
     table.add_column("outcome", overflow="fold")
     for result in results:
-        outcome = f"{result.state}: {_ends_of(result.why)}" if result.why else result.state
+        outcome = f"{result.state}: {_shortened(result.why)}" if result.why else result.state
         style = _STYLES[result.state]
         table.add_row(plain(result.task_id), f"{result.seconds:.1f}", Text(plain(outcome).plain, style=style))
     return table
 
 
-def _ends_of(text: str) -> str:
-    """Return the first line and the last two: between them may be the output of a whole build."""
+def _shortened(text: str) -> str:
+    """Return the first line and the last two lines, without the output of a build between them."""
     first, *others = text.strip().splitlines()
     return "\n".join([first, *(["..."] if len(others) > 2 else []), *others[-2:]])

@@ -1,4 +1,4 @@
-"""`prorl-envs replay`: stored rollouts, scored again with the current graders."""
+"""`prorl-envs replay`: scores stored rollouts again with the current graders."""
 
 import asyncio
 from collections import Counter
@@ -29,9 +29,9 @@ class ReplayOutcome:
     """Outcome of scoring a result again.
 
     Args:
-        result: as it is stored.
-        replayed: the new score; None if there is no reward.
-        problem: why there is none.
+        result: the stored result.
+        replayed: the new score; None if there is none.
+        problem: reason why there is no new score.
     """
 
     result: Result
@@ -40,7 +40,7 @@ class ReplayOutcome:
 
     @property
     def verdict(self) -> str:
-        """Verdict: same, changed, new (there was no reward) or failed (there is none now)."""
+        """`same`, `changed`, `new` (the stored result has no reward) or `failed` (there is no new reward)."""
         if self.replayed is None:
             return "failed"
         if self.result.reward is None:
@@ -49,14 +49,14 @@ class ReplayOutcome:
 
     @property
     def differing(self) -> list[str]:
-        """Components of the grade that changed."""
+        """Names of the components of the grade that changed."""
         now = dict(self.replayed.grade.components) if self.replayed else {}
         before = self.result.components
         return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
     @property
     def line(self) -> dict[str, Any]:
-        """Outcome in short, for JSON."""
+        """Summary of the outcome, for JSON."""
         now = self.replayed
         return {
             "job_id": self.result.job_id,
@@ -70,7 +70,7 @@ class ReplayOutcome:
         }
 
     def rescored(self) -> Result:
-        """Return the result with the new reward; its metadata has the old one."""
+        """Return the result with the new reward, and the old reward in the metadata."""
         assert self.replayed is not None
         grade = self.replayed.grade
         before = {"reward": self.result.reward, "differing_observations": self.replayed.differing}
@@ -93,9 +93,9 @@ class Stored:
     """Results and task rows read from a source.
 
     Args:
-        results: those that can be scored, in their order.
-        rows: task rows by group.
-        unfinished: why other results have nothing to score, one sentence each.
+        results: results that can be scored, in their order.
+        rows: requests with task rows, by group.
+        unfinished: one sentence for each result that cannot be scored.
         bad: problems of invalid lines.
     """
 
@@ -105,42 +105,42 @@ class Stored:
     bad: list[str] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
-        """Add a result, or record the reason if its agent loop did not finish."""
+        """Add a result, or record the reason why its agent loop did not finish."""
         if result.stop_reason is None:
-            why = result.failure.kind if result.failure else result.state
-            self.unfinished.append(f"{result.job_id}: its agent loop did not end ({why})")
+            reason = result.failure.kind if result.failure else result.state
+            self.unfinished.append(f"{result.job_id}: its agent loop did not finish ({reason})")
         else:
             self.results.append(result)
 
 
 async def stored(source: str) -> Stored:
-    """Read results of a JSONL file, with the `groups.jsonl` beside it; or of a service's store.
+    """Read results of a JSONL file, with the `groups.jsonl` in the same folder; or of a service's store.
 
     Raises:
         InputError: the source cannot be read.
     """
     found = Stored()
     if is_store(source):
-        async for result, request in _of_store(source):
+        async for result, request in _read_store(source):
             found.add(result)
             found.rows[request.id] = request
         return found
     path = results_file(source)
-    for where, line in lines_of(path, parse_result):
+    for location, line in lines_of(path, parse_result):
         if isinstance(line, Result):
             found.add(line)
         else:
-            found.bad.append(f"{where}: {line}")
-    beside = path.with_name(GROUPS)
-    for where, asked in lines_of(beside, GroupRequest.model_validate_json) if beside.is_file() else ():
-        if isinstance(asked, GroupRequest):
-            found.rows[asked.id] = asked
+            found.bad.append(f"{location}: {line}")
+    groups = path.with_name(GROUPS)
+    for location, group in lines_of(groups, GroupRequest.model_validate_json) if groups.is_file() else ():
+        if isinstance(group, GroupRequest):
+            found.rows[group.id] = group
         else:
-            found.bad.append(f"{where}: {asked}")
+            found.bad.append(f"{location}: {group}")
     return found
 
 
-async def _of_store(source: str) -> AsyncIterator[tuple[Result, GroupRequest]]:
+async def _read_store(source: str) -> AsyncIterator[tuple[Result, GroupRequest]]:
     store = open_store(ServiceSettings.model_validate({"store": source}))
     assert store is not None
     try:
@@ -154,12 +154,12 @@ async def _of_store(source: str) -> AsyncIterator[tuple[Result, GroupRequest]]:
 
 
 class Tasks:
-    """Tasks of results: from the stored requests, a data file, or the examples.
+    """Lookup of the tasks of results: in a data file, or else in the stored requests, or in the examples.
 
     Args:
         catalog: the environments.
-        rows: by group.
-        data: a data file with all tasks.
+        rows: requests with task rows, by group.
+        data: a data file with all tasks, or None.
     """
 
     def __init__(self, catalog: Catalog, rows: Mapping[str, GroupRequest], data: Path | None) -> None:
@@ -178,7 +178,7 @@ class Tasks:
         if name not in self._read:
             self._read[name] = {task.id: task for task in self._catalog.tasks(name, self._data)}
         if result.task_id not in self._read[name]:
-            hint = "name the data that it was of: --data FILE"
+            hint = "name the data file that contains the task: --data FILE"
             raise InputError(f"no task of {name} is called {result.task_id!r}", hint=hint)
         return self._read[name][result.task_id]
 
@@ -194,7 +194,7 @@ async def rescore(
             return ReplayOutcome(result, problem=reason)
         seconds = request.limits.tool_timeout_s if request else None
         functions = [tool.get("function") for tool in result.tools]
-        offered = [str(one.get("name")) for one in functions if isinstance(one, Mapping)]
+        offered = [str(function.get("name")) for function in functions if isinstance(function, Mapping)]
         replayed = await replay(
             family, opened, task, result.messages, offered=offered, tool_timeout_s=seconds
         )
@@ -217,85 +217,86 @@ async def replay_file(
     """Score stored results again and show the changes.
 
     Args:
-        settings: of the environments and sandboxes.
+        settings: settings of the environments and sandboxes.
         source: a JSONL file of results, or a service's store.
-        data: the tasks; None takes the stored requests, else the examples.
-        target: file for the results with their new rewards; None writes none.
-        jobs: most episodes at a time.
+        data: data file with the tasks; None means the stored requests, or else the examples.
+        target: file for the results with their new rewards; None writes no file.
+        jobs: maximum episodes at a time.
         as_json: print JSON instead of a table.
 
     Returns:
-        whether no reward changed or failed, and every line could be read.
+        True if every line could be read, every result has a new reward, and no reward changed.
 
     Raises:
-        InputError: the source cannot be read, or holds nothing to score.
+        InputError: the source cannot be read, or contains no result that can be scored.
     """
     path = ready(target) if target is not None else None
     found, catalog = await stored(source), Catalog.of(settings)
     if not found.results:
-        problem = f"{source} holds no rollout that ended" + "".join(
+        problem = f"{source} contains no finished rollout" + "".join(
             f"\n{bad}" for bad in (found.bad + found.unfinished)[:5]
         )
-        raise InputError(problem, hint="a results.jsonl, or the store of a service")
+        raise InputError(problem, hint="name a results.jsonl, or the store of a service")
     tasks, slots = Tasks(catalog, found.rows, data), asyncio.Semaphore(jobs)
     async with node(settings) as opened, catalog:
         with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
             row = bar.add_task("scoring again", total=len(found.results))
 
-            async def one(result: Result) -> ReplayOutcome:
+            async def rescore_with_slot(result: Result) -> ReplayOutcome:
                 async with slots:
                     outcome = await rescore(opened, catalog, tasks, found, result)
                 bar.advance(row)
                 return outcome
 
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(one(result)) for result in found.results]
+                running = [group.create_task(rescore_with_slot(result)) for result in found.results]
     outcomes = [task.result() for task in running]
     if path is not None:
         write_results(path, (outcome.rescored() for outcome in outcomes if outcome.replayed is not None))
-        err.print(f"with the rewards of today: {path}")
+        err.print(f"results with the new rewards: {path}")
     if as_json:
         left_out = [*found.unfinished, *found.bad]
-        print_json({"rollouts": [one.line for one in outcomes], "left_out": left_out})
+        print_json({"rollouts": [outcome.line for outcome in outcomes], "left_out": left_out})
     else:
         _show(outcomes, found)
-    failed = any(one.verdict in ("changed", "failed") for one in outcomes)
+    failed = any(outcome.verdict in ("changed", "failed") for outcome in outcomes)
     return not (failed or found.bad)
 
 
 def _show(outcomes: Sequence[ReplayOutcome], found: Stored) -> None:
-    table = Table(title="what changed", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="changes", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("job", overflow="fold")
     table.add_column("was", justify="right")
     table.add_column("is", justify="right")
     table.add_column("observations", justify="right")
     table.add_column("differing", overflow="fold")
-    for one in outcomes:
-        if one.verdict != "same":
-            table.add_row(*_cells(one))
+    for outcome in outcomes:
+        if outcome.verdict != "same":
+            table.add_row(*_cells(outcome))
     if table.row_count:
         out.print(table)
     left_out = [*found.unfinished, *found.bad]
     for problem in left_out:
         err.print(plain(f"left out: {problem}"), style="yellow")
-    counts = Counter(one.verdict for one in outcomes)
-    drifted = sum(one.replayed is not None and one.replayed.differing > 0 for one in outcomes)
-    said = {
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    drifted = sum(outcome.replayed is not None and outcome.replayed.differing > 0 for outcome in outcomes)
+    phrases = {
         "same": "the same",
         "changed": "changed",
         "new": "with a first reward",
-        "failed": "without one now",
+        "failed": "without a new reward",
     }
-    parts = [f"{counts[kind]} {words}" for kind, words in said.items() if counts[kind]]
+    parts = [f"{counts[verdict]} {phrase}" for verdict, phrase in phrases.items() if counts[verdict]]
     out.print(f"{len(outcomes)} rollouts scored again: {', '.join(parts)}; {len(left_out)} left out")
     if drifted:
-        out.print(f"in {drifted} a tool gave something else than it did then")
+        out.print(f"in {drifted} of them, a tool call had another result than in the stored rollout")
 
 
-def _cells(one: ReplayOutcome) -> tuple[Text, ...]:
-    was = "-" if one.result.reward is None else f"{one.result.reward:g}"
-    if one.replayed is None:
-        return plain(one.result.job_id), Text(was), Text("-"), Text("-"), plain(one.problem)
-    now = Text(f"{one.replayed.grade.reward:g}", style="yellow")
-    seen = f"{one.replayed.differing} of {one.replayed.calls} differ"
-    return plain(one.result.job_id), Text(was), now, Text(seen), plain(", ".join(one.differing))
+def _cells(outcome: ReplayOutcome) -> tuple[Text, ...]:
+    result, replayed = outcome.result, outcome.replayed
+    before = "-" if result.reward is None else f"{result.reward:g}"
+    if replayed is None:
+        return plain(result.job_id), Text(before), Text("-"), Text("-"), plain(outcome.problem)
+    now = Text(f"{replayed.grade.reward:g}", style="yellow")
+    observations = f"{replayed.differing} of {replayed.calls} differ"
+    return plain(result.job_id), Text(before), now, Text(observations), plain(", ".join(outcome.differing))

@@ -1,4 +1,4 @@
-"""`prorl-envs run`: episodes of one environment, on a service of its own or on a running one."""
+"""`prorl-envs run`: episodes of one environment, on a new service or on a running service."""
 
 import hashlib
 import re
@@ -36,15 +36,16 @@ class RunOptions:
     """Options of a run: tasks, sampling, and the folder for the results.
 
     Args:
-        environment: its name, or `NAME@AGENT`.
-        data: rows of the tasks; None takes the environment's examples.
-        tasks: ids of the tasks to run; all if empty.
-        limit: most tasks; None has no bound.
+        environment: name of the environment, or `NAME@AGENT`.
+        data: file of task rows; None means the environment's examples.
+        tasks: ids of the tasks to run; if empty, all.
+        limit: maximum tasks; None means no limit.
         samples: episodes per task.
         sampling, limits: as set on the command line.
-        folder: for the results; None names one by the time, or for `resume` takes the latest.
-        resume: continue the run of that folder; `retry_failed`: run its failed samples again.
-        loggers: of its metrics, by name.
+        folder: folder for the results; None means a new folder named by time, or with `resume` the latest.
+        resume: continue the run in `folder`.
+        retry_failed: with `resume`, run failed samples again.
+        loggers: loggers of the metrics, with their names.
     """
 
     environment: str
@@ -82,7 +83,7 @@ def rows(catalog: Catalog, options: RunOptions) -> list[tuple[dict[str, Any], st
     """
     found = [(row, task.id) for row, task in catalog.rows(options.environment, options.data)]
     if not found:
-        raise InputError(f"{catalog.data(options.environment, options.data)} holds no task")
+        raise InputError(f"{catalog.data(options.environment, options.data)} contains no task")
     if unknown := set(options.tasks) - {task for _, task in found}:
         missing = min(unknown)
         hint = name_hint(missing, (task for _, task in found))
@@ -109,14 +110,17 @@ def requests(
 
 
 def group_id(*parts: str) -> str:
-    """Join parts to an id. Characters that ids cannot have become `-`; then, or if the id is too long, a hash
-    keeps it unique."""
+    """Join parts to an id.
+
+    Characters that ids cannot have are replaced by `-`. If that changes the id, or if it is too long and is
+    cut, a hash of the parts is appended, so that different parts give different ids.
+    """
     text = "/".join(parts)
-    written = _NOT_IN_IDS.sub("-", "/".join(part.strip("/") for part in parts))
-    if written == text and len(text) <= _LONGEST_ID:
+    allowed = _NOT_IN_IDS.sub("-", "/".join(part.strip("/") for part in parts))
+    if allowed == text and len(text) <= _LONGEST_ID:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{written[: _LONGEST_ID - len(digest) - 1].rstrip('/')}-{digest}"
+    return f"{allowed[: _LONGEST_ID - len(digest) - 1].rstrip('/')}-{digest}"
 
 
 def open_folder(
@@ -126,27 +130,27 @@ def open_folder(
 
     Args:
         chosen: the rows to run.
-        options: of the run.
-        settings: of the service that is started for the run, so that its defaults are stored with the groups;
-            None for a running service.
+        options: options of the run.
+        settings: settings of the service that is started for the run, whose defaults are stored with the
+            groups; None for a running service.
         model: name of the model; "" if unknown.
 
     Raises:
-        InputError: it has results and `resume` is not set, it has none and `resume` is set, or it cannot be
-            written.
+        InputError: the folder has results and `resume` is not set, or has no results and `resume` is set, or
+            cannot be written.
     """
     if options.resume:
         path = options.folder or latest_folder()
-        groups = _settled(requests(chosen, options, read_description(path).name), settings)
+        groups = _with_defaults(requests(chosen, options, read_description(path).name), settings)
         return RunFolder.resume(path, groups, model, retry_failed=options.retry_failed)
     started = datetime.now(UTC)
     name = started.strftime(RUN_NAME)
-    groups = _settled(requests(chosen, options, name), settings)
+    groups = _with_defaults(requests(chosen, options, name), settings)
     return create_folder(options.folder, started, options.environment, model, groups)
 
 
-def _settled(groups: Sequence[GroupRequest], settings: Settings | None) -> list[GroupRequest]:
-    """Return the groups with the sampling and limits that the service's settings fill in."""
+def _with_defaults(groups: Sequence[GroupRequest], settings: Settings | None) -> list[GroupRequest]:
+    """Return the groups, with unset sampling and limits taken from the service's settings."""
     defaults = request_defaults(settings) if settings is not None else {}
     return [
         defaults[group.environment].applied(group) if group.environment in defaults else group
@@ -159,7 +163,7 @@ def _session() -> str:
 
 
 async def on_service(options: RunOptions, settings: Settings, url: str, token: str | None) -> None:
-    """Run on a running service. If this stops early, unfinished groups are cancelled."""
+    """Run on a running service. If the run stops early, unfinished groups are cancelled."""
     chosen = rows(Catalog.of(settings), options)
     async with RolloutClient(url, token=token) as client:
         with open_folder(chosen, options, None, "") as folder:
@@ -169,14 +173,14 @@ async def on_service(options: RunOptions, settings: Settings, url: str, token: s
             try:
                 await run_groups(client, folder, submitted, tables=True, loggers=options.loggers)
             except BaseException:
-                for one in submitted:
+                for submission in submitted:
                     with suppress(NotFound):
-                        await client.cancel_group(one.request.id)
+                        await client.cancel_group(submission.request.id)
                 raise
 
 
 async def _collect(client: RolloutClient, folder: RunFolder) -> None:
-    """Fetch the samples that the service finished, or still works on, after an earlier client was killed."""
+    """Fetch results of groups that a client submitted before it was killed; wait for their running jobs."""
     for group, missing in folder.missing():
         with suppress(NotFound):
             for job in (await client.group(group.id)).jobs:
@@ -186,9 +190,9 @@ async def _collect(client: RolloutClient, folder: RunFolder) -> None:
 
 async def _take(client: RolloutClient, folder: RunFolder, job: JobView) -> None:
     while not job.state.final:
-        err.print(f"waiting for {job.id}, which the service still works on", soft_wrap=True)
+        err.print(f"waiting for {job.id}, which the service is still running", soft_wrap=True)
         job = await client.job(job.id, wait_s=20.0)
-    with suppress(NotFound):  # its result expired: the sample is run again
+    with suppress(NotFound):  # the result expired, so the sample is run again
         folder.append(await client.result(job.id))
 
 
@@ -201,7 +205,7 @@ async def here(
     name: str | None,
     api_key: str | None,
 ) -> None:
-    """Run on a service started for this run alone."""
+    """Run on a service that is started for this run."""
     catalog = Catalog.of(settings)
     chosen = rows(catalog, options)
     if obstacle := catalog.family(options.environment).driver_obstacle(settings.driver):
@@ -209,22 +213,14 @@ async def here(
     if not options.resume:
         check_folder(options.folder)
     if not llm:
-        raise InputError("no model server is named", hint="--llm http://host:8000/v1, or --service URL")
-    model = await connect(
-        llm,
-        tokenizer=tokenizer,
-        name=name,
-        api_key=api_key,
-        protocol=settings.model.protocol,
-        tool_format=settings.model.tool_format,
-        ca_file=settings.model.ca_file,
-    )
+        raise InputError("no model server is named", hint="use --llm http://host:8000/v1, or --service URL")
+    model = await connect(llm, settings.model, tokenizer=tokenizer, name=name, api_key=api_key)
     async with (
         rollout_service(settings, model) as service,
         serving(service) as url,
         RolloutClient(url) as client,
     ):
-        # Only now: a machine that cannot start sandboxes leaves no empty folder.
+        # The folder is created last, so that a machine that cannot start sandboxes leaves no empty folder.
         with open_folder(chosen, options, settings, model.name or "") as folder:
             submitted = submissions(folder, _session() if options.resume else "")
             await run_groups(client, folder, submitted, tables=True, loggers=options.loggers)

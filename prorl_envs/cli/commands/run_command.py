@@ -29,7 +29,7 @@ def run(
     model: ModelOption = None,
     data: DataOption = None,
     task: Annotated[list[str] | None, typer.Option(help="Id of a task to run. Repeatable.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of tasks.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Episodes at a time.  [default: the setting service.run]")
@@ -40,21 +40,21 @@ def run(
     top_p: Annotated[float | None, typer.Option(help="[default: the environment's, else 1]")] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens sampled in one turn.  [default: the environment's, else 2048]"),
+        typer.Option(min=1, help="Maximum tokens of a turn.  [default: the environment's, else 2048]"),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Sampling seed; sample N of a task is sampled with SEED+N.")
     ] = None,
     max_turns: Annotated[
-        int | None, typer.Option(min=1, help="Most model calls.  [default: the environment's, else 30]")
+        int | None, typer.Option(min=1, help="Maximum model calls.  [default: the environment's, else 30]")
     ] = None,
     out_dir: OutOption = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the run in --out, or the latest one: run missing samples."),
+        typer.Option("--resume", help="Continue the run in --out, or the latest run: run missing samples."),
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="With --resume: run failed samples again, too.")
+        bool, typer.Option("--retry-failed", help="With --resume: also run failed samples again.")
     ] = False,
     log: Annotated[
         list[str] | None,
@@ -73,7 +73,7 @@ def run(
     from prorl_envs.rollout.api.types import AgentLimits
 
     if retry_failed and not resume:
-        raise InputError("--retry-failed continues a run", hint="add --resume")
+        raise InputError("--retry-failed needs --resume", hint="add --resume")
     options = runs.RunOptions(
         environment=environment,
         data=data,
@@ -91,8 +91,8 @@ def run(
     if service is not None:
         if concurrency is not None:
             raise InputError(
-                "--concurrency bounds a service started for the run",
-                hint="the service at that URL has its own",
+                "--concurrency is only for a service that is started for the run",
+                hint="the service at --service has its own limits",
             )
         run_coroutine(runs.on_service(options, settings, service, os.environ.get("PRORL_SERVER__TOKEN")))
         return

@@ -1,4 +1,4 @@
-"""`prorl-envs scripted-model`: scripted model server in the foreground, to try a service without a model."""
+"""`prorl-envs scripted-model`: scripted model server in the foreground, to test a service without a model."""
 
 import asyncio
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class ScriptedModelOptions:
     """Options of the scripted model server.
 
     Args:
-        port: TCP port on loopback; 0 takes a free one.
-        mix: proportions of the behaviours, dealt to the episodes of each task.
-        seed: of the order in which behaviours are dealt, and of the log-probabilities.
+        port: TCP port on loopback; 0 means a free port.
+        mix: proportions of the behaviours that are dealt to the episodes of each task.
+        seed: seed of the order of behaviours and of the log-probabilities.
     """
 
     port: int = 0
@@ -39,7 +39,7 @@ def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBo
     chosen = [Chosen(environment, row, task) for row, task in tasks if task.reference]
     if not chosen:
         where = catalog.data(environment, data)
-        raise InputError(f"{where}: no task has a reference", hint="there is nothing to play")
+        raise InputError(f"{where}: no task has a reference", hint="add `reference` to the rows")
     return script(chosen)
 
 
@@ -52,17 +52,19 @@ async def serve_script(
         InputError: no task of the data has a reference, or the port is taken.
     """
     book, folder = read_book(Catalog.of(settings), environment, data), scripted_tokenizer(settings)
-    ended = asyncio.Event()
-    played = ScriptedServer(
+    stopped = asyncio.Event()
+    scripted = ScriptedServer(
         book, port=options.port, mix=options.mix, seed=options.seed, unknown=Behaviour.SOLVE
     )
-    with on_stop(lambda _: ended.set()):
-        async with played as server:
-            err.print(f"plays the references of {len(book.scripts)} {environment} tasks; it is no model")
-            err.print("Ctrl-C ends it. Use it as you would your own, with `run` or `serve`:")
+    with on_stop(lambda _: stopped.set()):
+        async with scripted as server:
+            err.print(
+                f"plays the reference solutions of {len(book.scripts)} {environment} tasks, without a model"
+            )
+            err.print("Ctrl-C stops it. Use it like a model server, with these options of `run` or `serve`:")
             out.print(f"--llm {server.url}/v1 --tokenizer {folder}", soft_wrap=True)
             out.file.flush()  # a reader of a pipe waits for this line
-            await ended.wait()
+            await stopped.wait()
     counts = server.counts
-    asked = f"{counts.requests} requests of {counts.sessions} sessions"
-    err.print(f"{asked}, {counts.violations} violations of the token ledger")
+    requests = f"{counts.requests} requests of {counts.sessions} sessions"
+    err.print(f"{requests}, {counts.violations} violations of the token ledger")

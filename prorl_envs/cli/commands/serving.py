@@ -35,12 +35,13 @@ async def serve(settings: Settings, connect: Connect) -> None:
     Configuration, address, machine and store are checked before the first request to a model server.
 
     Args:
-        settings: all of them.
-        connect: probes the model servers; receives the model of the store's unfinished jobs.
+        settings: all settings.
+        connect: function that probes the model servers; its argument is the model of the store's unfinished
+            jobs, or None.
 
     Raises:
-        InputError: the address cannot be bound, or needs a token; the store cannot be opened; or as
-            `check_capacity` and `connect`.
+        InputError: the address cannot be bound, or needs a token; the store cannot be opened; or
+            `check_capacity` or `connect` failed.
         UnsupportedMachine: no sandbox can start on this machine.
     """
     set_up_logging(settings.log)
@@ -70,11 +71,11 @@ async def _serve(
         if not model.servers:
             err.print("model server:    none yet; turns wait for the first (POST /v1/model_servers)")
         unfinished = service.status().unfinished
-        going_on = f"   ({unfinished} unfinished jobs resume)" if unfinished else ""
-        err.print(f"store:           {settings.service.store or 'memory; a restart forgets'}{going_on}")
+        resuming = f"   ({unfinished} unfinished jobs resume)" if unfinished else ""
+        err.print(f"store:           {settings.service.store or 'memory, lost at a restart'}{resuming}")
         if settings.nodes.ray is not None:
             err.print(f"nodes:           machines of the Ray cluster {settings.nodes.ray}")
-        err.print("Ctrl-C ends it")
+        err.print("Ctrl-C stops it")
 
     logins = Logins()
     with exporting_traces():
@@ -84,7 +85,7 @@ async def _serve(
 
 
 def _dashboard(settings: ServerSettings, logins: Logins) -> str:
-    """Return the dashboard's path, on terminals as a link that signs in: others may read logs."""
+    """Return the dashboard's path; on a terminal, a link that signs in, which logs must not contain."""
     if not needs_token(settings) and settings.token is None:
         return "/dashboard"
     if err.is_terminal:

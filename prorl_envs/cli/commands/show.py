@@ -1,4 +1,4 @@
-"""`prorl-envs show`: one trajectory, readable in a terminal."""
+"""`prorl-envs show`: shows one trajectory in a terminal."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magent
 
 
 def _arguments(arguments: object) -> str:
-    """Format arguments of a tool call for reading: text stays text, the rest is JSON."""
+    """Format the arguments of a tool call: texts without quotes, other values as JSON."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -91,7 +91,7 @@ def summary(result: Result) -> Table:
 
 
 def render(result: Result) -> Group:
-    """Render the whole episode: summary, conversation, evidence of the grade."""
+    """Render an episode: summary, conversation, and evidence of the grade."""
     parts: list[RenderableType] = [summary(result), Rule(style="dim")]
     parts.extend(message_panel(message) for message in result.messages)
     if result.evidence:
@@ -103,15 +103,15 @@ def render(result: Result) -> Group:
 
 
 def show(source: str, job: str | None, *, as_json: bool = False) -> None:
-    """Print one result; if there are several and none is named, print a list.
+    """Print one result; or a list, if there are several results and `job` is None.
 
     Args:
         source: a file of results, or a store.
-        job: a job id, or the end of one.
-        as_json: print JSON: the result, or one line for each.
+        job: a job id or its end, or None.
+        as_json: print JSON: the result, or one line per result.
 
     Raises:
-        InputError: the source cannot be read, or the number of matching results is not one.
+        InputError: the source cannot be read, or no result or several results match.
     """
     with closing(open_episodes(source)) as episodes:
         episodes.extend()
@@ -119,14 +119,14 @@ def show(source: str, job: str | None, *, as_json: bool = False) -> None:
         if job is None and len(episodes.summaries) > 1:
             _list(episodes.summaries, as_json)
             return
-        named = list(enumerate(episodes.summaries))
-        chosen = [number for number, one in named if job is None or one.job_id == job] or [
-            number for number, one in named if job is not None and one.job_id.endswith(job)
+        ids = list(enumerate(summary.job_id for summary in episodes.summaries))
+        chosen = [number for number, job_id in ids if job is None or job_id == job] or [
+            number for number, job_id in ids if job is not None and job_id.endswith(job)
         ]
         if len(chosen) != 1:
-            what = "no result" if not chosen else f"{len(chosen)} results"
-            of = "" if job is None else f" match {job!r}"
-            raise InputError(f"{what} of {source}{of}", hint=f"prorl-envs show {source} lists them")
+            count = f"{len(chosen)} results" if chosen else "no result"
+            condition = "" if job is None else f" match {job!r}"
+            raise InputError(f"{count} of {source}{condition}", hint=f"prorl-envs show {source} lists all")
         result = parse_result(episodes.line(chosen[0]))
     if as_json:
         print_json(result, indent=None)

@@ -18,7 +18,7 @@ from prorl_envs.rollout.api.dashboard import Bucket, DashboardView
 from prorl_envs.rollout.api.errors import Retryable
 from prorl_envs.rollout.client.client import RolloutClient
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _BAR = 26
 _SPARK = 32
 _PANEL = 8
@@ -42,7 +42,7 @@ async def watch(client: RolloutClient) -> None:
     view = await client.dashboard()
     with Live(picture(view, height=out.height), console=out, screen=True, auto_refresh=False) as live:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             problem: ProrlError | None = None
             try:
                 view = await client.dashboard()
@@ -56,20 +56,20 @@ def picture(view: DashboardView, *, height: int | None, problem: ProrlError | No
 
     Args:
         view: the last dashboard data.
-        height: available lines; None is no bound.
-        problem: why the data is outdated, if it is.
+        height: available lines; None means no limit.
+        problem: error of the last request, if the data is outdated.
     """
     servers = view.status.model_servers
-    above: list[RenderableType] = [_heading(view, problem), _pools(view), _figures(view)]
+    parts: list[RenderableType] = [_heading(view, problem), _pools(view), _figures(view)]
     if servers:
-        above.append(servers_table(servers[:8]))
+        parts.append(servers_table(servers[:8]))
     if view.nodes:
-        above.append(nodes_table(view.nodes[:8]))
+        parts.append(nodes_table(view.nodes[:8]))
     used = 16 + (len(servers[:8]) + 3 if servers else 0) + (len(view.nodes[:8]) + 3 if view.nodes else 0)
-    room = len(view.running) if height is None else max(0, height - used - 4)
-    if room and view.running:
-        above.append(jobs_table(view.running[:room]))
-    return Group(*above)
+    max_jobs = len(view.running) if height is None else max(0, height - used - 4)
+    if max_jobs and view.running:
+        parts.append(jobs_table(view.running[:max_jobs]))
+    return Group(*parts)
 
 
 def _heading(view: DashboardView, problem: ProrlError | None) -> Text:
@@ -79,7 +79,7 @@ def _heading(view: DashboardView, problem: ProrlError | None) -> Text:
     text = Text.assemble(
         (f" {state} ", style),
         f"  {status.unfinished} unfinished",
-        f"   {status.jobs_with_sandbox}/{status.max_jobs_with_sandbox} sandbox places",
+        f"   {status.jobs_with_sandbox}/{status.max_jobs_with_sandbox} jobs with a sandbox",
         (f"   up {status.uptime_s:.0f} s   {status.version}", "dim"),
     )
     if problem is not None:
@@ -96,22 +96,21 @@ def _pools(view: DashboardView) -> Table:
         bar = ProgressBar(total=pool.limit, completed=min(pool.active, pool.limit), width=_BAR)
         grid.add_row(stage.upper(), bar, f"{pool.active}/{pool.limit} active, {pool.waiting} waiting")
     use = view.sandboxes
-    held = (
+    memory = (
         f"; {filesize.decimal(use.busy_bytes or 0)} busy, {filesize.decimal(use.warm_bytes or 0)} warm"
         if use.largest_bytes is not None
         else ""
     )
-    grid.add_row(
-        "BOXES", "", f"{use.busy} busy, {use.warm} warm, {use.starting} starting, {use.failed} failed{held}"
-    )
+    counts = f"{use.busy} busy, {use.warm} warm, {use.starting} starting, {use.failed} failed"
+    grid.add_row("SANDBOXES", "", counts + memory)
     return grid
 
 
 def _figures(view: DashboardView) -> Table:
     status, last = view.status, view.history[-6:]
-    ended = sum(bucket.done + bucket.failed + bucket.cancelled for bucket in last)
+    finished = sum(bucket.done + bucket.failed + bucket.cancelled for bucket in last)
     lines = [
-        f"{ended} jobs, {sum(bucket.sampled for bucket in last)} tokens a minute",
+        f"{finished} jobs, {sum(bucket.sampled for bucket in last)} tokens per minute",
         "".join(_spark(view.history[-_SPARK:])),
         ", ".join(f"{n} {name}" for name, n in status.finished.items()),
         "no reward yet" if view.reward_mean is None else f"mean reward {view.reward_mean:.3g}",
@@ -138,13 +137,13 @@ def _hits(view: DashboardView) -> Iterator[str]:
 
 def _spark(history: Sequence[Bucket]) -> Iterator[str]:
     counts = [bucket.done + bucket.failed + bucket.cancelled for bucket in history]
-    most = max([1, *counts])
-    return (_BLOCKS[-(-count * (len(_BLOCKS) - 1) // most)] for count in counts)
+    highest = max([1, *counts])
+    return (_BLOCKS[-(-count * (len(_BLOCKS) - 1) // highest)] for count in counts)
 
 
 def _latency(view: DashboardView) -> RenderableType:
     if not view.latency:
-        return "nothing has ended yet"
+        return "no job has finished yet"
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     for _ in range(3):

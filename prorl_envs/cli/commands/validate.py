@@ -1,4 +1,4 @@
-"""`prorl-envs validate`: check that a data file discriminates."""
+"""`prorl-envs validate`: check that the tasks of a data file distinguish right from wrong solutions."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -42,16 +42,21 @@ async def validate_file(
     allow_missing: bool = False,
     as_json: bool = False,
 ) -> bool:
-    """Validate the tasks of a data file that this machine can run, and say why it cannot run others.
+    """Validate the tasks of a data file that this machine can run; print why it cannot run others.
 
     Args:
-        allow_missing: tasks that cannot run here are no failure.
+        settings: all settings.
+        environment: name of the environment.
+        data: the data file; None means the environment's examples.
+        jobs: maximum episodes at a time.
+        allow_missing: whether to succeed even if some tasks cannot run on this machine.
+        as_json: print JSON instead of a table.
 
     Returns:
-        whether every task can run here and discriminates.
+        True if every task can run here and is valid.
 
     Raises:
-        InputError: no such environment, a row is wrong, or there is nothing to validate.
+        InputError: no such environment, a row is wrong, or no task can run here.
     """
     catalog = without_harness(Catalog.of(settings), environment)
     chosen = catalog.family(environment)

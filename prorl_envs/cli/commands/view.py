@@ -1,4 +1,4 @@
-"""`prorl-envs view`: stored episodes in a browser, or in one HTML file that others can open."""
+"""`prorl-envs view`: shows stored episodes in a browser, or writes them to one HTML file."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 #: Name of the scripted model's tokenizer, which the demo uses.
 SCRIPTED = "scripted"
-#: Bytes that are read before the page is served, to refuse a file without results.
+#: Maximum bytes that are read before the page is served, to refuse a file without results.
 _FIRST_BYTES = 1 << 20
 
 
 def view(
     source: SourceArgument,
     html: Annotated[
-        Path | None, typer.Option(help="Write one HTML file, which opens without a server, and end.")
+        Path | None, typer.Option(help="Write one HTML file, which opens without a server, and exit.")
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -37,17 +37,17 @@ def view(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Folder or Hub name of the model's tokenizer, to read tokens; `scripted` is the demo's."
+            help="Folder or Hub name of the model's tokenizer, to show text; `scripted` is the demo's."
         ),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65_535, help="TCP port; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser here.")] = False,
 ) -> None:
-    """Browse stored episodes: conversations, tokens, time, rewards, samples side by side."""
+    """Browse stored episodes: conversations, tokens, times, rewards, and samples side by side."""
     from prorl_envs.app.run_loop import run
 
     if only and html is None:
-        raise InputError("--job chooses the rollouts for --html", hint="without it the page has a filter")
+        raise InputError("--job needs --html", hint="without --html, use the filter on the page")
     if html is not None:
         if _is_runs_folder(source):
             raise InputError(f"{source} has several runs", hint="--html takes the folder of one run")
@@ -96,7 +96,7 @@ def _is_runs_folder(source: str) -> bool:
 
 
 def _run_of(source: str) -> "RunInfo":
-    """Return the run of a source; the results of a store, or of a file elsewhere, have none."""
+    """Return the run of a source; empty for a store, and for a file that is not in the folder of a run."""
     from prorl_envs.runs.folder import RUN
     from prorl_envs.runs.views import RunView
 
@@ -153,7 +153,7 @@ async def _answer(app: "ASGIApp", token: str, name: str, port: int, browser: boo
     async with answering(app, port=port, last_requests_s=1, log_level="critical") as url:
         link = f"{url}/{token}/"
         out.print(link, soft_wrap=True)
-        err.print(f"{name} is at that link, for whoever has it; Ctrl-C ends it")
+        err.print(f"this link shows {name} to everyone who has it; Ctrl-C stops it")
         err.print(f"from another machine: ssh -L {url.rpartition(':')[2]}:{url.removeprefix('http://')} HOST")
         if browser:
             webbrowser.open(link)
@@ -168,19 +168,21 @@ def _export(
     episodes.extend()
     name = episodes.name
     check_lines(episodes, name)
-    chosen = [number for number, one in enumerate(episodes.summaries) if not wanted or _fits(one, wanted)]
+    numbered = enumerate(episodes.summaries)
+    chosen = [number for number, summary in numbered if not wanted or _matches(summary, wanted)]
     if not chosen:
-        raise InputError(f"nothing in {name} fits", hint=f"prorl-envs show {name} lists its jobs")
+        raise InputError(f"no episode of {name} matches --job", hint=f"prorl-envs show {name} lists its jobs")
     content = export_html((episodes.line(number) for number in chosen), name, texts, run)
     try:
         target.write_bytes(content)
     except OSError as error:
         raise InputError(
-            f"cannot write {target}: {error.strerror}", hint="choose another place: --html"
+            f"cannot write {target}: {error.strerror}", hint="choose another path: --html"
         ) from error
     noun = "episode" if len(chosen) == 1 else "episodes"
     return f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser"
 
 
-def _fits(one: "Summary", wanted: Sequence[str]) -> bool:
-    return any(name in (one.job_id, one.group_id) or one.job_id.endswith(name) for name in wanted)
+def _matches(summary: "Summary", wanted: Sequence[str]) -> bool:
+    ids = (summary.job_id, summary.group_id)
+    return any(name in ids or summary.job_id.endswith(name) for name in wanted)

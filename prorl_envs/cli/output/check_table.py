@@ -14,20 +14,20 @@ _STYLES = {
 }
 
 
-def trials_table(what: str, trials: Iterable[tuple[str, str, str, str, float]]) -> Table:
+def check_table(heading: str, checks: Iterable[tuple[str, str, str, str, float]]) -> Table:
     """Return a table with one row per check.
 
     Args:
-        what: heading of the second column.
-        trials: of each check the id, text, state, reason or "", and seconds.
+        heading: heading of the second column.
+        checks: id, text, state, reason (or "") and seconds of each check.
     """
-    shown = Table(show_edge=False)
-    for name in ("id", what, ""):
-        shown.add_column(name, overflow="fold")
-    shown.add_column("s", justify="right")
-    for name, text, state, reason, seconds in trials:
+    table = Table(show_edge=False)
+    for name in ("id", heading, ""):
+        table.add_column(name, overflow="fold")
+    table.add_column("s", justify="right")
+    for name, text, state, reason, seconds in checks:
         outcome = Text(state, style=_STYLES[state])
         if reason:
             outcome.append(f": {reason}", style="default")
-        shown.add_row(name, text, outcome, f"{seconds:.2f}")
-    return shown
+        table.add_row(name, text, outcome, f"{seconds:.2f}")
+    return table

@@ -22,18 +22,18 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 def discard(stream: TextIO) -> None:
-    """Send the rest of a stream whose reader has gone to /dev/null.
+    """Redirect a stream whose reader is gone to /dev/null.
 
     See "Note on SIGPIPE" in Python's documentation of `signal`.
     """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 class _Console(Console):
-    """Console whose reader may go away. Rich would end the command with status 1, and so a run that only
-    reports its progress."""
+    """Console that ignores a closed pipe. Rich would exit with status 1, which would stop a run only because
+    its progress cannot be printed."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -47,8 +47,10 @@ err = _Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wra
 
 
 def replace_unencodable() -> None:
-    """Have the standard streams replace characters that their encoding does not have, instead of raising an
-    error: text of models and of sandboxes may hold any character, lone surrogates included."""
+    """Make the standard streams replace characters that their encoding lacks, instead of raising an error.
+
+    Texts of models and of sandboxes may contain any character, including lone surrogates.
+    """
     for stream in (sys.stdout, sys.stderr):
         # Other error handlers never raise, or were chosen with PYTHONIOENCODING.
         if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -63,18 +65,18 @@ def report(error: ProrlError) -> None:
 
 
 def print_left_out(tasks: Iterable[tuple[str, str]]) -> None:
-    """Print how many tasks cannot run here, for each reason.
+    """Print the tasks that cannot run on this machine, by reason.
 
     Args:
-        tasks: the id and the reason of each.
+        tasks: id and reason of each task.
     """
     by_reason: dict[str, list[str]] = {}
     for task_id, reason in tasks:
         by_reason.setdefault(reason, []).append(task_id)
     for reason, ids in by_reason.items():
-        few = ", ".join(ids[:3])
-        named = few if len(ids) <= 3 else f"{few} and {len(ids) - 3} more"
-        err.print(plain(f"left out: {named}: {reason}"), style="yellow")
+        first = ", ".join(ids[:3])
+        listed = first if len(ids) <= 3 else f"{first} and {len(ids) - 3} more"
+        err.print(plain(f"left out: {listed}: {reason}"), style="yellow")
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
@@ -88,9 +90,9 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
     text = to_json(value, indent=indent, inf_nan_mode="null").decode()
     if not _is_utf8(out.encoding):
-        # Strings of JSON have escapes, so no character is lost. Outside strings, all is ASCII.
+        # JSON strings can have escapes, so no character is lost. Outside of strings, JSON is ASCII.
         text = _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
-    # `out.print` would take several times as long for many lines.
+    # For many lines, `out.print` would take several times as long.
     out.file.write(f"{text}\n")
 
 
@@ -105,12 +107,12 @@ def print_json_lines(values: Iterable[object]) -> None:
 
 
 def program() -> str:
-    """Return this program as its user can type it: its name if the shell finds it, else its path."""
+    """Return the command that starts this program: its name if it is in PATH, else its path."""
     found = shutil.which("prorl-envs")
     same = found is not None and os.path.realpath(found) == os.path.realpath(sys.argv[0])
     return "prorl-envs" if same else sys.argv[0]
 
 
 def plain(text: str) -> Text:
-    """Make hostile text safe for a terminal: no markup, no escape sequences, no other control characters."""
+    """Return hostile text in a form that is safe for a terminal: without markup and control characters."""
     return Text(printable(text))

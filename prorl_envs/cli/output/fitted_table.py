@@ -7,18 +7,20 @@ from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.table import Column, Table
 
-#: Least width of a column whose cells may be wrapped, if they are not shorter.
+#: Minimum width of a column whose cells may be wrapped; less if all cells are shorter.
 _WRAPPED = 16
-#: Width of a terminal on which nothing is wrapped.
+#: Width that is large enough for every table.
 _UNLIMITED = 10_000
 
 
 class FittedTable:
-    """Table that continues below, its first column repeated, if the terminal is too narrow for all columns.
+    """Table that is split into several tables, one below the other, if the terminal is too narrow.
+
+    Each part repeats the first column.
 
     Args:
-        table: to print. A column with `no_wrap` keeps the width of its longest cell; the others are wrapped,
-            but not below 16 characters.
+        table: the table. A column with `no_wrap` keeps the width of its longest cell; other columns are
+            wrapped, but have at least 16 characters.
     """
 
     def __init__(self, table: Table) -> None:
@@ -27,11 +29,12 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         unlimited = options.update(width=_UNLIMITED)
         first, *others = (
-            replace(column, min_width=_least(console, unlimited, column)) for column in self._table.columns
+            replace(column, min_width=_min_width(console, unlimited, column))
+            for column in self._table.columns
         )
         parts = [[first]]
         for column in others:
-            narrow = [replace(one, max_width=one.min_width) for one in (*parts[-1], column)]
+            narrow = [replace(part, max_width=part.min_width) for part in (*parts[-1], column)]
             needed = Measurement.get(console, unlimited, self._part(narrow)).maximum
             if needed > options.max_width and len(parts[-1]) > 1:
                 parts.append([first])
@@ -40,23 +43,23 @@ class FittedTable:
             yield self._part(columns, title=columns is parts[0], caption=columns is parts[-1])
 
     def _part(self, columns: Sequence[Column], *, title: bool = False, caption: bool = False) -> Table:
-        whole = self._table
+        table = self._table
         part = Table(
             *(column.copy() for column in columns),
-            title=whole.title if title else None,
-            title_justify=whole.title_justify,
-            caption=whole.caption if caption else None,
-            box=whole.box,
-            pad_edge=whole.pad_edge,
-            padding=whole.padding,
+            title=table.title if title else None,
+            title_justify=table.title_justify,
+            caption=table.caption if caption else None,
+            box=table.box,
+            pad_edge=table.pad_edge,
+            padding=table.padding,
         )
         cells = zip(*(column.cells for column in columns), strict=True)
-        for row, texts in zip(whole.rows, cells, strict=True):
+        for row, texts in zip(table.rows, cells, strict=True):
             part.add_row(*texts, style=row.style)
         return part
 
 
-def _least(console: Console, options: ConsoleOptions, column: Column) -> int:
-    """Return the least width of a column that can be read, in characters."""
+def _min_width(console: Console, options: ConsoleOptions, column: Column) -> int:
+    """Return the minimum width of a column, in characters."""
     width = max(Measurement.get(console, options, cell).maximum for cell in (column.header, *column.cells))
     return width if column.no_wrap else min(width, _WRAPPED)

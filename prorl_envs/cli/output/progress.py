@@ -20,8 +20,8 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.viewer.summary import Summary
 
-_LOOK_S = 0.25
-#: Seconds between lines if the output is no terminal.
+_POLL_S = 0.25
+#: Seconds between lines if the output is not a terminal.
 _LINE_S = 5.0
 _BAR = 24
 
@@ -31,9 +31,11 @@ class Progress:
     """Progress to draw: the last status, and the results so far.
 
     Args:
-        expected: results of the whole run.
-        done: results so far, earlier sessions included.
-        failed: results of this session without a reward.
+        expected: number of results of the run.
+        done: number of results so far, including those of earlier sessions.
+        failed: number of failures in this session.
+        status: last status of the service.
+        last: last result.
     """
 
     expected: int
@@ -41,10 +43,10 @@ class Progress:
     failed: int = 0
     status: StatusView | None = None
     last: Summary | None = None
-    #: Number of status samples by how many stages were active.
+    #: Number of status samples, by the number of active stages.
     overlap: Counter[int] = field(default_factory=Counter)
 
-    def look(self, status: StatusView) -> None:
+    def update(self, status: StatusView) -> None:
         """Record a new status."""
         self.status = status
         self.overlap[sum(pool.active > 0 for pool in status.pools.values())] += 1
@@ -57,12 +59,12 @@ class Progress:
 
     @property
     def overlap_sentence(self) -> str:
-        """Sentence on how the stages overlapped."""
-        looks = sum(self.overlap.values()) or 1
-        both, all_three = (sum(n for busy, n in self.overlap.items() if busy >= k) for k in (2, 3))
+        """Sentence about the overlap of the stages."""
+        samples = sum(self.overlap.values()) or 1
+        two, three = (sum(n for active, n in self.overlap.items() if active >= k) for k in (2, 3))
         return (
-            f"of {looks} looks at the service, {both / looks:.0%} saw two stages active at once "
-            f"and {all_three / looks:.0%} all three"
+            f"in {samples} status samples, two stages were active at once in {two / samples:.0%}, "
+            f"all three in {three / samples:.0%}"
         )
 
     @property
@@ -116,10 +118,10 @@ async def following(client: RolloutClient, progress: Progress) -> AsyncIterator[
 
 async def _draw(client: RolloutClient, progress: Progress, *, lines: bool) -> None:
     loop = asyncio.get_running_loop()
-    said = loop.time()
+    printed = loop.time()
     while True:
-        progress.look(await client.status())
-        if lines and loop.time() - said >= _LINE_S:
-            said = loop.time()
+        progress.update(await client.status())
+        if lines and loop.time() - printed >= _LINE_S:
+            printed = loop.time()
             err.print(progress.line)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Submission of groups, with results stored as they arrive and reported: shared by `run` and `demo`."""
+"""Execution of groups for `run` and `demo`: submits them, stores results as they arrive, prints reports."""
 
 import asyncio
 import time
@@ -17,13 +17,13 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.runs.folder import RunFolder, Submission
 from prorl_envs.runs.statistics import RunSummary, by_environment, statistics_of
 
-#: Most rows of a table to print.
+#: Maximum printed rows of a table.
 MAX_ROWS = 24
 
 
 @dataclass(slots=True)
 class _Failures:
-    """Failures by kind and stage, with the first message and hint of each."""
+    """Number of failures by kind and stage, with the first message and hint."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -49,29 +49,29 @@ async def run_groups(
     tables: bool,
     loggers: Sequence[tuple[str, RunLogger]] = (),
 ) -> None:
-    """Run groups to completion. Write each result to the folder as it arrives; then print and save the
-    statistics of the whole run.
+    """Run groups to completion. Write each result to the folder when it arrives; then print and save the
+    statistics of the run.
 
     Args:
-        client: of the rollout service.
-        folder: of the run.
+        client: client of the rollout service.
+        folder: folder of the run.
         submitted: groups to submit; empty if the run is complete.
         tables: print the tables of samples and tasks, not only the summary.
-        loggers: by name; the run continues if one fails.
+        loggers: loggers with their names; the run continues if one fails.
 
     Raises:
         InputError: a result cannot be written.
     """
     expected = sum(group.samples for group in folder.groups)
     progress = Progress(expected, done=len(folder.summaries))
-    by_id = {one.request.id: one for one in submitted}
+    by_id = {submission.request.id: submission for submission in submitted}
     failures, started, sampled = _Failures(), time.monotonic(), 0
     report = RunReport(loggers, lambda text: err.print(plain(f"warning: {text}")))
     try:
         if loggers:
             report.start(_logged_run(folder, expected))
         if submitted:
-            await client.submit([one.request for one in submitted])
+            await client.submit([submission.request for submission in submitted])
             async with following(client, progress):
                 async for arrived in client.follow(by_id):
                     result = by_id[arrived.group_id].relabelled(arrived)
@@ -123,16 +123,15 @@ def _logged_run(folder: RunFolder, expected: int) -> LoggedRun:
 
 
 def _report_interruption(folder: RunFolder, expected: int) -> None:
-    kept = len(folder.summaries)
-    err.print(f"\n{kept} of {expected} results are in {folder.path}", soft_wrap=True)
-    if kept < expected:
-        err.print(
-            f"continue with the same command and: --resume --out {quote(str(folder.path))}", soft_wrap=True
-        )
+    stored = len(folder.summaries)
+    err.print(f"\n{stored} of {expected} results are in {folder.path}", soft_wrap=True)
+    if stored < expected:
+        path = quote(str(folder.path))
+        err.print(f"continue with the same command and: --resume --out {path}", soft_wrap=True)
 
 
 def _print(folder: RunFolder, summary: RunSummary, *, tables: bool) -> None:
-    ordered = sorted(folder.summaries.values(), key=lambda one: (one.environment, one.group_id, one.sample))
+    ordered = sorted(folder.summaries.values(), key=lambda s: (s.environment, s.group_id, s.sample))
     if tables:
         out.print(samples_table(ordered[:MAX_ROWS]))
         if len(ordered) > MAX_ROWS:

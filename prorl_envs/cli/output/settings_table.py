@@ -1,6 +1,6 @@
 """Settings with their defaults and meanings, for `prorl-envs settings`, docs/settings.md and the JSON schema.
 
-The docstrings of `prorl_envs/config.py` are the source: the entries of their `Args:` are the meanings.
+The meanings come from the docstrings in `prorl_envs/config.py`: from the entries below `Args:`.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from prorl_envs.config import (
     ToolSettings,
 )
 
-#: Sections that are None or empty by default, and the path of their settings: entries have names.
+#: Sections that are None or empty by default, with the path of their settings.
 _NESTED: dict[tuple[type[BaseModel], str], tuple[type[BaseModel], str]] = {
     (Settings, "environments"): (EnvironmentSettings, "environments.name."),
     (Settings, "agents"): (AgentSettings, "agents.name."),
@@ -36,7 +36,7 @@ _ROW = re.compile(r"^\| `([a-z_.]+)` \| .* \|$", re.MULTILINE)
 
 
 class SettingRow(NamedTuple):
-    """A setting: its dotted name, its default as YAML ("" if it is not set), its meaning in Markdown."""
+    """A setting: dotted name, default as YAML ("" if it is not set), and meaning in Markdown."""
 
     name: str
     default: str
@@ -44,7 +44,7 @@ class SettingRow(NamedTuple):
 
 
 def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[SettingRow]:
-    """Yield every setting of a section, those of nested sections included."""
+    """Yield every setting of a section, including those of nested sections."""
     meanings = meanings_of(model)
     for name, field in model.model_fields.items():
         if isinstance(field.default, BaseModel):
@@ -83,18 +83,18 @@ def settings_schema() -> dict[str, Any]:
 
 
 def updated_page(page: str) -> str:
-    """Return docs/settings.md with the rows of its tables as the settings are now."""
+    """Return the text of docs/settings.md, with defaults and meanings in its tables updated."""
     rows = {row.name: row for row in setting_rows()}
 
-    def row(found: re.Match[str]) -> str:
-        one = rows.get(found[1])
-        return f"| `{one.name}` | {one.default + ' ' if one.default else ''}| {one.meaning} |" if one else ""
+    def updated_row(found: re.Match[str]) -> str:
+        row = rows.get(found[1])
+        return f"| `{row.name}` | {row.default + ' ' if row.default else ''}| {row.meaning} |" if row else ""
 
-    return _ROW.sub(row, page)
+    return _ROW.sub(updated_row, page)
 
 
 def settings_table(rows: Iterable[SettingRow]) -> FittedTable:
-    """Return a table of settings for a terminal, in which links are only their texts."""
+    """Return a table of settings for a terminal; of links, only the text is shown."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("setting", no_wrap=True)
     for name in ("default", "meaning"):
@@ -105,7 +105,7 @@ def settings_table(rows: Iterable[SettingRow]) -> FittedTable:
 
 
 def _sections(model: type[BaseModel]) -> set[type[BaseModel]]:
-    """Return a section and all that its fields name."""
+    """Return a section, and all sections in the types of its fields."""
     found = {model}
     for field in model.model_fields.values():
         for part in _parts(field.annotation):

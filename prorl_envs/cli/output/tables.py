@@ -20,13 +20,13 @@ def tokens_of(result: Result) -> tuple[int, int]:
     return sum(len(row.ids) for row in result.rows), sum(sum(row.loss_mask) for row in result.rows)
 
 
-def outcome_cell(one: Summary) -> Text:
-    """Return a sample's reward, or the kind of failure if there is none."""
-    if one.failure is not None:
-        return Text(plain(one.failure).plain, style="yellow")
-    if one.reward is None:
-        return Text(plain(one.state).plain, style="yellow")
-    return Text(f"{one.reward:g}", style="green" if one.reward > 0 else "red")
+def outcome_cell(summary: Summary) -> Text:
+    """Return the reward of a sample; without a reward, the kind of its failure or its state."""
+    if summary.failure is not None:
+        return Text(plain(summary.failure).plain, style="yellow")
+    if summary.reward is None:
+        return Text(plain(summary.state).plain, style="yellow")
+    return Text(f"{summary.reward:g}", style="green" if summary.reward > 0 else "red")
 
 
 def samples_table(summaries: Iterable[Summary]) -> FittedTable:
@@ -38,16 +38,16 @@ def samples_table(summaries: Iterable[Summary]) -> FittedTable:
         table.add_column(name, overflow="fold")
     for name in ("turns", "tokens", "sampled", "init/run/eval s", "drift"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in summaries:
+    for sample in summaries:
         table.add_row(
-            plain(one.job_id),
-            outcome_cell(one),
-            plain(f"failed in {one.failed_in}" if one.failed_in else one.stop_reason or ""),
-            str(one.turns),
-            str(one.tokens),
-            str(one.sampled),
-            "/".join(f"{seconds:.1f}" for seconds in (one.init_s, one.run_s, one.eval_s)),
-            str(one.drift),
+            plain(sample.job_id),
+            outcome_cell(sample),
+            plain(f"failed in {sample.failed_in}" if sample.failed_in else sample.stop_reason or ""),
+            str(sample.turns),
+            str(sample.tokens),
+            str(sample.sampled),
+            "/".join(f"{seconds:.1f}" for seconds in (sample.init_s, sample.run_s, sample.eval_s)),
+            str(sample.drift),
         )
     return FittedTable(table)
 
@@ -57,24 +57,24 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _rewards(samples: Iterable[Summary]) -> Text:
-    """Return one mark per sample: its reward, or a cross if there is none."""
-    marks = [outcome_cell(one) if one.reward is not None else Text("x", style="yellow") for one in samples]
-    return Text(" ").join(marks)
+    """Return one mark per sample: its reward, or `x` without a reward."""
+    missing = Text("x", style="yellow")
+    return Text(" ").join(missing if sample.reward is None else outcome_cell(sample) for sample in samples)
 
 
 def tasks_table(ordered: Iterable[Summary], limit: int) -> FittedTable:
     """Return a table with one row per task: the reward of each sample, and means over the samples.
 
     Args:
-        ordered: summaries by environment, group and sample.
-        limit: most rows; the caption states how many were left out.
+        ordered: summaries, sorted by environment, group and sample.
+        limit: maximum tasks; the caption gives the number of omitted tasks.
     """
-    groups = [list(group) for _, group in groupby(ordered, key=lambda one: (one.environment, one.group_id))]
-    left_out = f"; {len(groups) - limit} more tasks" if len(groups) > limit else ""
+    groups = [list(group) for _, group in groupby(ordered, key=lambda s: (s.environment, s.group_id))]
+    omitted = f"; {len(groups) - limit} more tasks" if len(groups) > limit else ""
     table = Table(
         title="tasks",
         title_justify="left",
-        caption=f"x: no reward; turns and seconds (active) are means over the samples{left_out}",
+        caption=f"x: no reward; turns and seconds (active) are means over the samples{omitted}",
         box=SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -94,15 +94,15 @@ def tasks_table(ordered: Iterable[Summary], limit: int) -> FittedTable:
 
 
 def _task_row(samples: Sequence[Summary]) -> tuple[Text | str, ...]:
-    kinds = Counter(one.failure for one in samples if one.failure)
-    seconds = zip(*((one.init_s, one.run_s, one.eval_s) for one in samples), strict=True)
+    kinds = Counter(sample.failure for sample in samples if sample.failure)
+    seconds = zip(*((sample.init_s, sample.run_s, sample.eval_s) for sample in samples), strict=True)
     return (
         plain(samples[0].task_id),
         _rewards(samples),
-        _mean([one.turns for one in samples if one.rows]),
-        str(sum(one.tokens for one in samples)),
+        _mean([sample.turns for sample in samples if sample.rows]),
+        str(sum(sample.tokens for sample in samples)),
         "/".join(map(_mean, seconds)),
-        str(sum(one.drift for one in samples)),
+        str(sum(sample.drift for sample in samples)),
         _failures(kinds),
     )
 
@@ -113,7 +113,7 @@ def _failures(kinds: Mapping[str, int]) -> str:
 
 
 def statistics_table(summary: RunSummary) -> FittedTable:
-    """Return the statistics of a run: a row per environment if there are several, and one for all."""
+    """Return a table of a run's statistics: a row per environment; with several, also a row for all."""
     title = plain(f"summary of the model {summary.model}" if summary.model else "summary")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("environment", overflow="fold")
