@@ -5,7 +5,7 @@
 from prorl_envs.nemo.fixture import verifier_fixture
 from prorl_envs.nemo.server import EnvironmentServer
 
-#: Exercised by `gym env test` and `gym env publish`; None if this NeMo Gym has no such fixtures (0.4).
+#: Used by `gym env test` and `gym env publish`; None if this version of NeMo Gym has no fixtures (0.4).
 VERIFIER_FIXTURE = verifier_fixture("swebench", __file__)
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 the authors of prorl-envs
 # SPDX-License-Identifier: Apache-2.0
-"""Run by `gym env test --resources-server prorl_math`: recorded answers are scored as before."""
+"""Run by `gym env test --resources-server prorl_math`: recorded answers get the recorded rewards."""
 
 from pathlib import Path
 
