@@ -19,7 +19,7 @@ from prorl_envs.model.tool_formats.reading import (
     ReadTurn,
     ToolFormat,
     checked,
-    read_object,
+    read_arguments,
     skip_space,
 )
 
@@ -47,7 +47,7 @@ class Harmony(ToolFormat):
         recipient = _RECIPIENT.search(header)
         if not recipient:
             raise Malformed("A tool call names no recipient.")
-        arguments, end = read_object(text, at)
+        arguments, end = read_arguments(text, at, _ENDS)
         end = skip_space(text, end)
         if end != len(text) and not text.startswith(_ENDS, end):
             raise Malformed("There is text after the JSON of a tool call.")

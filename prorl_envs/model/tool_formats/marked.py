@@ -11,6 +11,7 @@ from prorl_envs.model.tool_formats.reading import (
     call_of,
     checked,
     end_of,
+    read_arguments,
     read_json,
     read_object,
     resume_behind,
@@ -45,7 +46,7 @@ class Llama(ToolFormat):
         value, end = read_object(text, beginning.end() if beginning else at + len(self._TAG))
         if isinstance(value.get("function"), dict):
             value = value["function"]
-        return [call_of(value, names=("name", "function"), keys=("parameters", "arguments"))], end
+        return [call_of(value, names=("name", "function"))], end
 
     def resume(self, text: str, at: int) -> int:
         following = self._NEXT.search(text, at + 1)
@@ -80,7 +81,8 @@ class DeepSeek(ToolFormat):
             name, at = up_to(text, at, "\n", "The name of a tool call")
         at = skip_space(text, at)
         fenced = self._FENCED.match(text, at)
-        arguments, end = read_object(text, fenced.end() if fenced else at)
+        close = self._FENCE if fenced else self._CLOSE
+        arguments, end = read_arguments(text, fenced.end() if fenced else at, close)
         end = skip_space(text, end)
         if fenced and text.startswith(self._FENCE, end):
             end += len(self._FENCE)
@@ -114,7 +116,7 @@ class Kimi(ToolFormat):
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
         call_id, at = up_to(text, at + len(self._OPEN), self._ARGUMENTS, "The id of a tool call")
-        arguments, end = read_object(text, at)
+        arguments, end = read_arguments(text, at, self._CLOSE)
         named = self._ID.fullmatch(call_id)
         return [checked(named[1] if named else "", arguments)], end_of(text, end, self._CLOSE)
 

@@ -23,6 +23,8 @@ MAX_NAME = 200
 MAX_THOUGHTS = 64
 _MAX_DEPTH = 64
 _SPACE = re.compile(r"\s*")
+#: Keys of a call's arguments in JSON, and further keys that are not arguments.
+_ARGUMENTS, _NO_ARGUMENTS = ("arguments", "parameters"), ("id", "type")
 
 #: Start and end texts of reasoning.
 THOUGHTS = (
@@ -272,6 +274,16 @@ def read_object(text: str, start: int) -> tuple[JsonObject, int]:
     return value, end
 
 
+def read_arguments(text: str, start: int, close: str | tuple[str, ...]) -> tuple[JsonObject, int]:
+    """Parse a JSON object as `read_object` does. There are no arguments if `close` is at `start`.
+
+    Raises:
+        Malformed: there is no such object.
+    """
+    start = skip_space(text, start)
+    return ({}, start) if text.startswith(close, start) else read_object(text, start)
+
+
 def decode(text: str) -> Any:
     """Return the JSON value that is the whole of `text`.
 
@@ -284,22 +296,23 @@ def decode(text: str) -> Any:
     return value
 
 
-def call_of(
-    value: Any, *, names: Sequence[str] = ("name",), keys: Sequence[str] = ("arguments",)
-) -> ReadCall:
+def call_of(value: Any, *, names: Sequence[str] = ("name",)) -> ReadCall:
     """Return the call in a JSON value.
 
     Args:
         value: decoded JSON.
-        names, keys: possible keys of the name, and of the arguments.
+        names: possible keys of the name.
 
     Raises:
-        Malformed: the value contains no call.
+        Malformed: the value contains no call, or arguments under another key.
     """
     if not isinstance(value, dict):
         raise Malformed("A tool call is not a JSON object.")
     name = next((value[key] for key in names if key in value), None)
-    return checked(name, next((value[key] for key in keys if key in value), {}))
+    given = [value[key] for key in _ARGUMENTS if key in value]
+    if not given and (others := value.keys() - {*names, *_NO_ARGUMENTS}):
+        raise Malformed(f"A tool call has no arguments, but {min(others)[:40]!a}.")
+    return checked(name, given[0] if given else {})
 
 
 def checked(name: Any, arguments: Any) -> ReadCall:
@@ -312,9 +325,11 @@ def checked(name: Any, arguments: Any) -> ReadCall:
         raise Malformed("A tool call has no usable name.")
     if isinstance(arguments, str):  # some models encode the object as a string
         try:
-            arguments = STRICT_JSON.decode(arguments)
+            arguments = STRICT_JSON.decode(arguments) if arguments.strip() else None
         except (ValueError, RecursionError):
             raise Malformed(f"The arguments of the call to {name!a} are not a JSON object.") from None
+    if arguments is None:  # of a tool without parameters
+        arguments = {}
     if not isinstance(arguments, dict):
         raise Malformed(f"The arguments of the call to {name!a} are not a JSON object.")
     _check_tree(name, [name, arguments])

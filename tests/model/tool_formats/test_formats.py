@@ -86,6 +86,30 @@ def test_a_truncated_call_is_not_a_call(name: str, text: str) -> None:
         assert all(len(message) < 400 for message in turn.malformed)
 
 
+NO_ARGUMENTS = [
+    ("hermes", '<tool_call>{"name": "bash"}</tool_call>'),
+    ("llama", '{"name": "bash", "parameters": null}'),
+    ("mistral", '[TOOL_CALLS][{"name": "bash", "arguments": ""}]'),
+    ("kimi", "<|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|> <|tool_call_end|>"),
+    ("deepseek", DEEPSEEK.replace("{}", "bash<｜tool▁sep｜>")),
+    ("deepseek", DEEPSEEK.replace("{}", "function<｜tool▁sep｜>bash\n```json\n```")),
+    ("harmony", "<|channel|>commentary to=functions.bash <|constrain|>json<|message|><|call|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NO_ARGUMENTS)
+def test_a_call_may_have_no_arguments(name: str, text: str) -> None:
+    turn = FORMATS[name].turn(text, declared=DECLARED)
+    assert (turn.calls, turn.content, turn.malformed) == ((ReadCall("bash", {}),), "", ())
+
+
+@pytest.mark.parametrize("end", ["<|tool_call_end|>", "<｜tool▁call▁end｜>", "<|call|>"])
+def test_a_call_without_arguments_and_end_was_cut_off(end: str) -> None:
+    name, text = next(pair for pair in NO_ARGUMENTS if end in pair[1])
+    turn = FORMATS[name].turn(text.partition(end)[0])
+    assert (turn.calls, len(turn.malformed)) == ((), 1)
+
+
 REASONED = [
     ("hermes", "<think>\n{thought}\n</think>\n\nSo.\n{call}"),
     ("coder", "<think>{thought}</think>So.{call}"),

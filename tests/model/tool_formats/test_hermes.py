@@ -39,8 +39,22 @@ def test_arguments_as_a_json_string() -> None:
     assert read_turn(call("bash", '{"command": "ls"}')).calls == (ReadCall("bash", {"command": "ls"}),)
 
 
-def test_missing_arguments_are_none() -> None:
-    assert read_turn('<tool_call>{"name": "finish"}</tool_call>').calls == (ReadCall("finish", {}),)
+@pytest.mark.parametrize(
+    "more",
+    ["", ', "arguments": {}', ', "arguments": null', ', "arguments": ""', ', "arguments": " "', ', "id": 1'],
+)
+def test_missing_arguments_are_none(more: str) -> None:
+    text = f'<tool_call>{{"name": "finish"{more}}}</tool_call>'
+    assert read_turn(text).calls == (ReadCall("finish", {}),)
+
+
+def test_arguments_under_another_key_are_not_lost() -> None:
+    text = '<tool_call>{"name": "bash", "%s": {"command": "ls"}}</tool_call>'
+    assert read_turn(text % "parameters").calls == (ReadCall("bash", {"command": "ls"}),)
+    for key in ("args", "input", "command"):
+        turn = read_turn(text % key)
+        assert (turn.calls, len(turn.malformed)) == ((), 1)
+        assert f"no arguments, but '{key}'" in turn.malformed[0]
 
 
 def test_the_last_of_duplicate_keys_counts() -> None:
