@@ -28,7 +28,8 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 # In some answers, a message that is not a call lacks its end token.
 _NEXT = re.compile(f"{_END.pattern}|{re.escape('<|channel|>')}")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+# A message to everyone, itself or the user is no call.
+_RECIPIENT = re.compile(r"\bto=(?!(?:all|assistant|user)(?:[\s<]|\Z))([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 

@@ -360,6 +360,15 @@ def test_an_answer_in_json_is_not_a_call() -> None:
     assert FORMATS["llama"].turn('{"name": "Ada", "born": 1815}').content == '{"name": "Ada", "born": 1815}'
 
 
+@pytest.mark.parametrize("to", ["assistant", "user", "all"])
+def test_a_harmony_message_to_everyone_is_content(to: str) -> None:
+    said = f"<|channel|>commentary to={to}<|message|>The plan.<|end|><|start|>assistant"
+    turn = FORMATS["harmony"].turn(f"{said}<|channel|>commentary to=functions.{to}<|message|>{JSON}<|call|>")
+    assert (turn.content, turn.calls, turn.malformed) == ("The plan.", (ReadCall(to, ARGUMENTS),), ())
+    turn = FORMATS["harmony"].turn(f"<|channel|>commentary to={to}_tool<|message|>{JSON}<|call|>")
+    assert turn.calls == (ReadCall(f"{to}_tool", ARGUMENTS),)
+
+
 def test_several_calls_of_one_turn() -> None:
     for name, text in WRITTEN:
         twice = f"{text}\n{text}" if name != "harmony" else text
