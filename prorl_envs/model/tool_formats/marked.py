@@ -73,10 +73,13 @@ class DeepSeek(ToolFormat):
     _FENCED = re.compile(r"```\w{0,12}\s*")
 
     def find(self, text: str, at: int) -> int:
-        return text.find(self._OPEN, at)
+    #: Some answers omit the start of the first call.
+    _BEGIN = re.compile(rf"{_OPEN}|<｜tool▁calls▁begin｜>(?!\s*(?:{_OPEN}|<｜tool▁calls▁end｜>|\Z))")
+        found = self._BEGIN.search(text, at)
+        return found.start() if found else -1
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
-        name, at = up_to(text, at + len(self._OPEN), self._SEPARATOR, "The name of a tool call")
+        name, at = up_to(text, self._after_begin(text, at), self._SEPARATOR, "The name of a tool call")
         if name == "function" and not text.startswith("{", skip_space(text, at)):
             name, at = up_to(text, at, "\n", "The name of a tool call")
         at = skip_space(text, at)
@@ -92,7 +95,15 @@ class DeepSeek(ToolFormat):
         return [checked(name, arguments)], end_of(text, end, self._CLOSE)
 
     def resume(self, text: str, at: int) -> int:
-        return resume_behind(text, at, self._OPEN, self._CLOSE)
+        start = self._after_begin(text, at)
+        closed, opened = text.find(self._CLOSE, start), self.find(text, start)
+        if closed >= 0 and (opened < 0 or closed < opened):
+            return closed + len(self._CLOSE)
+        return opened if opened >= 0 else len(text)
+
+    def _after_begin(self, text: str, at: int) -> int:
+        begun = self._BEGIN.match(text, at)
+        return begun.end() if begun else at
 
 
 class Kimi(ToolFormat):

@@ -360,6 +360,20 @@ def test_an_answer_in_json_is_not_a_call() -> None:
     assert FORMATS["llama"].turn('{"name": "Ada", "born": 1815}').content == '{"name": "Ada", "born": 1815}'
 
 
+def test_deepseeks_first_call_may_lack_its_start() -> None:
+    call = f"function<｜tool▁sep｜>bash\n```json\n{JSON}\n```"
+    text = f"<｜tool▁calls▁begin｜>{call}<｜tool▁call▁end｜>"
+    for more in (0, 1):
+        following = f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" * more
+        turn = FORMATS["deepseek"].turn(f"{text}\n{following}<｜tool▁calls▁end｜>")
+        assert (turn.calls, turn.content) == ((ReadCall("bash", ARGUMENTS),) * (1 + more), "")
+    broken = text.replace("{", "", 1)
+    assert len(FORMATS["deepseek"].turn(broken).malformed) == 1
+    for nothing in ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>"):
+        turn = FORMATS["deepseek"].turn(f"Hm.{nothing}")
+        assert (turn.calls, turn.content, turn.malformed) == ((), "Hm.", ())
+
+
 @pytest.mark.parametrize("to", ["assistant", "user", "all"])
 def test_a_harmony_message_to_everyone_is_content(to: str) -> None:
     said = f"<|channel|>commentary to={to}<|message|>The plan.<|end|><|start|>assistant"
