@@ -118,7 +118,8 @@ class Kimi(ToolFormat):
         "Write <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>"
         "{...}<|tool_call_end|><|tool_calls_section_end|> with valid JSON."
     )
-    noise = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    _ENDS = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
+    noise = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", *_ENDS)
     _OPEN, _ARGUMENTS, _CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
@@ -127,9 +128,28 @@ class Kimi(ToolFormat):
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
         call_id, at = up_to(text, at + len(self._OPEN), self._ARGUMENTS, "The id of a tool call")
-        arguments, end = read_arguments(text, at, self._CLOSE)
+        arguments, end = read_arguments(text, at, (self._CLOSE, *self._ENDS))
+        call = checked(self._name(call_id, declared), arguments)
+        after = skip_space(text, end)
+        if text.startswith(self._ENDS, after):  # some answers omit the inner end token
+            return [call], after
+        return [call], end_of(text, end, self._CLOSE)
+
+    def _name(self, call_id: str, declared: Declared) -> str:
+        """Return the tool that an id names.
+
+        Clients replace the dot and the colon of an id, or drop them; a model that sees such ids writes them.
+        """
         named = self._ID.fullmatch(call_id)
-        return [checked(named[1] if named else "", arguments)], end_of(text, end, self._CLOSE)
+        name = named[1] if named else ""
+        if name in declared.schemas:
+            return name
+        similar = [
+            tool
+            for tool in declared.schemas
+            if re.fullmatch(rf"(?:functions[._]?)?{re.escape(tool)}[:_]?\d*", call_id)
+        ]
+        return similar[0] if len(similar) == 1 else name
 
     def resume(self, text: str, at: int) -> int:
         return resume_behind(text, at, self._OPEN, self._CLOSE)

@@ -360,6 +360,39 @@ def test_an_answer_in_json_is_not_a_call() -> None:
     assert FORMATS["llama"].turn('{"name": "Ada", "born": 1815}').content == '{"name": "Ada", "born": 1815}'
 
 
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("functions.bash:0", "bash"),
+        ("bash:0", "bash"),
+        ("functions_bash_0", "bash"),
+        ("functionsbash5", "bash"),
+        ("functions.bash0", "bash"),
+        ("functions.read_file:2", "read_file"),
+        ("functions_read_file_2", "read_file"),
+        ("functions_list_2_0", "list_2"),
+        # an id that fits two tools or none
+        ("functions_list_20", "functions_list_20"),
+        ("functionsbasher0", "functionsbasher0"),
+        ("functions_rebash_0", "functions_rebash_0"),
+        ("call_1a2b", "call_1a2b"),
+        ("0", "0"),
+    ],
+)
+def test_kimis_ids_name_tools_without_separators_too(said: str, name: str) -> None:
+    declared = Declared.of([ToolSpec(tool, "", {}) for tool in ("bash", "read_file", "list", "list_2")])
+    text = f"<|tool_call_begin|>{said} <|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    assert FORMATS["kimi"].turn(text, declared=declared).calls == (ReadCall(name, {}),)
+
+
+@pytest.mark.parametrize("end", ["<|tool_call_end|>", ""])
+@pytest.mark.parametrize("section", ["<|tool_calls_section_{}|>", "<|tool_call_section_{}|>"])
+def test_kimis_sections_have_two_spellings_and_may_end_a_call(section: str, end: str) -> None:
+    call = f"<|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{JSON}{end}"
+    turn = FORMATS["kimi"].turn(section.replace("{}", "begin") + call + section.replace("{}", "end"))
+    assert (turn.calls, turn.content, turn.malformed) == ((ReadCall("bash", ARGUMENTS),), "", ())
+
+
 def test_deepseeks_first_call_may_lack_its_start() -> None:
     call = f"function<｜tool▁sep｜>bash\n```json\n{JSON}\n```"
     text = f"<｜tool▁calls▁begin｜>{call}<｜tool▁call▁end｜>"
