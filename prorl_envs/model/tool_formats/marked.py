@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from prorl_envs.model.tool_formats.reading import (
     Declared,
@@ -21,7 +22,7 @@ from prorl_envs.model.tool_formats.reading import (
 
 
 class Llama(ToolFormat):
-    """Llama 3.1 and later: the whole answer is the call.
+    """Llama 3.1 and later: the whole answer is the call, or a list of calls.
 
     {"name": "bash", "parameters": {"command": "ls"}}
     """
@@ -30,7 +31,7 @@ class Llama(ToolFormat):
     form = 'Answer with {"name": ..., "parameters": {...}} and nothing else.'
     _TAG = "<|python_tag|>"
     _BEGIN = re.compile(
-        r'[\s;,]*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:type|name|function|parameters|arguments)")'
+        r'[\s;,]*(?:<\|python_tag\|>\s*)?(?=(?:\[\s*)?\{\s*"(?:type|name|function|parameters|arguments)")'
     )
     _KEYS = re.compile(r'"(?:parameters|arguments)"\s*:')
     _NEXT = re.compile(r'<\|python_tag\|>|;\s*\{\s*"(?:type|name|function)"')
@@ -43,10 +44,13 @@ class Llama(ToolFormat):
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
         beginning = self._BEGIN.match(text, at)
-        value, end = read_object(text, beginning.end() if beginning else at + len(self._TAG))
-        if isinstance(value.get("function"), dict):
+        value, end = read_json(text, beginning.end() if beginning else at + len(self._TAG))
+        return [self._call(each) for each in (value if isinstance(value, list) else [value])], end
+
+    def _call(self, value: Any) -> ReadCall:
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
-        return [call_of(value, names=("name", "function"))], end
+        return call_of(value, names=("name", "function"))
 
     def resume(self, text: str, at: int) -> int:
         following = self._NEXT.search(text, at + 1)
@@ -69,12 +73,12 @@ class DeepSeek(ToolFormat):
     )
     noise = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     _OPEN, _SEPARATOR, _CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    #: Some answers omit the start of the first call.
+    _BEGIN = re.compile(rf"{_OPEN}|<｜tool▁calls▁begin｜>(?!\s*(?:{_OPEN}|<｜tool▁calls▁end｜>|\Z))")
     _FENCE = "```"
     _FENCED = re.compile(r"```\w{0,12}\s*")
 
     def find(self, text: str, at: int) -> int:
-    #: Some answers omit the start of the first call.
-    _BEGIN = re.compile(rf"{_OPEN}|<｜tool▁calls▁begin｜>(?!\s*(?:{_OPEN}|<｜tool▁calls▁end｜>|\Z))")
         found = self._BEGIN.search(text, at)
         return found.start() if found else -1
 

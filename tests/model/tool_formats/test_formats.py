@@ -407,6 +407,18 @@ def test_deepseeks_first_call_may_lack_its_start() -> None:
         assert (turn.calls, turn.content, turn.malformed) == ((), "Hm.", ())
 
 
+def test_a_llama_answer_may_be_a_list_of_calls() -> None:
+    one = f'{{"name": "bash", "parameters": {JSON}}}'
+    for tag in ("", "<|python_tag|>", "\n"):
+        turn = FORMATS["llama"].turn(f"{tag}[{one}, {one}]")
+        assert (turn.calls, turn.content) == ((ReadCall("bash", ARGUMENTS),) * 2, "")
+    turn = FORMATS["llama"].turn(f"[{one}, {one}")
+    assert (turn.calls, len(turn.malformed)) == ((), 1)
+    for answer in ('[{"name": "Ada", "born": 1815}]', f"[1, {one}]", f"These: [{one}]"):
+        turn = FORMATS["llama"].turn(answer)
+        assert (turn.calls, turn.content, turn.malformed) == ((), answer, ())
+
+
 @pytest.mark.parametrize("to", ["assistant", "user", "all"])
 def test_a_harmony_message_to_everyone_is_content(to: str) -> None:
     said = f"<|channel|>commentary to={to}<|message|>The plan.<|end|><|start|>assistant"
