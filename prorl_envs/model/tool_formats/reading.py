@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prorl_envs.model.tool_formats.schema_types import ANY, SchemaTypes, type_name
+from prorl_envs.model.tool_formats.schema_types import ANY, SchemaTypes, Types, type_name
 from prorl_envs.strict_json import STRICT_JSON
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
@@ -23,6 +23,12 @@ MAX_NAME = 200
 MAX_THOUGHTS = 64
 _MAX_DEPTH = 64
 _SPACE = re.compile(r"\s*")
+#: A quoted text of Python, up to the end if it is not closed, or a constant.
+_PYTHON_TOKEN = re.compile(
+    r"\"(?:[^\"\\]|\\.)*+\"?|'(?P<text>(?:[^'\\]|\\.)*+)(?P<closed>'?)|\b(?:True|False|None)\b", re.DOTALL
+)
+_ESCAPES = re.compile(r"\\.|\"", re.DOTALL)
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 #: Keys of a call's arguments in JSON, and further keys that are not arguments.
 _ARGUMENTS, _NO_ARGUMENTS = ("arguments", "parameters"), ("id", "type")
 
@@ -89,7 +95,7 @@ class Declared:
         try:
             value = decode(text.strip())
         except Malformed:
-            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+            value = self._of_python(text, types)
         if text in listed or value in listed:
             return text if text in listed else value
         if "string" in types:
@@ -97,6 +103,14 @@ class Declared:
         if ANY in types and type_name(value) not in (*types, "object", "array"):
             return text
         return value
+
+    def _of_python(self, text: str, types: Types) -> Any:
+        """Return the value of a literal of Python, `['a']`, if it has one of the types; else the text."""
+        try:
+            value = decode(in_json(text.strip()))
+        except Malformed:
+            return text
+        return value if type_name(value) in types else text
 
 
 _NO_SCHEMA = SchemaTypes({})
@@ -294,6 +308,18 @@ def decode(text: str) -> Any:
     if skip_space(text, end) != len(text):
         raise Malformed("There is text after the JSON of a tool call.")
     return value
+
+
+def in_json(literal: str) -> str:
+    """Return a literal of Python as JSON: its quotes and constants are replaced, all other text stays."""
+    return _PYTHON_TOKEN.sub(_token_in_json, literal)
+
+
+def _token_in_json(token: re.Match[str]) -> str:
+    if token["text"] is None or not token["closed"]:
+        return _CONSTANTS.get(token[0], token[0])
+    text = _ESCAPES.sub(lambda found: {"\\'": "'", '"': '\\"'}.get(found[0], found[0]), token["text"])
+    return f'"{text}"'
 
 
 def call_of(value: Any, *, names: Sequence[str] = ("name",)) -> ReadCall:

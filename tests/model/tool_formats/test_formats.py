@@ -303,6 +303,19 @@ SCHEMA = {
         ("untyped", "true", "true"),
         ("untyped", '"quoted"', '"quoted"'),
         ("untyped", "[ -f x ]", "[ -f x ]"),
+        ("old", "['a', \"it's\", None]", ["a", "it's", None]),
+        ("old", r"['it\'s \"a\"', ' \n']", ['it\'s "a"', " \n"]),
+        ("point", "{'x': 1.5, 'y': True}", {"x": 1.5, "y": True}),
+        ("point", "{'x': Truest, 'y': 'True'}", "{'x': Truest, 'y': 'True'}"),
+        ("point", "{'x': 'None'}", {"x": "None"}),
+        ("point", "{'x': 'open}", "{'x': 'open}"),
+        ("point", "['a']", "['a']"),
+        ("old", "(1, 2)", "(1, 2)"),
+        ("old", "open('/etc/passwd')", "open('/etc/passwd')"),
+        ("ref", "'3'", "'3'"),
+        ("ref", "None", "None"),
+        ("untyped", "['a']", "['a']"),
+        ("ref_text", "{'a': 1}", "{'a': 1}"),
         ("true", '{"a": 1}', {"a": 1}),
         ("undeclared", '{"a": 1}', {"a": 1}),
         ("undeclared", "7", "7"),
@@ -426,6 +439,13 @@ def test_a_harmony_message_to_everyone_is_content(to: str) -> None:
     assert (turn.content, turn.calls, turn.malformed) == ("The plan.", (ReadCall(to, ARGUMENTS),), ())
     turn = FORMATS["harmony"].turn(f"<|channel|>commentary to={to}_tool<|message|>{JSON}<|call|>")
     assert turn.calls == (ReadCall(f"{to}_tool", ARGUMENTS),)
+
+
+@pytest.mark.parametrize("text", ["'", "\\'", '"', "True "])
+def test_python_literals_are_read_in_linear_time(text: str) -> None:
+    for end in ("", "'", '"'):
+        written = f"['{text * 100_000}{end}"
+        assert DECLARED.value("bash", "paths", written) == written
 
 
 def test_several_calls_of_one_turn() -> None:
