@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prorl_envs.model.tool_formats.reading import (
+    MAX_NAME,
     Declared,
     Malformed,
     ReadCall,
@@ -15,6 +16,7 @@ from prorl_envs.model.tool_formats.reading import (
     checked,
     decode,
     end_of,
+    in_json,
     resume_behind,
     skip_space,
     up_to,
@@ -24,6 +26,10 @@ from prorl_envs.tools.types import JsonObject
 _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _TAGS = re.compile(r"<\|tool_call>\s*call:|<tool_call\|>")
 _MAX_DEPTH = 64
+#: Quotes that some answers have in place of `_QUOTE`, and the equals sign in place of the colon.
+_PLAIN_QUOTES = ('"', "'")
+_PLAIN_STRING = re.compile(r"\"(?:[^\"\\]|\\.)*+\"|'(?:[^'\\]|\\.)*+'", re.DOTALL)
+_AFTER_KEY = re.compile("[:=]")
 _BARE = re.compile(r"[^\s,{}\[\]<>]{1,400}")
 
 
@@ -50,11 +56,12 @@ def _object(text: str, at: int, depth: int) -> tuple[JsonObject, int]:
     """Parse the object whose opening brace is just before `at`. Return it and its end."""
     found: JsonObject = {}
     while not text.startswith("}", at := skip_space(text, at)):
-        if text.startswith(_QUOTE, at):
-            key, at = _string(text, at)
-            at = end_of(text, at, ":", what="a key")
+        if text.startswith((_QUOTE, *_PLAIN_QUOTES), at):
+            key, at = _string(text, at) if text.startswith(_QUOTE, at) else _plain_string(text, at)
+            at = end_of(text, at, "=" if text.startswith("=", skip_space(text, at)) else ":", what="a key")
         else:
-            key, at = up_to(text, at, ":", "A key of a tool call")
+            mark = _AFTER_KEY.search(text, at, at + MAX_NAME)
+            key, at = up_to(text, at, mark[0] if mark else ":", "A key of a tool call")
         found[key], at = _value(text, at, depth + 1)
         at = _separator(text, at, "}")
     return found, at + 1
@@ -79,11 +86,13 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
         return _object(text, at + 1, depth)
     if text.startswith("[", at):
         return _list(text, at + 1, depth)
+    if text.startswith(_PLAIN_QUOTES, at):
+        return _plain_string(text, at)
     bare = _BARE.match(text, at)
     if not bare:
         raise Malformed("A tool call was cut off, or has a value that cannot be read.")
     try:
-        return decode(bare[0]), bare.end()
+        return decode(in_json(bare[0])), bare.end()
     except Malformed:
         return bare[0], bare.end()
 
@@ -96,6 +105,17 @@ def _string(text: str, at: int) -> tuple[str, int]:
     if _starts_call(text[start:found]):
         raise Malformed(f"A text of a tool call contains the start of another call, or lacks {_QUOTE}.")
     return text[start:found], found + len(_QUOTE)
+
+
+def _plain_string(text: str, at: int) -> tuple[str, int]:
+    """Parse a text between quotes of JSON or Python."""
+    quoted = _PLAIN_STRING.match(text, at)
+    if not quoted:
+        raise Malformed("A tool call was cut off within a text.")
+    value = decode(in_json(quoted[0]))
+    if _starts_call(value):
+        raise Malformed("A text of a tool call contains the start of another call, or lacks its quote.")
+    return value, quoted.end()
 
 
 def _starts_call(value: str) -> bool:

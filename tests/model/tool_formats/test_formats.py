@@ -441,6 +441,33 @@ def test_a_harmony_message_to_everyone_is_content(to: str) -> None:
     assert turn.calls == (ReadCall(f"{to}_tool", ARGUMENTS),)
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('"url":"https://a.b/?c=1","n":2', {"url": "https://a.b/?c=1", "n": 2}),
+        ('command:"ls -la \\"a\\""', {"command": 'ls -la "a"'}),
+        ('refs:[\'a\', "b",<|"|>c<|"|>]', {"refs": ["a", "b", "c"]}),
+        ('opts:{"mode": "fast", \'n\': None}', {"opts": {"mode": "fast", "n": None}}),
+        ("save_as='a b.docx', n=3", {"save_as": "a b.docx", "n": 3}),
+        ('code:<|"|>x="a" \'b\'<|"|>,refs=["a=b:c"]', {"code": "x=\"a\" 'b'", "refs": ["a=b:c"]}),
+        ("a:True,b:False,c:'True'", {"a": True, "b": False, "c": "True"}),
+        ("\"a\" = '\n'", {"a": "\n"}),
+    ],
+)
+def test_gemmas_texts_may_have_other_quotes(written: str, arguments: Any) -> None:
+    turn = FORMATS["gemma"].turn(f"<|tool_call>call:bash{{{written}}}<tool_call|>")
+    assert (turn.calls, turn.content, turn.malformed) == ((ReadCall("bash", arguments),), "", ())
+
+
+@pytest.mark.parametrize(
+    "written", ['command:"ls', "command:'ls", 'command:"ls" -la', "'command'ls", 'command:"\\d"']
+)
+def test_a_gemma_call_with_an_unreadable_text_does_not_swallow_the_next(written: str) -> None:
+    following = "<|tool_call>call:bash{n:\"3\",m:'4'}<tool_call|>"
+    turn = FORMATS["gemma"].turn(f"<|tool_call>call:bash{{{written}}}<tool_call|>{following}")
+    assert (turn.calls, len(turn.malformed)) == ((ReadCall("bash", {"n": "3", "m": "4"}),), 1)
+
+
 @pytest.mark.parametrize("text", ["'", "\\'", '"', "True "])
 def test_python_literals_are_read_in_linear_time(text: str) -> None:
     for end in ("", "'", '"'):
