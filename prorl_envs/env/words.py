@@ -16,6 +16,12 @@ _FENCE = re.compile(
 _FENCES = 2_000
 _PYTHON = re.compile(r"i?python[0-9.]*|py3?|.*\.py")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+#: The text between two boxes that are one answer: spaces, marks of formulas and emphasis, a comma, a word.
+_JOINT = re.compile(
+    r"(?:[\s$~*,;]|\\[,;:! ()\[\]]|\\q?quad\b|\b(?:and|or)\b"
+    r"|\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\})*+"
+)
+_OR, _COMMA = re.compile(r"\bor\b"), re.compile(r"(?<!\\)[,;]|\band\b")
 _SO = "(?:so|thus|hence|then|therefore)"
 _LEAD = rf"(?:{_SO}\b\W*)?(?:(?:the|my|our|final|correct|right)\s+)*"
 _LABEL = re.compile(
@@ -120,10 +126,31 @@ def _closing(fences: Sequence[_Fence], place: int) -> _Fence | None:
 
 
 def last_boxed(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}` with balanced braces; "" if there is none."""
+    r"""Return the content of the last `\boxed{...}` with balanced braces; "" if there is none.
+
+    Boxes with nothing but a comma, `and` or `or` between them are one answer: `1, 2` of
+    `\boxed{1} and \boxed{2}`.
+    """
     spoken = said(text)
-    boxes = [match.end() for match in _BOX.finditer(spoken)]
-    return _braced(spoken, boxes[-1]) if boxes else ""
+    contents: list[str] = []
+    following = len(spoken)
+    for box in reversed(list(_BOX.finditer(spoken))):
+        end = _brace_end(spoken, box.end())
+        link = _link(spoken[end + 1 : following]) if contents and end < following else ""
+        if end < 0 or (contents and not link):
+            break
+        content = spoken[box.end() : end].strip()
+        if [content] != contents[:1]:
+            contents[:0] = [content, link] if contents else [content]
+        following = box.start()
+    return "".join(contents)
+
+
+def _link(between: str) -> str:
+    """Return the words that join the boxes before and after a text; "" if other words are in it."""
+    if len(between) > _LINE_CHARS or not _JOINT.fullmatch(between):
+        return ""
+    return " or " if _OR.search(between) else ", " if _COMMA.search(between) else ""
 
 
 def stated(words: str) -> str:
@@ -224,7 +251,8 @@ def _without_stop(text: str) -> str:
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
-def _braced(text: str, start: int) -> str:
+def _brace_end(text: str, start: int) -> int:
+    """Return the position of the brace that closes the one before `start`; -1 if there is none."""
     depth, at = 1, start
     while at < len(text):
         if text[at] == "\\":
@@ -232,6 +260,6 @@ def _braced(text: str, start: int) -> str:
         elif text[at] in "{}":
             depth += 1 if text[at] == "{" else -1
             if depth == 0:
-                return text[start:at].strip()
+                return at
         at += 1
-    return ""
+    return -1

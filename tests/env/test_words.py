@@ -86,6 +86,34 @@ def test_the_last_box(text: str, found: str) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
+        (r"\boxed{1} and \boxed{2}", "1, 2"),
+        (r"\(\boxed{1}\), \(\boxed{2}\), and \(\boxed{3}\).", "1, 2, 3"),
+        (r"$\boxed{(3, 3)} \quad \text{and} \quad \boxed{(1, 1)}$", "(3, 3), (1, 1)"),
+        (r"**\boxed{1}**; **\boxed{2}**", "1, 2"),
+        ("\\boxed{1},\n\\boxed{2}", "1, 2"),
+        (r"\boxed{42} or \boxed{43}", "42 or 43"),
+        (r"\boxed{42}\text{ or }\boxed{43}", "42 or 43"),
+        (r"\boxed{1} and \boxed{1}", "1"),
+        # several answers of which the last counts
+        (r"\boxed{1} so \boxed{2}", "2"),
+        (r"\boxed{1}, no: \boxed{2}", "2"),
+        (r"(a) \boxed{1}, (b) \boxed{2}", "2"),
+        (r"\boxed{1}. \boxed{2}", "2"),
+        (r"\boxed{1}\,\boxed{2}", "2"),
+        (r"\boxed{\boxed{1}, 2}", "1"),
+        (r"\boxed{1, \boxed{2}", "2"),
+        (r"\boxed{1}, \boxed{2", ""),
+        ("\\boxed{1}, " * 10_000, "1"),
+        (r"\boxed{1}" + "," * 100_000 + r"\boxed{2}", "2"),
+    ],
+)
+def test_boxes_that_are_joined_are_one_answer(text: str, found: str) -> None:
+    assert last_boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
         ("Answer: 42", "42"),
         ("**Final answer:** 42", "42"),
         ("The answer is: $x$", "$x$"),

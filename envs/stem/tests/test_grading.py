@@ -48,6 +48,8 @@ async def test_every_example_discriminates(node: Node) -> None:
         (CHOICE, "Answer: B", True),
         (CHOICE, "A", False),
         (CHOICE, "A or B", False),
+        (CHOICE, r"\boxed{A} or \boxed{B}", False),
+        (CHOICE, r"\boxed{A}. \boxed{B}", True),
         (CHOICE, "B, C", False),
         (CHOICE, "ABC", False),
         (CHOICE, "B. a proton", False),
