@@ -44,7 +44,12 @@ _COPY_S = 300.0
 _VERIFIER_S = 600.0
 _TAIL = 4000
 _SUMMARY = re.compile(r"^=+ short test summary info =+$", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 _STATUS = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
+#: A failed sub-test, whose test may have passed; and the number of failures: some summaries omit sub-tests.
+_FAILED = re.compile(
+    r"^(?:[\[(].* )?SUBFAIL(?:ED)?(?=[\s\[(])|^=+ .*\b[1-9]\d{0,5} (?:failed|errors?)\b", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +166,9 @@ class Verifier:
         output = done.output.decode(errors="replace")
         try:
             if done.timed_out:
-                raise _NoReward(f"the tests did not finish in {limit_s:g} s")
-            rewards = _summary(output) if self.step.result == "pytest" else await _rewards(place)
-        except _NoReward as error:
+                raise NoReward(f"the tests did not finish in {limit_s:g} s")
+            rewards = summary_reward(output) if self.step.result == "pytest" else await _rewards(place)
+        except NoReward as error:
             return Verdict(problem=str(error), exit_code=done.exit_code, output=output[-_TAIL:])
         verdict = Verdict(rewards=rewards, exit_code=done.exit_code, output=output[-_TAIL:])
         if 0 <= verdict.reward <= 1:
@@ -200,7 +205,7 @@ class Verifier:
                     ) from error
 
 
-class _NoReward(Exception):
+class NoReward(Exception):
     """Failure of the tests to give a reward."""
 
 
@@ -211,12 +216,12 @@ async def _rewards(place: SandboxSession) -> dict[str, float]:
         return found
     try:
         single = await _read(place, _REWARD, _parse_text)
-    except _NoReward:
+    except NoReward:
         if not found:
             raise
         single = None
     if not found and single is None:
-        raise _NoReward(f"the tests wrote neither {_REWARD} nor {_REWARDS}, or no number")
+        raise NoReward(f"the tests wrote neither {_REWARD} nor {_REWARDS}, or no number")
     return {**(found or {}), **(single or {})}
 
 
@@ -229,13 +234,13 @@ async def _read(
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _NoReward(f"{path} cannot be read: {error.strerror}") from error
+        raise NoReward(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > _REWARD_BYTES:
-        raise _NoReward(f"{path} has more than {_REWARD_BYTES} bytes")
+        raise NoReward(f"{path} has more than {_REWARD_BYTES} bytes")
     try:
         return parse(data.decode())
     except (ValueError, RecursionError) as error:
-        raise _NoReward(f"{path} contains no reward: {str(error)[:200]}") from error
+        raise NoReward(f"{path} contains no reward: {str(error)[:200]}") from error
 
 
 def _parse_json(text: str) -> dict[str, float]:
@@ -268,17 +273,21 @@ def _number(value: object) -> float:
     return number
 
 
-def _summary(output: str) -> dict[str, float]:
-    """Return the reward 1 if all tests in the last summary of pytest passed, else 0.
+def summary_reward(output: str) -> dict[str, float]:
+    """Return 1 if the last summary of pytest names a passed test, and none that failed.
+
+    As in Terminal-Bench, tests that were skipped or failed as expected do not count, and those that passed
+    against expectation failed.
 
     Raises:
-        _NoReward: there is no summary, or it names no tests.
+        NoReward: there is no summary, or it names no tests.
     """
-    parts = _SUMMARY.split(output)
-    statuses = _STATUS.findall(parts[-1]) if len(parts) > 1 else []
+    _, *summaries = _SUMMARY.split(_COLOUR.sub("", output))
+    statuses = set(_STATUS.findall(summaries[-1])) if summaries else set[str]()
     if not statuses:
-        raise _NoReward("the tests printed no summary of pytest (option -rA)")
-    return {"reward": float(all(status == "PASSED" for status in statuses))}
+        raise NoReward("the tests printed no summary of pytest (option -rA)")
+    failed = statuses & {"FAILED", "ERROR", "XPASS"} or _FAILED.search(summaries[-1])
+    return {"reward": float("PASSED" in statuses and not failed)}
 
 
 def _exclude(copy: Path, patterns: Sequence[str]) -> None:

@@ -1,10 +1,12 @@
 """The verifier reads all forms of rewards, and files of the agent cannot forge a reward."""
 
+import re
 from typing import Any
 
 import pytest
 
 from prorl_envs.env.node import Node
+from prorl_envs.envs.terminal.verifier import NoReward, summary_reward
 from prorl_envs.errors import GraderError
 
 from .conftest import TEST, MakeRow
@@ -251,3 +253,43 @@ async def test_conflicting_paths_of_test_files_are_a_grader_failure(node: Node, 
     row = make_row({"tests/a": "file", "tests/a/b": "file"})
     with pytest.raises(GraderError, match="the tests cannot be written"):
         await graded(node, row)
+
+
+HEADING = "=========================== short test summary info ============================\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reward"),
+    [
+        ("PASSED a.py::b\n=== 1 passed in 0.1s ===\n", 1),
+        ("PASSED a.py::b\nFAILED a.py::c - assert 0\n", 0),
+        ("PASSED a.py::b\nERROR a.py::b - teardown\n", 0),
+        ("PASSED a.py::b\nSKIPPED [1] a.py:7: no network\nXFAIL a.py::c - known\n", 1),
+        ("PASSED a.py::b\nXPASS a.py::c\n", 0),
+        ("SKIPPED [1] a.py:7: no network\n", 0),
+        ("XFAIL a.py::c - known\n", 0),
+        ("PASSED a.py::b\nSUBFAILED[one] (i=1) a.py::b - assert 0\n", 0),
+        ("PASSED a.py::b\nSUBFAILED(<subtest>) a.py::b\n", 0),
+        ("PASSED a.py::b\nSUBFAIL a.py::b - assert 0\n", 0),
+        ("[one] (i=1) SUBFAIL a.py::b - assert 0\nPASSED a.py::b\n", 0),
+        ("PASSED a.py::b\n=== 1 failed, 1 passed in 0.1s ===\n", 0),
+        ("PASSED a.py::b\n=== 1 passed, 2 errors in 0.1s ===\n", 0),
+        ("PASSED a.py::b\n[one] SUBPASS a.py::b\nSUBPASSED[SUBFAIL] a.py::b\n", 1),
+        ("PASSED a.py::b[x SUBFAIL y]\n=== 1 passed, 1 skipped, 1 xfailed in 0.1s ===\n", 1),
+        ("PASSED a.py::b\nIt printed: FAILED, 1 failed\n", 1),
+        (f"FAILED a.py::inner\n{HEADING}PASSED a.py::b\n", 1),
+        (f"PASSED a.py::inner\n{HEADING}FAILED a.py::b\n", 0),
+    ],
+)
+def test_the_summary_of_pytest_is_read(lines: str, reward: float) -> None:
+    assert summary_reward(f"PASSED early\nFAILED early\n{HEADING}{lines}") == {"reward": reward}
+    coloured = re.sub(r"(?m)^([A-Z]+|=.*=$)", "\x1b[1m\x1b[31m\\1\x1b[0m", f"{HEADING}{lines}")
+    assert summary_reward(coloured.replace("\n", "\r\n")) == {"reward": reward}
+
+
+@pytest.mark.parametrize(
+    "output", ["", "PASSED a.py::b\n", HEADING, f"PASSED a.py::b\n{HEADING}=== 1 passed ===\n"]
+)
+def test_an_output_without_a_summary_gives_no_reward(output: str) -> None:
+    with pytest.raises(NoReward, match="no summary of pytest"):
+        summary_reward(output)
