@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
+from decimal import Decimal
 from typing import Any
 
 from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests, TextRule, ValueRule
@@ -14,6 +15,7 @@ _MAX_NUMBER = 400
 _NUMBER = re.compile(
     r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf(?:inity)?|nan)", re.ASCII | re.IGNORECASE
 )
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _LINE_END = re.compile(r"\r\n?|\n")
 
 
@@ -24,6 +26,11 @@ def same_output(output: str, expected: str, tests: StdioTests) -> bool:
             return output == expected
         case TextRule.LINES:
             return _lines(output) == _lines(expected)
+        case TextRule.NUMBERS:
+            lines, wanted = (_lines(text.lstrip("\r\n")) for text in (output, expected))
+            return len(lines) == len(wanted) and all(
+                a == b or _same_numbers(a, b, tests) for a, b in zip(lines, wanted, strict=True)
+            )
         case TextRule.TOKENS:
             return output.split() == expected.split()
         case TextRule.FLOATS:
@@ -58,13 +65,39 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in _LINE_END.split(text.rstrip())]
 
 
-def _close_tokens(left: str, right: str, tests: StdioTests) -> bool:
-    if max(len(left), len(right)) > _MAX_NUMBER or not (_NUMBER.fullmatch(left) and _NUMBER.fullmatch(right)):
+def _same_numbers(line: str, expected: str, tests: StdioTests) -> bool:
+    """Return true if two lines hold the same numbers: exactly, unless a decimal is expected."""
+    left, right = line.split(), expected.split()
+    return len(left) == len(right) and all(
+        _same_decimal(a, b) or (not _INTEGER.fullmatch(b) and _close_tokens(a, b, tests))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _same_decimal(left: str, right: str) -> bool:
+    if not _are_numbers(left, right):
         return False
-    return _near(float(left), float(right), tests.rel_tol, tests.abs_tol)
+    try:
+        return Decimal(left) == Decimal(right)
+    except ArithmeticError:  # an exponent beyond all bounds
+        return False
+
+
+def _close_tokens(left: str, right: str, tests: StdioTests) -> bool:
+    if not _are_numbers(left, right):
+        return False
+    kind = int if _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right) else float
+    return _near(kind(left), kind(right), tests.rel_tol, tests.abs_tol)
+
+
+def _are_numbers(*tokens: str) -> bool:
+    return all(len(token) <= _MAX_NUMBER and _NUMBER.fullmatch(token) for token in tokens)
 
 
 def _near(value: float, expected: float, rel_tol: float, abs_tol: float) -> bool:
+    if isinstance(value, int) and isinstance(expected, int):  # without rounding errors
+        return abs(value - expected) <= abs_tol
+    value, expected = float(value), float(expected)
     if not (math.isfinite(value) and math.isfinite(expected)):
         return value == expected or (math.isnan(value) and math.isnan(expected))
     return abs(value - expected) <= max(abs_tol, rel_tol * abs(expected))
@@ -134,7 +167,7 @@ def _close(value: Any, expected: Any, tests: FunctionTests) -> bool:
             and all(_close(left[key], right[key], tests) for key in left)
         )
     if _is_number(value) and _is_number(expected):
-        return value == expected or _near(float(value), float(expected), tests.rel_tol, tests.abs_tol)
+        return value == expected or _near(value, expected, tests.rel_tol, tests.abs_tol)
     return _equal(value, expected)
 
 

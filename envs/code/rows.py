@@ -30,6 +30,8 @@ from prorl_envs.tools.types import JsonObject
 
 #: Maximum bytes that a compressed field may unpack to.
 _MAX_UNPACKED = 256 * 2**20
+#: Tolerances of decimals, as those of the judges that the problems come from; amounts of money stay exact.
+_TOLERANCES = {"rel_tol": 1e-9, "abs_tol": 1e-6}
 _LIMITS = ("time_s", "memory_mb", "total_s")
 
 
@@ -78,7 +80,7 @@ def _programs(inputs: list[Any], outputs: list[Any]) -> JsonObject:
         for texts in (inputs, outputs)
     ]
     cases = [{"input": text, "output": right} for text, right in zip(*joined, strict=True)]
-    return {"type": "stdio", "cases": cases}
+    return {"type": "stdio", "cases": cases, "compare": "numbers", **_TOLERANCES}
 
 
 def _calls(name: Any, inputs: list[Any], outputs: list[Any]) -> JsonObject:
@@ -89,7 +91,11 @@ def _calls(name: Any, inputs: list[Any], outputs: list[Any]) -> JsonObject:
         args = _list(args, f"input_output.inputs.{number}")
         wrapped = isinstance(right, list) and len(right) == 1
         cases.append({"args": args, "expected": right, "alternatives": right if wrapped else []})
-    return {"type": "function", "entry_point": name, "cases": cases}
+    return _function(name, cases)
+
+
+def _function(name: Any, cases: list[JsonObject]) -> JsonObject:
+    return {"type": "function", "entry_point": name, "cases": cases, "compare": "floats", **_TOLERANCES}
 
 
 def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
@@ -99,11 +105,7 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
     metadata = _parsed(row["metadata"], "metadata") if row.get("metadata") else {}
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     if cases[0].get("testtype") == "functional" or name:
-        tests: JsonObject = {
-            "type": "function",
-            "entry_point": name,
-            "cases": [_call(case) for case in cases],
-        }
+        tests = _function(name, [_call(case) for case in cases])
     else:
         tests = _programs([case["input"] for case in cases], [case["output"] for case in cases])
     starter = _text(row, "starter_code")

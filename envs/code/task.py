@@ -24,6 +24,7 @@ class TextRule(StrEnum):
 
     EXACT = "exact"
     LINES = "lines"
+    NUMBERS = "numbers"
     TOKENS = "tokens"
     FLOATS = "floats"
 
@@ -53,9 +54,10 @@ class StdioTests(_Model):
     Args:
         cases: inputs and expected outputs.
         compare: `exact`: the same text; `lines`: the same lines, ignoring white space at the end of a line
-            and of the text; `tokens`: the same words between white space; `floats`: like `tokens`, but
-            numbers may differ by the tolerance.
-        rel_tol, abs_tol: tolerances of `floats`.
+            and of the text; `numbers`: like `lines`, but numbers in a line of numbers may be written
+            differently (`4.0` for `4`), and decimals may differ by the tolerance; `tokens`: the same words
+            between white space; `floats`: like `tokens`, but numbers may differ by the tolerance.
+        rel_tol, abs_tol: tolerances of `numbers` and `floats`. Two integers have only the absolute tolerance.
         checker: Python code that defines `check(input, output, expected)`, which returns true if the output
             is right. It replaces `compare`, and runs in a sandbox in which the solution never ran.
     """
@@ -92,7 +94,7 @@ class FunctionTests(_Model):
             equals NaN. A set equals no list, except with `unordered`.
         compare: `equal`, `floats` (numbers within the tolerance), or `unordered` (the items of a list or set
             in any order; each item as with `equal`).
-        rel_tol, abs_tol: tolerances of `floats`.
+        rel_tol, abs_tol: tolerances of `floats`; of two integers, only the absolute one.
     """
 
     type: Literal["function"]

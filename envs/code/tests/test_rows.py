@@ -220,11 +220,65 @@ def test_a_packed_field_executes_nothing() -> None:
         ("floats", "1_0", "10", False),
         ("floats", "١٠", "10", False),
         ("floats", "9" * 5000, "1", False),
+        ("floats", "9" * 399, "1.5", False),
+        # the relative tolerance is none of integers
+        ("floats", "1000000006 x", "1000000007 x", False),
+        ("floats", "1000000006.5", "1000000007", True),
+        ("floats", "50000000000000000", "50000000000000001", False),
+        ("floats", "1000000006", "1000000007.0", True),
+        ("numbers", "4.0 2.50\n-0", "4 2.5\n0", True),
+        ("numbers", " 4\t2 \n\n", "4 2", True),
+        ("numbers", "\n4\n", "4", True),
+        ("numbers", "0.333333", "0.333333333333", True),
+        ("numbers", "0.33333", "0.333333333333", False),
+        ("numbers", "1e3", "1000", True),
+        ("numbers", "2.9999999", "3", False),
+        ("numbers", "2.9999999", "3.0", True),
+        ("numbers", "1000000.01", "1000000.02", False),
+        ("numbers", "1000000006", "1000000007", False),
+        ("numbers", "50000000000000000", "50000000000000001", False),
+        ("numbers", "1_0", "10", False),
+        ("numbers", "nan inf", "nan inf", True),
+        ("numbers", "4 2", "4\n2", False),
+        ("numbers", "42", "4 2", False),
+        ("numbers", "4 x", "4.0 x", False),
+        ("numbers", "Yes", "yes", False),
+        ("numbers", "*  *", "* *", False),
+        ("numbers", "  *\n * *", "*\n * *", False),
+        ("numbers", "1" * 5000, "1" * 5000, True),
+        ("numbers", "1e" + "9" * 300, "2", False),
+        ("numbers", "1e999999999", "1.5", False),
     ],
 )
 def test_outputs_are_compared_as_configured(compare: str, output: str, expected: str, same: bool) -> None:
-    tests = StdioTests.model_validate({**TESTS, "compare": compare})
+    tolerances = {"rel_tol": 1e-9} if compare == "numbers" else {}
+    tests = StdioTests.model_validate({**TESTS, "compare": compare, **tolerances})
     assert same_output(output, expected, tests) is same
+
+
+def test_an_absolute_tolerance_counts_for_integers_too() -> None:
+    tests = StdioTests.model_validate({**TESTS, "compare": "floats", "rel_tol": 0, "abs_tol": 1})
+    assert same_output("6", "7", tests) and not same_output("5", "7", tests)
+    calls = FunctionTests.model_validate({**CALL, "compare": "floats", "abs_tol": 1})
+    assert same_result([6], FunctionCase(expected=[7]), calls)
+    assert not same_result([5], FunctionCase(expected=[7]), calls)
+
+
+@pytest.mark.parametrize("name", ["apps", "taco", "livecodebench", "eurus", "deepcoder"])
+def test_programs_of_public_rows_may_write_numbers_otherwise(name: str) -> None:
+    tests = CodeEnvironment.load(PUBLIC[name]).tests
+    assert isinstance(tests, StdioTests)
+    assert same_output("4.00\n", "4\n", tests) and same_output("0.333333", "0.3333333333", tests)
+    assert not same_output("4.01\n", "4\n", tests) and not same_output("1000000.01", "1000000.02", tests)
+
+
+@pytest.mark.parametrize("name", ["apps-function", "livecodebench-function", "deepcoder-function"])
+def test_functions_of_public_rows_may_have_rounding_errors(name: str) -> None:
+    tests = CodeEnvironment.load(PUBLIC[name]).tests
+    assert isinstance(tests, FunctionTests)
+    assert same_result([0.1 + 0.2, 1], FunctionCase(expected=[0.3, 1]), tests)
+    for value, expected in (([0.31], [0.3]), (1_000_000_006, 1_000_000_007), ("0.30000001", "0.3")):
+        assert not same_result(value, FunctionCase(expected=expected), tests)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +331,8 @@ def test_outputs_are_compared_as_configured(compare: str, output: str, expected:
         # equal values are equal within any tolerance
         ("floats", [10**400], [10**400], True),
         ("floats", [10**400 + 1], [10**400], False),
+        ("floats", [10**9 + 6], [10**9 + 7], False),
+        ("floats", [10**9 + 6.5], [10**9 + 7], True),
         ("equal", [float("nan")], [float("nan")], True),
         ("equal", [float("inf")], [float("-inf")], False),
         ("equal", None, 0, False),
