@@ -19,14 +19,18 @@ import bisect
 import builtins
 import collections
 import contextlib
+import copy
 import ctypes
+import datetime
 import fcntl
 import functools
 import gc
 import heapq
+import io
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -34,6 +38,7 @@ import resource
 import select
 import signal
 import socket
+import statistics
 import string
 import struct
 import sys
@@ -45,9 +50,14 @@ from typing import Any, NoReturn
 
 from prorl_envs.envs.code.values import NotPlain, decode, encode
 
-#: Imported before the forks, so that cases need not import them. All but the last are names of a solution's
-#: module, if it is called as a function.
-_COMMON = (bisect, collections, functools, heapq, itertools, math, random, re, string, threading)
+#: A solution with functions can use these modules and their names without an import, as in LiveCodeBench and
+#: LeetCode. Later modules take precedence. They are imported here so that they cost a case nothing.
+_COMMON = (
+    *(string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools),
+    *(operator, io, sys, json, typing),
+)
+#: As LiveCodeBench's. Python's own limit is 1,000.
+_RECURSION_LIMIT = 50_000
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 _MESSAGE = 4096
@@ -351,16 +361,25 @@ def _exit_status(code: Any) -> int:
 
 
 def _load(job: dict[str, Any]) -> dict[str, Any]:
-    """Load the solution and return its names. Its module has the names that such solutions use unimported."""
+    """Load the solution and return its names. The code can use the names that such solutions expect."""
     _streams()
+    sys.setrecursionlimit(_RECURSION_LIMIT)
     module = types.ModuleType("solution")
     module.__file__ = job["path"]
     sys.modules["solution"] = module
-    names = {name: getattr(typing, name) for name in typing.__all__}
-    names |= {common.__name__: common for common in _COMMON[:-1]}
-    module.__dict__.update(names)
+    # Among the builtins, so that none of them passes for a function that the solution defines.
+    module.__dict__["__builtins__"] = _builtins()
     exec(compile(job["source"], job["path"], "exec"), module.__dict__)
     return module.__dict__
+
+
+def _builtins() -> dict[str, Any]:
+    """Return the builtins, the public names of common modules, and the modules."""
+    found: dict[str, Any] = {}
+    for module in _COMMON:
+        public = getattr(module, "__all__", None) or [name for name in vars(module) if name[0] != "_"]
+        found |= {name: getattr(module, name) for name in public}
+    return found | vars(builtins) | {module.__name__: module for module in _COMMON}
 
 
 def _find(names: dict[str, Any], entry: str) -> Any:

@@ -19,6 +19,11 @@ CALLS: dict[str, Any] = {
     "entry_point": "double",
     "cases": [{"args": [4], "expected": 8}, {"args": [21], "expected": 42}],
 }
+GCD: dict[str, Any] = {
+    "type": "function",
+    "entry_point": "gcd",
+    "cases": [{"args": [4, 6], "expected": 2}],
+}
 SCRIPT: dict[str, Any] = {
     "type": "script",
     "functions": ["double"],
@@ -69,6 +74,20 @@ FUNCTION = "def double(n):\n    return n * 2\n"
         (CALLS, "class Solution:\n    def double(self, n: Optional[int]) -> int:\n        return n * 2", 1),
         (CALLS, "import numpy\ndef double(n):\n    return numpy.int64(n * 2)", 1),
         (CALLS, "def double(n):\n    print('noise')\n    return n * 2", 1),
+        (
+            CALLS,
+            "@cache\ndef double(n):\n    return reduce(add, deque([n, n])) + Counter()[inf] - gcd(0, 0)",
+            1,
+        ),
+        (
+            CALLS,
+            "def double(n, m=9000):\n    return 1 + double(n, m - 1) if m else 2 * n - 9000",
+            1,
+        ),
+        ({**CALLS, "entry_point": "abs"}, "def double(n):\n    return n * 2", 0),
+        (GCD, "x = gcd(4, 6)", 0),
+        (GCD, "from math import gcd", 1),
+        (GCD, "class Solution:\n    def gcd(self, a, b):\n        return gcd(a, b)", 1),
         (CALLS, "def triple(n):\n    return n * 2", 0),
         (CALLS, "double = 8", 0),
         (SCRIPT, FUNCTION, 1),
