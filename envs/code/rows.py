@@ -89,9 +89,16 @@ def _calls(name: Any, inputs: list[Any], outputs: list[Any]) -> JsonObject:
     cases = []
     for number, (args, right) in enumerate(zip(inputs, outputs, strict=True)):
         args = _list(args, f"input_output.inputs.{number}")
+        args = [_with_numbers(args[0])] if len(args) == 1 else args
         wrapped = isinstance(right, list) and len(right) == 1
         cases.append({"args": args, "expected": right, "alternatives": right if wrapped else []})
     return _function(name, cases)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a dict with integers as keys if all of them are: JSON made texts of them."""
+    numbers = isinstance(value, dict) and all(re.fullmatch(r"-?\d{1,18}", key, re.ASCII) for key in value)
+    return {int(key): item for key, item in value.items()} if numbers else value
 
 
 def _function(name: Any, cases: list[JsonObject]) -> JsonObject:

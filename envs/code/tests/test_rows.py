@@ -343,6 +343,23 @@ def test_results_are_compared_as_configured(compare: str, value: Any, expected: 
     assert same_result(value, FunctionCase(expected=expected), tests) is same
 
 
+@pytest.mark.parametrize(
+    ("args", "read"),
+    [
+        ([{"1": "a", "-2": {"3": 0}}], ({1: "a", -2: {"3": 0}},)),
+        ([{"1": 0, "b": 1}], ({"1": 0, "b": 1},)),
+        ([{"1": 0}, 2], ({"1": 0}, 2)),
+        ([{}], ({},)),
+        ([[{"1": 0}]], ([{"1": 0}],)),
+    ],
+)
+def test_keys_that_were_integers_are_so_again(args: list[Any], read: tuple[Any, ...]) -> None:
+    given = {"fn_name": "f", "inputs": [args], "outputs": [[0]]}
+    tests = CodeEnvironment.load({**PUBLIC["apps-function"], "input_output": given}).tests
+    assert isinstance(tests, FunctionTests)
+    assert tests.cases[0].args == read
+
+
 def test_arguments_of_a_call_end_at_line_feeds_only() -> None:
     odd = "a\u2028b\u2029c\x85d"
     case = {"input": f'"{odd}"\r\n2\n', "output": json.dumps(odd * 2, ensure_ascii=False)}
