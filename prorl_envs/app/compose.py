@@ -141,7 +141,7 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
         search=search,
         images=images,
         dockerfiles=functools.partial(dockerfiles_of, settings),
-        limits=node_limits(settings.limits).each,
+        limits=node_limits(settings.limits).per_sandbox,
         max_concurrent_starts=settings.sandbox.max_concurrent_starts,
     ) as opened:
         await (await opened.sandbox(SandboxSpec())).close()

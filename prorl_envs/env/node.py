@@ -92,7 +92,7 @@ class Node:
         max_concurrent_starts: int | None = None,
         images: Callable[[Callable[[str], None]], ImageBuilder] | None = None,
         dockerfiles: Callable[[Driver], DockerfileBuilder] | None = None,
-        limits: SandboxLimits = DEFAULT_LIMITS.each,
+        limits: SandboxLimits = DEFAULT_LIMITS.per_sandbox,
     ) -> None:
         self.driver = driver
         self.limits = limits

@@ -78,7 +78,11 @@ def write_python(root: Path, prefix: str) -> None:
     )
     shutil.copytree(stdlib, library, ignore=unneeded)
     (target / "bin").mkdir()
-    shutil.copy(Path(sys.executable).resolve(), target / "bin" / "python3")
+    executable = Path(sys.executable).resolve()
+    shutil.copy(executable, target / "bin" / "python3")
+    for found in _libraries(str(executable)):
+        if found.name.startswith("libpython"):  # an executable may look for it relative to itself
+            shutil.copy(found, target / "lib")
     # Packages beside the standard library: Debian's Python has no site-packages.
     for each in _closure("ipykernel"):
         for file in each.files or ():

@@ -97,7 +97,7 @@ class EndpointApp:
         if session.reason is not None:
             raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {session.reason}")
         data = await _body(receive, session.bounds)
-        request = await session.reader.read(shape, data)
+        request = await session.request_cache.read(shape, data)
         if path.endswith("/count_tokens"):
             await _respond(send, 200, {"input_tokens": session.count_tokens(request)})
             return

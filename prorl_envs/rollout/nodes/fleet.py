@@ -302,7 +302,7 @@ class Fleet:
         node = order.node
 
         async def interrupt() -> None:
-            while not performing.finished():
+            while not performing.done():
                 with contextlib.suppress(NodeLost):
                     if await node.call(node.handle.interrupt(order.number)):
                         break
@@ -310,7 +310,7 @@ class Fleet:
             await asyncio.wait({performing})
 
         interrupting = asyncio.create_task(interrupt())
-        while not interrupting.finished():
+        while not interrupting.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(interrupting)
         if (error := performing.exception()) is not None:

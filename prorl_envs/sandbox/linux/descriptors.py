@@ -47,7 +47,8 @@ def _hard_limit() -> int:
     if hard != resource.RLIM_INFINITY and hard < _MIN_DESCRIPTORS + _HEADROOM:
         raise UnsupportedMachine(
             f"a process may open no more than {hard} files here; the service needs "
-            f"{_MIN_DESCRIPTORS + _HEADROOM}: {_MIN_DESCRIPTORS} for programs in sandboxes, {_HEADROOM} more itself",
+            f"{_MIN_DESCRIPTORS + _HEADROOM}: {_MIN_DESCRIPTORS} for programs in sandboxes, "
+            f"{_HEADROOM} more itself",
             hint="raise the hard limit: `ulimit -Hn`, LimitNOFILE= of systemd",
         )
     return _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard

@@ -19,7 +19,7 @@ def said(message: Mapping[str, Any], *, as_text: bool) -> str:
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         calls.append(json.dumps(arguments) if as_text else arguments["value"])
-    return message["content"] + "".join(calls)
+    return str(message["content"]) + "".join(calls)
 
 
 def chatml(messages: Messages, as_text: bool, prompt: bool) -> str:

@@ -188,7 +188,7 @@ def test_an_external_episode_shares_the_limits_and_precedes_waiting_jobs() -> No
     scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=2))
     scheduler.submit([("a", "g"), ("b", "g")])
     assert scheduler.reserve("x") == [], "INIT is taken"
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="exists already"):
         scheduler.reserve("x")
     assert scheduler.ended("a") == [Start("a", Stage.RUN, 1), AdmitExternal("x")]
     assert (scheduler.jobs_with_sandbox, scheduler.active[Stage.INIT]) == (2, 1)
@@ -202,7 +202,7 @@ def test_an_external_episode_shares_the_limits_and_precedes_waiting_jobs() -> No
 def test_an_external_episode_that_leaves_early_releases_everything() -> None:
     scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=1))
     assert scheduler.reserve("x") == [AdmitExternal("x")]
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="exists already"):
         scheduler.reserve("x")
     assert scheduler.reserve("y") == []
     scheduler.submit([("a", "g")])
@@ -300,7 +300,7 @@ def test_jobs_wait_for_the_first_node_and_a_late_one_gets_work_at_once() -> None
     }
     late = StageLimits(init=2, run=2, eval=2, max_jobs_with_sandbox=2)
     assert placed(scheduler.join("b", late)) == {"y": "b", "z": "b"}
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="exists already"):
         scheduler.join("a", WIDE)
 
 

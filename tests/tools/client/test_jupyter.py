@@ -138,7 +138,7 @@ async def test_a_kernel_that_does_not_start_is_reported(
     said: str,
     hint: str,
 ) -> None:
-    venv.create(tmp_path / "venv")
+    venv.create(tmp_path / "venv", symlinks=True)  # a copy may not find its libpython
     mounts = tuple(Mount(source=path, target=str(path)) for path in (Path(sys.base_prefix), tmp_path))
     program = str(tmp_path / "venv/bin/python3") if interpreter == "bare" else interpreter
     sandbox = await shared_driver.start(SandboxSpec(mounts=mounts))
