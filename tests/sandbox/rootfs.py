@@ -76,7 +76,8 @@ def write_python(root: Path, prefix: str) -> None:
     unneeded = shutil.ignore_patterns(
         "__pycache__", "site-packages", "test", "idlelib", "tkinter", "config-*"
     )
-    shutil.copytree(stdlib, library, ignore=unneeded)
+    # In an unpacked Debian package, links into /etc lead nowhere.
+    shutil.copytree(stdlib, library, ignore=unneeded, ignore_dangling_symlinks=True)
     (target / "bin").mkdir()
     executable = Path(sys.executable).resolve()
     shutil.copy(executable, target / "bin" / "python3")
