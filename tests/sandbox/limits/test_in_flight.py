@@ -119,7 +119,7 @@ def test_empty_datagrams_are_hidden_after_the_count(pair: OpenPair, file: int) -
 
 
 def test_over_the_limit_none_is_inspected(pair: OpenPair, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "_MOST_LOOKED_INTO", 3)
+    monkeypatch.setattr(in_flight, "_MOST_INSPECTED", 3)
     sender, receiver = pair(socket.SOCK_STREAM)
     socket.send_fds(sender, [b"x"], [file] * 4)
     found = seen(receiver)
