@@ -158,8 +158,8 @@ async def tool_server(box: Probe) -> State:
     loop, data = asyncio.get_running_loop(), b""
     with await box.sandbox.spawn(STATE_ENTRY) as sock:
         async with asyncio.timeout(TIMEOUT_S):
-            while more := await loop.sock_recv(sock, 65536):
-                data += more
+            while chunk := await loop.sock_recv(sock, 65536):
+                data += chunk
     found: State = json.loads(data)
     return found
 

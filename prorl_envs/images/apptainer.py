@@ -85,11 +85,11 @@ def rights() -> Rights:
     """Return the permissions of this process on this machine."""
     status = Path("/proc/self/status").read_text()
     permitted = int(next(line for line in status.splitlines() if line.startswith("CapPrm")).split()[1], 16)
-    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+    last_capability = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     listed = _is_listed(Path("/etc/subuid")) and _is_listed(Path("/etc/subgid"))
     return Rights(
         root=os.geteuid() == 0,
-        capable=permitted == (1 << last + 1) - 1,
+        capable=permitted == (1 << last_capability + 1) - 1,
         subordinate=listed and shutil.which("newuidmap") is not None,
     )
 
@@ -101,10 +101,10 @@ def _is_listed(path: Path) -> bool:
         }
     except OSError:
         return False
-    known = {str(os.geteuid())}
+    user_names = {str(os.geteuid())}
     with contextlib.suppress(KeyError):
-        known.add(pwd.getpwuid(os.geteuid()).pw_name)
-    return bool(names & known)
+        user_names.add(pwd.getpwuid(os.geteuid()).pw_name)
+    return bool(names & user_names)
 
 
 def find_program(environ: Mapping[str, str]) -> str:
@@ -122,7 +122,7 @@ def find_program(environ: Mapping[str, str]) -> str:
     )
 
 
-def failure(what: str, status: int, output: str, *, remote: bool) -> SandboxError:
+def failure(action: str, status: int, output: str, *, remote: bool) -> SandboxError:
     """Return the error for a builder's exit status, with the end of its output and a hint.
 
     Args:
@@ -135,5 +135,5 @@ def failure(what: str, status: int, output: str, *, remote: bool) -> SandboxErro
     remedies = _PULLING if remote else _BUILDING
     hint = next((help for signs, help in remedies if any(sign in low for sign in signs)), "")
     return SandboxError(
-        f"{what} failed with status {status}; end of its output:\n{end}", hint=hint or "see its last lines"
+        f"{action} failed with status {status}; end of its output:\n{end}", hint=hint or "see its last lines"
     )

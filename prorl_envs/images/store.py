@@ -84,8 +84,8 @@ class ImageStore:
         found = [e for e in self._readable(f"{name}-*") if (e.name, e.version) == (name, version)]
         for entry in sorted(found, key=lambda entry: -entry.made):
             with contextlib.suppress(SandboxError):
-                known = labels(self.image(entry))
-                if (known.get("prorl.template"), known.get("prorl.version")) == (name, version):
+                found_labels = labels(self.image(entry))
+                if (found_labels.get("prorl.template"), found_labels.get("prorl.version")) == (name, version):
                     return entry
         return None
 

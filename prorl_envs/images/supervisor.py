@@ -54,7 +54,7 @@ def remove(directory: Path) -> None:
     try:
         remove_tree(directory)
     except OSError:
-        # Only a namespace that maps the subordinate ids can remove such files, as Apptainer's own does.
+        # Only root of a namespace that maps the subordinate ids, such as Apptainer's, can remove such files.
         unshare = shutil.which("unshare") or "/usr/bin/unshare"
         program = [unshare, "--map-root-user", "--map-auto", "rm", "-rf", "--", str(directory)]
         subprocess.run(program, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -400,7 +400,7 @@ def _make_opaque(directory: Path) -> None:
 
 
 def _set_attributes(path: Path, member: tarfile.TarInfo) -> None:
-    """Set the attributes that an ordinary user may set, without overlayfs's own."""
+    """Set the attributes that an ordinary user may set, except those that overlayfs uses."""
     for header, value in member.pax_headers.items():
         name = header.removeprefix(_ATTRIBUTE)
         if name == header or not name.startswith("user.") or name.startswith("user.overlay."):

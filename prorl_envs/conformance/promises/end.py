@@ -129,11 +129,11 @@ _TRICKS = (
 )
 
 
-def _add_trick(id_: str, what: str, script: str, count: int, needs: tuple[str, ...]) -> None:
+def _add_trick(id_: str, subject: str, script: str, count: int, needs: tuple[str, ...]) -> None:
     async def keep(world: PromiseContext) -> None:
         await check_none_survives(world, script, count)
 
-    promises.add(id_, f"{what} does not survive the close.", needs=needs)(keep)
+    promises.add(id_, f"{subject} does not survive the close.", needs=needs)(keep)
 
 
 for _trick in _TRICKS:

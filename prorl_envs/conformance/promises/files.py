@@ -24,9 +24,9 @@ async def fails(call: Awaitable[object]) -> OSError:
     raise PromiseBroken(f"it gave {result!r}"[:200])
 
 
-async def edit(box: Probe, command: str, path: str, **more: object) -> ToolResult:
+async def edit(box: Probe, command: str, path: str, **arguments: object) -> ToolResult:
     """Run one command of the editor."""
-    return await box.tools.edit({"command": command, "path": path, **more})
+    return await box.tools.edit({"command": command, "path": path, **arguments})
 
 
 @promises.add("FILE-001", "Bytes are read as they were written, even none or very many.")

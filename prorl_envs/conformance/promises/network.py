@@ -27,7 +27,7 @@ def connect(family, address, kind=socket.SOCK_STREAM):
 
 
 def no_connection(server: socket.socket) -> bool:
-    """Return whether no connection waits for a listening socket to accept it."""
+    """Return True if no connection waits to be accepted by a listening socket."""
     server.setblocking(False)
     try:
         server.accept()[0].close()

@@ -82,9 +82,9 @@ def _environment(world: PromiseContext, found: State, way: StartWay) -> Iterator
 
 def _descriptors(found: State, promised: Counter[str], others: frozenset[str]) -> Iterator[str]:
     kinds = Counter(found["descriptors"].values())
-    more = {kind: count for kind, count in (kinds - promised).items() if kind not in others}
-    if more:
-        yield f"it has descriptors that are not its own: {more} of {found['descriptors']}"
+    extra = {kind: count for kind, count in (kinds - promised).items() if kind not in others}
+    if extra:
+        yield f"it has descriptors that are not its own: {extra} of {found['descriptors']}"
 
 
 def _other_differences(world: PromiseContext, found: State) -> Iterator[str]:

@@ -294,8 +294,8 @@ class _Build:
 
     async def _image(self, reference: str, platform: str = "") -> _Stage:
         """Return the image of a reference: `scratch`, a base alias, or an image of a registry."""
-        if (known := self._images.get(f"{platform} {reference}")) is not None:
-            return known
+        if (cached := self._images.get(f"{platform} {reference}")) is not None:
+            return cached
         if reference == "scratch":
             found = _Stage([await self._layer("empty", _leave_empty)], "scratch", ImageConfig())
         else:

@@ -330,8 +330,8 @@ class FileCopier:
         """Yield the entries of a source that are not excluded, and always the source itself."""
         real = self._source.real_path(path)
         for entry in self._source.walk(path, self._limits, self._excluded):
-            full = posixpath.join(real, entry.path).strip("/")
-            included = self._source.includes(full) and not (
+            full_path = posixpath.join(real, entry.path).strip("/")
+            included = self._source.includes(full_path) and not (
                 entry.path and self._excluded.excludes(entry.path)
             )
             if included or not entry.path:

@@ -30,7 +30,7 @@ class CommandRequest:
     Args:
         argv: program and arguments.
         layers: layers of the image below, the lowest first.
-        workdir: absolute path inside of an existing directory.
+        workdir: absolute path of an existing directory inside.
         stdin: its standard input.
         env: its environment.
         mounts: mounts of the instruction.

@@ -1,4 +1,4 @@
-"""Settings of a stage, which its instructions change besides files."""
+"""Settings of a stage, such as its environment, as its instructions change them."""
 
 import posixpath
 import re

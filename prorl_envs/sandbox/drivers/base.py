@@ -117,8 +117,8 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         Raises:
             SandboxError: the requested mechanism is not available.
         """
-        known = {field.name for field in dataclasses.fields(SandboxLimits)}
-        return frozenset(known if self.limit_enforcer.enforces_cpu_limit else known - {"cpus"})
+        names = {field.name for field in dataclasses.fields(SandboxLimits)}
+        return frozenset(names if self.limit_enforcer.enforces_cpu_limit else names - {"cpus"})
 
     async def image_env(self, image: Path) -> dict[str, str]:
         """Return the variables that an image sets for itself, for `SandboxSpec.env`: see `read_image_env`.

@@ -69,7 +69,7 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
 
     @property
     def enforced_limits(self) -> frozenset[str]:
-        """Enforced limits: none of those for which the sandbox's processes would have to be counted."""
+        """Enforced limits, without those that require a count of the sandbox's processes."""
         return super().enforced_limits - {"cpus", "memory_bytes", "processes"}
 
     async def _make(self, spec: SandboxSpec) -> "LocalSandbox":

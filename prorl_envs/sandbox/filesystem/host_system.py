@@ -55,13 +55,13 @@ _KERNEL_FILES = (
 def kernel_masks(proc: Path = Path("/proc")) -> Iterator[str]:
     """Yield bubblewrap options that hide files about the kernel in a new /proc.
 
-    Only those that this user can read, since each takes a mount.
+    Files that this user cannot read are skipped, because each option takes a mount.
 
     Args:
         proc: the host's /proc, which has the same files.
     """
     for name in kernel_files(proc):
-        # The mount forbids devices, so that /dev/null cannot even be opened here.
+        # Opening the file fails, because bubblewrap mounts /dev/null without permission to use devices.
         yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
 
 

@@ -102,9 +102,9 @@ def _primary_system(path: Path, table: bytes, file_size: int) -> Partition:
         if not used or kind != _PARTITION or part != _PRIMARY_SYSTEM:
             continue
         if file_system != _SQUASHFS:
-            what = "encrypted" if file_system == _ENCRYPTED else "not a squashfs"
-            raise SandboxError(f"the system in {path} is {what}", hint=_CONVERT)
+            form = "encrypted" if file_system == _ENCRYPTED else "not a squashfs"
+            raise SandboxError(f"the system in {path} is {form}", hint=_CONVERT)
         if offset < 0 or size <= 0 or offset + size > file_size:
             raise SandboxError(f"the image {path} is cut short", hint="copy or build it again")
         return Partition(offset, size)
-    raise SandboxError(f"the image {path} holds no root file system", hint=_CONVERT)
+    raise SandboxError(f"the image {path} has no root file system", hint=_CONVERT)

@@ -65,7 +65,7 @@ class Snapshot:
 def no_workspace(spec: SandboxSpec) -> SandboxError:
     """Return the error for users of the workspace of a sandbox that has none on the host."""
     return SandboxError(
-        f"no directory of the host holds all of {spec.workdir}: the image has it",
+        f"no directory of the host has all files of {spec.workdir}: some are in the image",
         hint="read and write its files with the tools of the sandbox",
     )
 

@@ -92,7 +92,7 @@ class _Inspection:
                 status = os.stat(number, dir_fd=folder)
                 self.result.descriptors += 1
                 file = (status.st_dev, status.st_ino)
-                if file == _known.anonymous:
+                if file == _machine.anonymous:
                     if os.readlink(number, dir_fd=folder) == "anon_inode:[eventpoll]":
                         self.result.epolls.append(f"{place}/fdinfo/{number}")
                 elif stat.S_ISSOCK(status.st_mode) and file not in self._seen:
@@ -117,7 +117,7 @@ class _Inspection:
             return
         self._seen.add(file)
         size = status.st_blocks * 512
-        if status.st_dev == _known.memory:
+        if status.st_dev == _machine.memory:
             self.result.memory[pid] = self.result.memory.get(pid, 0) + size
         elif status.st_dev not in self._in_memory:
             self.result.on_disk += size
@@ -141,7 +141,7 @@ def _tables(proc: int, process: ProcessUse) -> Iterator[str]:
 
 def _count(proc: int, place: str) -> int:
     with contextlib.suppress(OSError):  # it has exited meanwhile
-        if _known.counts:
+        if _machine.counts:
             return os.stat(f"{place}/fd", dir_fd=proc).st_size
         return len(_names(proc, f"{place}/fd"))
     return 0
@@ -217,7 +217,7 @@ class _Counting(threading.Thread):
             os.close(fd)
 
 
-class _Known:
+class _MachineProperties:
     """Properties that are the same for all processes of this machine.
 
     Attributes:
@@ -238,9 +238,9 @@ class _Known:
         self.counts = os.stat("/proc/self/fd").st_size > 0  # noqa: PTH116
 
 
-_known = _Known()
+_machine = _MachineProperties()
 
 
 def memory_device() -> int:
     """Return the device number of memory files and anonymous shared memory."""
-    return _known.memory
+    return _machine.memory

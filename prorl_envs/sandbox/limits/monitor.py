@@ -42,9 +42,9 @@ _UNSEEN_PROCESSES = 8
 _KILL_S = 5.0
 _DYING_S = 0.005
 _NOTICES = 16
-#: Pause between two checks of the descriptors of an active sandbox: the shortest, in seconds; the most checks
-#: per second of all sandboxes (a check takes 0.07 ms for an idle sandbox, 2.3 ms with 400 descriptors); the
-#: least ratio of the pause to the last check's duration; and the longest pause, in seconds.
+#: Bounds of the pause between two checks of an active sandbox's descriptors: the shortest pause, in seconds;
+#: the most checks per second, for all sandboxes together (a check takes 0.07 ms for an idle sandbox, 2.3 ms
+#: with 400 descriptors); the least ratio of the pause to the last check's duration; the longest pause.
 _DESCRIPTORS_S = 1.0
 _DESCRIPTORS_RATE = 50
 _DESCRIPTORS_FACTOR = 20
@@ -190,8 +190,8 @@ class SandboxMonitor:
         with self.lock:  # called from the loop and from the thread
             killed, self.killed = count - self.killed, max(count, self.killed)
         if killed > 0:
-            what = "a process was" if killed == 1 else f"{killed} processes were"
-            self.tell(f"{_memory_limit(self.limits)} was reached: {what} killed")
+            victims = "a process was" if killed == 1 else f"{killed} processes were"
+            self.tell(f"{_memory_limit(self.limits)} was reached: {victims} killed")
 
 
 def check_sandbox(
@@ -424,10 +424,10 @@ def judge_disk(watch: SandboxMonitor) -> None:
 def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> None:
     limits, size, files = watch.limits, watch.tree_use.size + unlinked, watch.tree_use.files
     if limits.disk_bytes is not None and size > limits.disk_bytes:
-        what = f"the sandbox's disk limit of {size_words(limits.disk_bytes)} was reached"
+        reason = f"the sandbox's disk limit of {size_words(limits.disk_bytes)} was reached"
         now, far = size, size > 2 * limits.disk_bytes
     elif limits.disk_files is not None and files > limits.disk_files:
-        what = f"the sandbox's limit of {limits.disk_files} files was reached"
+        reason = f"the sandbox's limit of {limits.disk_files} files was reached"
         now, far = files, files > 2 * limits.disk_files
     else:
         watch.judged_excess = watch.offences = 0
@@ -436,11 +436,11 @@ def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> N
         return
     watch.judged_excess, watch.offences = now, watch.offences + 1
     if far or proc is None:
-        watch.why = f"{what} and far exceeded" if far else what
+        watch.why = f"{reason} and far exceeded" if far else reason
         return
-    watch.tell(f"{what}: its running commands were killed; remove files before writing more")
+    watch.tell(f"{reason}: its running commands were killed; remove files before writing more")
     if not _kill_all(proc, watch.sandbox.servers_inside, shells=watch.offences > 1):
-        watch.why = f"{what}, and the writing processes cannot be stopped"
+        watch.why = f"{reason}, and the writing processes cannot be stopped"
 
 
 def _memory_limit(limits: SandboxLimits) -> str:

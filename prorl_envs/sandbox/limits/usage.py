@@ -175,7 +175,7 @@ class MachineUse:
     def __add__(self, other: "MachineUse") -> "MachineUse":
         return MachineUse(*map(add, self._fields(), other._fields()))
 
-    def least(self, other: "MachineUse") -> "MachineUse":
+    def minimum(self, other: "MachineUse") -> "MachineUse":
         """Return the smaller value of each field."""
         return MachineUse(*map(min, self._fields(), other._fields()))
 
@@ -186,10 +186,10 @@ class MachineUse:
 def node_use() -> MachineUse:
     """Return the machine's current use. Takes some tens of microseconds."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    known = {fields[0]: int(fields[1]) * 1024 for fields in lines}
+    meminfo = {fields[0]: int(fields[1]) * 1024 for fields in lines}
     tasks = Path("/proc/loadavg").read_text().split()[3].partition("/")[2]
-    used = known["MemTotal:"] - known["MemAvailable:"]
-    return MachineUse(used, int(tasks), known.get("SUnreclaim:", 0))
+    used = meminfo["MemTotal:"] - meminfo["MemAvailable:"]
+    return MachineUse(used, int(tasks), meminfo.get("SUnreclaim:", 0))
 
 
 def kill(proc: int, process: ProcessUse) -> bool:

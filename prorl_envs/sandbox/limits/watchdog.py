@@ -335,7 +335,7 @@ def is_due(watch: SandboxMonitor, node: usage.MachineUse, now: float) -> bool:
         or node.tasks + room.tasks < wake.tasks
         or node.kernel + room.kernel < wake.kernel
     ):
-        watch.wake = wake.least(node + room)
+        watch.wake = wake.minimum(node + room)
     return False
 
 

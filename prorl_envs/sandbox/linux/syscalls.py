@@ -70,8 +70,8 @@ def capability_sets(low: int) -> tuple[bytes, bytes]:
 @functools.cache
 def capabilities() -> int:
     """Return the number of this kernel's capabilities. Cached: a template calls it once for its forks."""
-    known = range(_CAPABILITY_MAX + 1)
-    return next((number for number in known if not _capability_exists(number)), len(known))
+    numbers = range(_CAPABILITY_MAX + 1)
+    return next((number for number in numbers if not _capability_exists(number)), len(numbers))
 
 
 def _capability_exists(capability: int) -> bool:

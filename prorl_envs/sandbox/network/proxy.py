@@ -216,10 +216,10 @@ class Proxy:
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) >= self._limits.head_bytes:
                 raise ProxyRefused(431, "the request's head is too large")
-            more = await asyncio.get_running_loop().sock_recv(client, self._limits.head_bytes - len(data))
-            if not more:
+            chunk = await asyncio.get_running_loop().sock_recv(client, self._limits.head_bytes - len(data))
+            if not chunk:
                 raise ConnectionResetError("ended within the head")
-            data += more
+            data += chunk
         return data[: end + 4], data[end + 4 :]
 
     async def _connect(self, target: Target) -> socket.socket:
@@ -264,7 +264,7 @@ class Proxy:
             if request.head is None:
                 await loop.sock_sendall(client, b"HTTP/1.1 200 Connection established\r\n\r\n")
             else:
-                # Relay one request per connection, with the announced body: the next may be for another host.
+                # Relay only this request and its announced body: the next request may be for another host.
                 await loop.sock_sendall(server, request.head)
                 rest = rest[: request.body_bytes]
                 body = request.body_bytes - len(rest)

@@ -181,11 +181,11 @@ class TemplateProcess:
             SandboxError: an import failed, or it took longer than `timeout_s` seconds.
         """
         try:
-            # No spares under another program, because that program may count its processes.
+            # No spare processes if a wrapper runs the template, because the wrapper may count its processes.
             spares = bool(entries) and self._wrapper is None
             setup = {"entries": entries, "preload": preload, "spares": spares}
-            more = {} if inside is None else {"inside": asdict(inside)}
-            await self._send({**setup, **self._options, **more}, [])
+            sandbox = {} if inside is None else {"inside": asdict(inside)}
+            await self._send({**setup, **self._options, **sandbox}, [])
         except SandboxError:
             if self._wrapper is None:
                 raise  # with a wrapper, its output has the reason: the code below reads it

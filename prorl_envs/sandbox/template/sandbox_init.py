@@ -65,7 +65,7 @@ def become_init(
         _limit_namespaces(settings)
         limit_terminals(terminals)
         protect_devices()
-        # If root runs Apptainer, the sandbox's user owns /proc/sys for the kernel.
+        # If root runs Apptainer, the kernel lets the sandbox's user write the files in /proc/sys.
         for place in ("/proc", "/dev"):
             make_read_only(place)
         if route:
@@ -141,7 +141,7 @@ def _has_capabilities() -> bool:
 def _limit_namespaces(settings: Sequence[Setting]) -> None:
     with open("/proc/self/uid_map", "rb") as file:  # noqa: PTH123 - the template imports no pathlib
         shares_users = file.read().split() == _EVERY_USER
-    # Without a separate user namespace, its settings would be the host's.
+    # Without a separate user namespace, settings of the user namespace would change the host's.
     separate = [(path, value) for path, value in settings if not (shares_users and path.startswith("user/"))]
     make_writable("/proc/sys")
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

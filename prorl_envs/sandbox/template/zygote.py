@@ -256,12 +256,12 @@ def _spawn(command: list[str], fds: list[int]) -> None:
         _report_child(pid, fds, ready=True)
 
 
-def _report_child(pid: int, fds: list[int], **more: object) -> int:
+def _report_child(pid: int, fds: list[int], **fields: object) -> int:
     """Send the host the pidfd of a child. Kill the child if that fails."""
     *others, status_fd = fds
     with socket.socket(fileno=status_fd) as status:
         try:
-            _send_pid(status, pid, **more)
+            _send_pid(status, pid, **fields)
         except OSError as error:
             # A sandbox may have used up the user's descriptors in flight, or the machine's open files. This
             # process must continue: its exit would stop the tool servers of all sandboxes.
@@ -272,12 +272,12 @@ def _report_child(pid: int, fds: list[int], **more: object) -> int:
     return pid
 
 
-def _send_pid(status: socket.socket, pid: int, **more: object) -> None:
+def _send_pid(status: socket.socket, pid: int, **fields: object) -> None:
     pidfd = os.pidfd_open(pid)
     try:
         # If the host no longer waits for the child, the child finds its status socket closed and exits.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(status, [json.dumps({"pid": pid, **more}).encode()], [pidfd])
+            socket.send_fds(status, [json.dumps({"pid": pid, **fields}).encode()], [pidfd])
     finally:
         os.close(pidfd)
 
@@ -290,32 +290,32 @@ def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int])
     """
     parent = os.getpid()
     try:
-        free, inside = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
     except OSError:  # the next request reports it
         return None
     try:
         pid = os.fork()
     except OSError:  # the next request reports it
-        free.close()
+        parent_end.close()
         return None
     finally:
         if os.getpid() == parent:
-            inside.close()
+            child_end.close()
     if pid == 0:
-        _run_spare(control.fileno(), inside.fileno(), prepared, parent)
+        _run_spare(control.fileno(), child_end.fileno(), prepared, parent)
     children.add(pid)
-    return free
+    return parent_end
 
 
-def _run_spare(control: int, free: int, prepared: _Prepared, parent: int) -> NoReturn:
+def _run_spare(control: int, child_end: int, prepared: _Prepared, parent: int) -> NoReturn:
     try:
-        _close_all_but([control, free])
+        _close_all_but([control, child_end])
         _reset_signals()
         lead_session()  # can take milliseconds on a busy machine
         die_with_parent(parent)
         with socket.socket(fileno=control) as requests:
             message, fds = receive_descriptors(requests, MESSAGE_LIMIT, _DESCRIPTORS)
-            os.close(free)
+            os.close(child_end)
         if message:
             _run_child(json.loads(message), fds, prepared, parent, None, spare=True)
     finally:
