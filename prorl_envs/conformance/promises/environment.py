@@ -60,7 +60,7 @@ async def secret_in_environments(world: PromiseContext) -> None:
 
 
 #: Searches all readable memory for two adjacent halves of a text, first in small and writable areas, so that
-#: it soon finds the service if that is readable. Its own buffers may have a copy of each half.
+#: it soon finds the text if the service's memory is readable. Its own buffers may have a copy of each half.
 _MEMORY = """
 import sys
 def areas(own):

@@ -192,7 +192,7 @@ async def tool_links(world: PromiseContext) -> None:
                 found = await box.tools.read(path)
             same(found, b"")
         for path in paths:
-            with contextlib.suppress(OSError):  # or the write creates a file of that name inside
+            with contextlib.suppress(OSError):  # a write fails, or creates a file inside
                 await box.tools.write(path, b"written")
     same(target.read_text(), "the host's")
 

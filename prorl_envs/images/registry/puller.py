@@ -99,7 +99,7 @@ class ImagePuller:
         self._environ = os.environ if environ is None else environ
 
     async def resolve(self, reference: str, *, platform: str = "", refresh: bool = False) -> Path:
-        """Return the file of a reference's image: that of a base alias or in the store; pull it if missing.
+        """Return the path of an image: that of a base alias, or one in the store. Pull a missing image.
 
         Args:
             reference: reference, with or without `docker://`.

@@ -23,7 +23,7 @@ from prorl_envs.sandbox.template.process import ForkRequest
 from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
-#: Environment variable that marks every process of a sandbox, because there is no pid namespace to kill.
+#: Environment variable that marks every process of a sandbox, because no pid namespace contains them.
 MARK = "PRORL_LOCAL_SANDBOX"
 _KERNEL_THREAD = 0x0020_0000
 #: Seconds in which the killed processes of a sandbox must exit.

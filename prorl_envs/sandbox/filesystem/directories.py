@@ -128,7 +128,7 @@ def sweep(base: Path) -> list[Path]:
     removed = []
     for path in base.glob(f"{_PREFIX}{os.geteuid()}-*"):
         if _is_abandoned(path):
-            sweep_groups(path)  # first: the directory lists them
+            sweep_groups(path)  # before the directory, which lists the groups
             try:
                 remove_tree(path)
             except OSError as error:

@@ -233,7 +233,7 @@ def mount_options(
     memory = spec.limits.memory_bytes if spec.limits is not None else None
     run = _RUN_BYTES if memory is None else min(_RUN_BYTES, memory // 4)
     yield from _image_system(files) if files.layers else _host_system(spec, files)
-    # Read-only as a whole: if root runs the sandbox, its user owns all of /proc/sys for the kernel.
+    # All of /proc is read-only: if root runs the sandbox, the kernel would let its user write /proc/sys.
     yield from ("--proc", "/proc", *_kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev")
     shm = shared_memory_bytes(spec)
     yield from ("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")

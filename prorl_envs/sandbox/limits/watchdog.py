@@ -41,7 +41,7 @@ REMEASURE_S = 2.0
 REMEASURE_FACTOR = 50
 #: Seconds between two checks of a sandbox that used no processor, unless the machine's use grows meanwhile.
 IDLE_S = 10.0
-#: A sandbox with less on disk is not killed to make room on a full disk: other files fill it.
+#: A sandbox with fewer bytes on a full disk is not killed to make room: then other files fill the disk.
 GUILTY_BYTES = 64 << 20
 #: Seconds between two attempts to make room on a disk that is nearly full.
 _ROOM_S = 2.0

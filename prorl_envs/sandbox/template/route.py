@@ -60,7 +60,7 @@ def listen_inside(netns: int | None, port: int) -> socket.socket:
     """Enter the network namespace `netns` (a descriptor) and listen on its loopback interface.
 
     None means the namespace of this process. The socket stays in that namespace, whichever process accepts on
-    it. Use it as `add_default_route` says.
+    it. Like `add_default_route`, only for a process that does nothing else afterwards.
 
     Raises:
         OSError: the kernel refused.
