@@ -24,8 +24,8 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
     needs=(EMULATED_ROOT, "bash", "chmod"),
 )
 async def capabilities(world: PromiseContext) -> None:
-    capabilities = f"{ROOT_CAPABILITIES:016x}"
-    promised = {**BARE, **dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd"), capabilities)}
+    mask = f"{ROOT_CAPABILITIES:016x}"
+    promised = {**BARE, **dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd"), mask)}
     async with world.fresh() as box:
         for script in (
             STATUS,

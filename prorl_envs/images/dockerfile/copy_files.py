@@ -99,7 +99,7 @@ class SourceTree:
         resolved = self.tree.resolve(f"/{path}")
         places = self._places(resolved)
         count = 0
-        for below, entry_places in _walk(places, lambda below: self._skips(resolved, below, excluded)):
+        for below, entry_places in _walk(places, lambda name: self._skips(resolved, name, excluded)):
             status = entry_places[0].lstat()
             if not _is_plain(status.st_mode):
                 continue

@@ -82,7 +82,9 @@ class LayeredImage:
             OSError: it cannot be written.
         """
         base = path.parent.resolve()
-        layers = [str(path.relative_to(base) if path.is_relative_to(base) else path) for path in self.layers]
+        layers = [
+            str(layer.relative_to(base) if layer.is_relative_to(base) else layer) for layer in self.layers
+        ]
         record = {"format": _FORMAT, "layers": layers, "config": asdict(self.config)}
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(record, indent=1) + "\n")
