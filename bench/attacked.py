@@ -45,7 +45,7 @@ CHOSEN = (
     "epoll watches",
     "descriptors in flight",
     "memory files in flight",
-    "nameless files in flight",
+    "unlinked files in flight",
     "first thread ended",
 )
 _LIMITS = SandboxLimits(memory_bytes=128 << 20, processes=64, open_files=8192, disk_bytes=64 << 20)

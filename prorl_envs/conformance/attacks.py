@@ -154,8 +154,8 @@ ATTACKS = {
     "descriptors in flight": _DESCRIPTORS_IN_FLIGHT,
     "memory files in flight": _MEMORY_IN_FLIGHT,
     "memory files at high descriptors": _HIGH_DESCRIPTORS,
-    "nameless files in flight": _DISK_IN_FLIGHT,
-    "nameless files mapped": _DISK_MAPPED,
+    "unlinked files in flight": _DISK_IN_FLIGHT,
+    "unlinked files mapped": _DISK_MAPPED,
     "descriptors that cannot be seen": _HIDDEN_IN_FLIGHT,
     "first thread ended": _FIRST_THREAD_ENDED,
 }

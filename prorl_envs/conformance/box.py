@@ -82,7 +82,7 @@ def _expect_only_end(done: Completed) -> None:
     *found, last = done.output.decode(errors="replace").splitlines() or [""]
     if last != "end":
         raise PromiseBroken(
-            f"the probe did not reach its end (status {done.exit_code}): {done.output[-500:]!r}"
+            f"the test program did not finish (status {done.exit_code}): {done.output[-500:]!r}"
         )
     if found:
         raise PromiseBroken("; ".join(found)[:500])

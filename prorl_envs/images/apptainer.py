@@ -43,7 +43,7 @@ _BUILDING = (
             "clone: operation not permitted",
             "unshare: ",
         ),
-        "this machine allows no user namespaces: build on another, and bring the SIF",
+        "this machine allows no user namespaces: build on another one, and copy the SIF here",
     ),
     (("mksquashfs not found", '"mksquashfs": executable file not found'), "install squashfs-tools"),
     (

@@ -128,7 +128,7 @@ async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, cl
         free = (await asyncio.to_thread(shutil.disk_usage, scratch)).free
         if free < free_bytes:
             raise SandboxError(
-                f"no room to build the image: {free >> 20} MiB are free in {scratch.parent}",
+                f"too little disk space to build the image: {free >> 20} MiB are free in {scratch.parent}",
                 hint="set run_dir to a larger local disk",
             )
         pause = asyncio.ensure_future(clock.sleep(_POLL_S))

@@ -108,7 +108,7 @@ def _inside(target: str) -> str:
     path = PurePosixPath(target)
     if not path.is_absolute() or ".." in path.parts or not _PLAIN.fullmatch(target) or len(path.parts) < 2:
         raise InputError(
-            f"not a place for a file in an image: {target[:100]!r}", hint="an absolute, plain path"
+            f"not a destination for a file in an image: {target[:100]!r}", hint="an absolute, plain path"
         )
     return str(path)
 

@@ -219,7 +219,7 @@ async def test_a_build_that_would_fill_the_disk_is_stopped(
     apptainer: str, store: ImageStore, rootfs: Path, scratch: Path
 ) -> None:
     builder = ImageBuilder(store, scratch=scratch, limits=BuildLimits(free_bytes=1 << 60))
-    with pytest.raises(SandboxError, match="no room"):
+    with pytest.raises(SandboxError, match="too little disk space"):
         await built(builder, saying(rootfs))
     assert names(scratch) == []
 

@@ -119,7 +119,7 @@ def test_paths_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
 )
 def test_invalid_places_in_the_image_are_refused(tmp_path: Path, target: str) -> None:
     (tmp_path / "a").touch()
-    with pytest.raises(InputError, match="not a place"):
+    with pytest.raises(InputError, match="not a destination"):
         copied(HEAD, tmp_path, files={target: Path("a")})
 
 

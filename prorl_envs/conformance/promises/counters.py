@@ -88,7 +88,7 @@ async def high_descriptors(world: PromiseContext) -> None:
     harmful=True,
 )
 async def disk_in_flight(world: PromiseContext) -> None:
-    await _is_stopped(world, attack("nameless files in flight"))
+    await _is_stopped(world, attack("unlinked files in flight"))
 
 
 @promises.add(
@@ -99,7 +99,7 @@ async def disk_in_flight(world: PromiseContext) -> None:
     harmful=True,
 )
 async def disk_mapped(world: PromiseContext) -> None:
-    await _is_stopped(world, attack("nameless files mapped"))
+    await _is_stopped(world, attack("unlinked files mapped"))
 
 
 @promises.add(

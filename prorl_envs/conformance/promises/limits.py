@@ -109,6 +109,6 @@ async def age(world: PromiseContext) -> None:
         try:
             await box.run("sleep 20")
         except SandboxLimit as ended:
-            expect("1 s old" in str(ended), f"the reason is {ended}")
+            expect("lifetime of 1 s" in str(ended), f"the reason is {ended}")
             return
         raise PromiseBroken("it lived on")

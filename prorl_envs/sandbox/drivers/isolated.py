@@ -61,7 +61,7 @@ class IsolatedDriver[S: "IsolatedSandbox"](NodeDriver[S]):
     def check_network(self, spec: SandboxSpec) -> None:
         """Warn if a sandbox uses the host's network."""
         if spec.network.open:
-            self.warn_once("a sandbox is started that has access to the host's whole network")
+            self.warn_once("a sandbox starts with access to the host's whole network")
 
     async def _release(self) -> None:
         await self.images.aclose()

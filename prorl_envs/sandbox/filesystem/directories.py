@@ -72,7 +72,9 @@ def _default_base(wanted: Path, others: tuple[Path, ...]) -> Path:
         return wanted
     for base in others:
         if not base_problem(base):
-            logger.warning("%s: sandboxes are in %s instead (PRORL_RUN_DIR chooses a place)", problem, base)
+            logger.warning(
+                "%s: sandboxes are in %s instead (PRORL_RUN_DIR chooses a directory)", problem, base
+            )
             return base
     return wanted
 
@@ -132,7 +134,7 @@ def sweep(base: Path) -> list[Path]:
             try:
                 remove_tree(path)
             except OSError as error:
-                logger.warning("cannot remove what a killed service left: %s", error)
+                logger.warning("cannot remove the leftovers of a killed service: %s", error)
             else:
                 removed.append(path)
     return removed

@@ -200,7 +200,7 @@ def _unusable(limits: SandboxLimits) -> str:
     for name, minimum in smallest.items():
         value = getattr(limits, name)
         if value is not None and value < minimum:
-            return f"{name} is {value}, the least is {minimum}"
+            return f"{name} is {value}, the minimum is {minimum}"
     return ""
 
 

@@ -136,7 +136,7 @@ def sweep_mounts(base: Path) -> list[Path]:
         except FileNotFoundError:
             continue  # another sweeper was faster
         except (OSError, SandboxError) as error:
-            logger.warning("cannot remove what a killed service left: %s", error)
+            logger.warning("cannot remove the leftovers of a killed service: %s", error)
     return removed
 
 

@@ -136,6 +136,6 @@ def _check_kind(path: Path, target: str, wanted: Callable[[int], bool]) -> None:
         return
     if not wanted(mode):
         raise SandboxError(
-            f"the snapshot has something else where {target} is mounted",
-            hint="the agent replaced it; only a fresh sandbox can be started",
+            f"the mount point {target} was replaced in the snapshot",
+            hint="the agent did that; only a fresh sandbox can be started",
         )

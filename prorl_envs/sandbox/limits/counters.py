@@ -117,7 +117,7 @@ def largest_holder[K](
         # A single descriptor in flight can be a socket in which any number of others wait.
         minimum = 1 if refused is not None and field == "in_flight" else max(1, counter.share // 16)
         if key is not None and counts[key] >= minimum:
-            return key, f"{counter.name} are short, and it holds the most of them: {counts[key]}"
+            return key, f"{counter.name} are running out, and it holds the most of them: {counts[key]}"
     return None
 
 

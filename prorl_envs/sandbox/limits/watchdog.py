@@ -138,7 +138,7 @@ class Watchdog:
             self._end_unwatched(checked)
             self._start()
             return
-        logger.critical("the watchdog has failed: no sandbox runs without its limits", exc_info=error)
+        logger.critical("the watchdog has failed: all sandboxes are closed", exc_info=error)
         self._given_up = True
         for watch in tuple(self._watches.values()):
             self._end_unwatched(watch)
@@ -190,7 +190,7 @@ class Watchdog:
         for watch in tuple(self._watches.values()):
             lifetime_s = watch.limits.lifetime_s
             if lifetime_s is not None and now >= watch.started + lifetime_s:
-                self._end(watch, f"it was {lifetime_s:g} s old, the most it may be")
+                self._end(watch, f"it reached its lifetime of {lifetime_s:g} s")
 
     def _end_offenders(self, watches: Iterable[SandboxMonitor]) -> None:
         for watch in watches:

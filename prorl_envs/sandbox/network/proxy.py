@@ -199,7 +199,7 @@ class Proxy:
             async with asyncio.timeout(self._limits.head_s):
                 head, rest = await self._read_head(client)
         except TimeoutError:
-            raise ProxyRefused(408, "the request's head did not come in time") from None
+            raise ProxyRefused(408, "the request's head did not arrive in time") from None
         request = parse_request(head)
         if reason := self._policy.refusal(request.target):
             raise ProxyRefused(403, reason)
@@ -277,7 +277,7 @@ class Proxy:
                     if body is not None:
                         up.cancel()
             except* OSError as gone:
-                raise ConnectionResetError("one side went away") from gone
+                raise ConnectionResetError("one side closed the connection") from gone
 
     def _record_refusal(self, refused: ProxyRefused) -> None:
         counts = self._gateway.counts

@@ -63,13 +63,13 @@ def parse_request(head: bytes) -> ProxyRequest:
         return ProxyRequest(_checked(parse_target(address)))
     url = _ADDRESS.fullmatch(address)
     if url is None:
-        raise ProxyRefused(400, "this is a proxy: ask for http://host/... or CONNECT host:port")
+        raise ProxyRefused(400, "this is a proxy: request http://host/... or CONNECT host:port")
     target = _checked(parse_target(url[1], 80))
     path = url[2] or "/"
     path = path if path.startswith("/") else f"/{path}"
     dropped = _NOT_PASSED_ON | _named_by_connection(headers)
     if b"transfer-encoding" in dropped or b"content-length" in dropped:
-        raise ProxyRefused(400, "the Connection header names what frames the body")
+        raise ProxyRefused(400, "the Connection header lists a header that frames the body")
     passed = [(name, value) for name, value in headers if name.lower() not in dropped]
     host = url[1].encode() if ":" in url[1] else target.host.encode()
     rewritten = [

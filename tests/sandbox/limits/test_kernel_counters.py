@@ -37,7 +37,7 @@ def test_the_largest_holder_is_killed_once_all_together_hold_three_quarters() ->
     calm = {str(number): Holdings(watches=150 + number) for number in range(7)}
     assert largest_holder(calm, SHARES) is None
     chosen = largest_holder({**calm, "a": Holdings(watches=180)}, SHARES)
-    assert chosen is not None and chosen[0] == "a" and "epoll watches are short" in chosen[1]
+    assert chosen is not None and chosen[0] == "a" and "epoll watches are running out" in chosen[1]
 
 
 @pytest.mark.parametrize(

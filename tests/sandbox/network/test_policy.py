@@ -202,5 +202,5 @@ def test_the_path_for_the_server_is_derived_from_the_target(address: bytes, line
 
 @pytest.mark.parametrize("named", [b"Transfer-Encoding", b"close, content-length"])
 def test_headers_that_frame_a_body_cannot_be_dropped(named: bytes) -> None:
-    with pytest.raises(ProxyRefused, match="names what frames the body"):
+    with pytest.raises(ProxyRefused, match="lists a header that frames the body"):
         parse_request(b"GET http://a.org/ HTTP/1.1\r\nConnection: %s\r\n\r\n" % named)
