@@ -240,7 +240,7 @@ class LayerTree:
         found = self.locate(path)
         if found.status is None or not stat.S_ISREG(found.status.st_mode) or found.status.st_size > limit:
             return None
-        return Path(found.hosts[0]).read_text(errors="surrogateescape")
+        return _with_access(lambda host: Path(host).read_text(errors="surrogateescape"), found.hosts[0])
 
 
 def _below(hosts: Sequence[str], name: str) -> tuple[tuple[str, ...], os.stat_result | None]:

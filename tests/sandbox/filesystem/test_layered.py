@@ -187,8 +187,10 @@ def test_entries_below_directories_without_permissions_are_found(path: str, reso
         (closed[1] / "link").symlink_to("file")
         for place in reversed(closed):
             place.chmod(0)
-        found = LayerTree([Path(layer)]).locate(path)
+        tree = LayerTree([Path(layer)])
+        found = tree.locate(path)
         assert (found.path, found.kind) == (resolved, kind)
+        assert tree.read(path, 10) == ("f" if kind == stat.S_IFREG else None)
         for place in closed:
             assert stat.S_IMODE(place.stat().st_mode) == 0
             place.chmod(0o700)
