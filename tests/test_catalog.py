@@ -145,7 +145,7 @@ async def _enter(catalog: Catalog) -> None:
     ("python", "says"),
     [
         ("/no/such/python", "cannot be started"),
-        ("/bin/false", "ended with status 1"),
+        ("/bin/false", "exited with status 1"),
         (None, "has no NeMo Gym"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Trajectories in Harbor's Agent Trajectory Interchange Format (ATIF, version 1.7).
+"""Export in Harbor's Agent Trajectory Interchange Format (ATIF, version 1.7).
 
 The specification is RFC 0001 of Harbor (https://harborframework.com/docs/trajectory-format).
 """
@@ -13,7 +13,7 @@ from prorl_envs.runs.folder import RunDescription
 #: Harbor's current version is 1.8, which adds audio; NeMo Relay reads 1.7.
 SCHEMA_VERSION = "ATIF-v1.7"
 _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
-#: Name of the agent of an environment that names none, and its version if the run is unknown.
+#: Default name of the agent, and its version if the run is unknown.
 _AGENT, _UNKNOWN = "prorl-envs", "unknown"
 #: Fields of a result without an equivalent in ATIF, copied unchanged to `extra`.
 _EXTRA = {
@@ -23,13 +23,13 @@ _EXTRA = {
 
 
 def atif_of(result: Result, run: RunDescription | None) -> dict[str, Any] | None:
-    """Return the trajectory document of a result; None if it has no messages.
+    """Return the ATIF document of a result; None if the result has no messages.
 
-    Steps have the token ids, log-probabilities and counts of their model call if the result has one call for
-    each of the model's messages. The reward and the rest of the result are in `extra`.
+    If the result has one model call for each of the model's messages, steps contain the token ids,
+    log-probabilities and token counts of their call. `extra` contains the reward and all other fields.
 
     Args:
-        result: of the rollout.
+        result: the result.
         run: description of the result's run; None if unknown.
     """
     if not result.messages:
@@ -56,7 +56,7 @@ def atif_of(result: Result, run: RunDescription | None) -> dict[str, Any] | None
 def _steps(
     messages: Sequence[Mapping[str, Any]], calls: Sequence[tuple[Trajectory, TurnRecord]]
 ) -> list[dict[str, Any]]:
-    """Return a step per message, except for results of tools: they are observations of the step before."""
+    """Return a step for each message, except tool results, which are observations of the previous step."""
     answers = sum(message["role"] == "assistant" for message in messages)
     metrics = [_metrics(row, turn) for row, turn in calls] if answers == len(calls) else []
     remaining = iter(metrics)
@@ -73,8 +73,8 @@ def _steps(
         }
         if step["source"] == "agent":
             step.update(_agent_fields(message))
-            if measured := next(remaining, None):
-                step.update(measured)
+            if of_call := next(remaining, None):
+                step.update(of_call)
         steps.append(step)
     return steps
 
@@ -89,17 +89,17 @@ def _agent_fields(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a tool call. Arguments that are no JSON object are kept as text in `extra`."""
+    """Convert a tool call. Arguments that are not a JSON object are stored as text in `extra`."""
     text = call["function"]["arguments"]
-    found: dict[str, Any] = {"tool_call_id": call["id"], "function_name": call["function"]["name"]}
+    converted: dict[str, Any] = {"tool_call_id": call["id"], "function_name": call["function"]["name"]}
     arguments = arguments_of(text)
     if arguments is not None:
-        return found | {"arguments": arguments}
-    return found | {"arguments": {}, "extra": {"arguments": text}}
+        return converted | {"arguments": arguments}
+    return converted | {"arguments": {}, "extra": {"arguments": text}}
 
 
 def _observation(message: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a tool's result. It names its call if the step has that call, as the specification demands."""
+    """Convert a tool result. As specified, it names its call only if the step contains this call."""
     id_ = message.get("tool_call_id", "")
     if any(call["tool_call_id"] == id_ for call in step.get("tool_calls", ())):
         return {"source_call_id": id_, "content": message["content"]}

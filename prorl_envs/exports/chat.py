@@ -10,14 +10,14 @@ _TEXT_FIELDS = ("reasoning_content", "tool_call_id", "name")
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: a text itself, the text parts of a list, or "" for none."""
+    """Return the text of a message's content: the content itself, or the text parts of a list."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content)
     return "" if content is None else str(content)
 
 
 def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the fields of OpenAI's format and `reasoning_content`, without absent fields."""
+    """Return a message with the fields of OpenAI's format and `reasoning_content`, without empty fields."""
     found: dict[str, Any] = {"role": str(message["role"]), "content": text_of(message.get("content"))}
     found.update((name, str(message[name])) for name in _TEXT_FIELDS if message.get(name))
     if message.get("tool_calls"):
@@ -28,9 +28,9 @@ def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
 def training_messages(result: Result) -> list[dict[str, Any]]:
     """Return the conversation up to the model's last message; empty if the model wrote nothing.
 
-    Training learns nothing from later messages, and LLaMA-Factory rejects conversations that have them last.
-    The arguments of tool calls are objects, not text: many chat templates write text as a string within JSON,
-    or refuse it.
+    Later messages are omitted: nothing is learned from them, and LLaMA-Factory rejects conversations that do
+    not end with the model. Arguments of tool calls are objects, since many chat templates render arguments
+    that are text as a JSON string, or refuse them.
     """
     messages = [message_of(message) for message in result.messages]
     while messages and messages[-1]["role"] != "assistant":
@@ -44,7 +44,7 @@ def training_messages(result: Result) -> list[dict[str, Any]]:
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a tool call; None for text that is no JSON object."""
+    """Return the arguments of a tool call, or None if the text is not a JSON object."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):

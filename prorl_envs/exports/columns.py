@@ -18,14 +18,14 @@ class Column:
     """Column of an exported table.
 
     Args:
-        name: of the column.
-        type: of its values; None is a value of every type.
-        of: returns its value for a result and the result's summary.
+        name: name of the column.
+        type: type of its values, which may also be None.
+        value: returns the value for a result and its summary.
     """
 
     name: str
     type: type[str] | type[int] | type[float] | type[bool]
-    of: Callable[[Result, Summary], Value]
+    value: Callable[[Result, Summary], Value]
 
 
 def _summary_column(name: str, type_: type[str] | type[int] | type[float] | type[bool]) -> Column:
@@ -37,14 +37,14 @@ def _solved(result: Result) -> bool | None:
 
 
 def _cached_tokens(result: Result) -> int | None:
-    """Count prompt tokens found in the server's cache; None if a server did not report them."""
+    """Return the number of prompt tokens in servers' caches; None if a server did not report it."""
     counts = [turn.cached_tokens for row in result.rows for turn in row.turns]
     known = [count for count in counts if count is not None]
     return sum(known) if known and len(known) == len(counts) else None
 
 
 def as_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    """Return a value as JSON text: its fields differ between environments, so it cannot be columns."""
+    """Return a value as JSON text, since its fields differ between environments and cannot be columns."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -87,6 +87,6 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def row_of(result: Result) -> dict[str, Value]:
-    """Return the row of a result: a value for each column."""
+    """Return the row of a result, with a value for each column."""
     summary = summarise(result)
-    return {column.name: column.of(result, summary) for column in COLUMNS}
+    return {column.name: column.value(result, summary) for column in COLUMNS}

@@ -1,4 +1,4 @@
-"""Formats of an export and their writers. Results are read and written one by one."""
+"""Export formats and their writers. Results are read and written one at a time."""
 
 import csv
 import json
@@ -35,8 +35,8 @@ class Written:
     """Outcome of an export.
 
     Args:
-        rollouts: number of rollouts written.
-        left_out: number of rollouts left out, by reason.
+        rollouts: number of written rollouts.
+        left_out: number of omitted rollouts, by reason.
     """
 
     rollouts: int = 0
@@ -59,46 +59,46 @@ def export(
     force: bool = False,
     run: RunDescription | None = None,
 ) -> Written:
-    """Write results in a format. The target gets its name only when it is complete.
+    """Write results in a format. The target appears under its name only when it is complete.
 
     Args:
-        results: each with its location, for messages.
-        format_: of the target.
-        path: of the target: a file; for `hf` and `atif` a folder.
-        min_reward: leave out results with a lower reward or without one.
+        results: results with their locations, for messages.
+        format_: format of the target.
+        path: path of the target: a folder for `hf` and `atif`, otherwise a file.
+        min_reward: omit results without a reward or with a lower reward.
         force: replace an existing target.
         run: description of the results' run; None if unknown.
 
     Raises:
-        InputError: a result cannot be read or exported, nothing is left to write, the target exists or
-            cannot be written, or pyarrow is missing.
+        InputError: a result cannot be read or exported, all results are omitted, the target exists or cannot
+            be written, or pyarrow is missing.
     """
     written = Written()
-    wanted = _wanted(results, written, format_ is ExportFormat.SFT, min_reward)
-    place = new_folder if format_ in (ExportFormat.HF, ExportFormat.ATIF) else new_file
-    with place(path, force=force) as partial:
+    selected = _select(results, written, format_ is ExportFormat.SFT, min_reward)
+    new_target = new_folder if format_ in (ExportFormat.HF, ExportFormat.ATIF) else new_file
+    with new_target(path, force=force) as partial:
         match format_:
             case ExportFormat.CSV:
-                write_csv(wanted, partial, written)
+                write_csv(selected, partial, written)
             case ExportFormat.PARQUET:
                 from prorl_envs.exports.parquet import write_table
 
-                write_table(wanted, partial, written)
+                write_table(selected, partial, written)
             case ExportFormat.HF:
                 from prorl_envs.exports.parquet import write_dataset
 
-                write_dataset(wanted, partial, written)
+                write_dataset(selected, partial, written)
             case ExportFormat.SFT:
-                write_sft(wanted, partial, written)
+                write_sft(selected, partial, written)
             case ExportFormat.ATIF:
-                write_atif(wanted, partial, written, run)
+                write_atif(selected, partial, written, run)
         if not written.rollouts:
             reasons = ", ".join(f"{count} {reason}" for reason, count in written.left_out.items())
             raise InputError("there is no rollout to export", hint=f"left out: {reasons}" if reasons else "")
     return written
 
 
-def _wanted(results: Located, written: Written, graded: bool, min_reward: float | None) -> Located:
+def _select(results: Located, written: Written, graded: bool, min_reward: float | None) -> Located:
     for where, result in results:
         if result.reward is None and (graded or min_reward is not None):
             written.left_out[NO_REWARD] += 1
@@ -112,7 +112,7 @@ def converted[T](results: Located, convert: Callable[[Result], T]) -> Iterator[t
     """Yield each result with its conversion.
 
     Raises:
-        InputError: a result cannot be converted, since its messages are no chat messages; names its line.
+        InputError: the messages of a result are not chat messages. The error names the line.
     """
     for where, result in results:
         try:
@@ -124,7 +124,7 @@ def converted[T](results: Located, convert: Callable[[Result], T]) -> Iterator[t
 
 
 def write_csv(results: Located, path: Path, written: Written) -> None:
-    """Write a table with a row for each result, and the names of the columns in the first line."""
+    """Write a CSV table with a row for each result, after a line with the names of the columns."""
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(column.name for column in COLUMNS)
@@ -134,14 +134,14 @@ def write_csv(results: Located, path: Path, written: Written) -> None:
 
 
 def _cell(value: Value) -> Value:
-    """Format booleans so that pandas and polars both read them."""
+    """Return a value in the form of CSV: booleans are in lower case, which pandas and polars both read."""
     return str(value).lower() if isinstance(value, bool) else value
 
 
 def write_sft(results: Located, path: Path, written: Written) -> None:
-    """Write a line for each result: `messages`, and `tools` as JSON text.
+    """Write a line of JSON for each result: `messages`, and `tools` as JSON text.
 
-    Tools have no fields in common, and readers that infer one type for all would add nulls to their schemas.
+    Schemas of tools differ in their fields, and readers that infer one type for all would add nulls to them.
     """
     with path.open("w", encoding="utf-8") as file:
         for _, result, messages in converted(results, training_messages):
@@ -155,11 +155,11 @@ def write_sft(results: Located, path: Path, written: Written) -> None:
 
 def write_atif(results: Located, folder: Path, written: Written, run: RunDescription | None) -> None:
     """Write a folder with a document for each result: `<job id>.json`."""
-    for where, result, document in converted(results, lambda one: atif_of(one, run)):
+    for where, result, document in converted(results, lambda result: atif_of(result, run)):
         if document is None:
             written.left_out[NO_MESSAGES] += 1
             continue
-        path = folder / f"{_checked(result.job_id, where)}.json"
+        path = folder / f"{_safe_path(result.job_id, where)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -167,13 +167,13 @@ def write_atif(results: Located, folder: Path, written: Written, run: RunDescrip
         except FileExistsError:
             raise InputError(
                 f"{where}: an earlier line has the job id {result.job_id}, too",
-                hint="export each run into a folder of its own",
+                hint="export each run to a separate folder",
             ) from None
         written.rollouts += 1
 
 
-def _checked(job_id: str, where: str) -> str:
-    """Return the job id if it is safe as a path: no part is `..`."""
+def _safe_path(job_id: str, where: str) -> str:
+    """Return the job id if it is safe as a path, without parts such as `..`."""
     try:
         return _JOB_ID.validate_python(job_id)
     except ValidationError as error:

@@ -20,7 +20,7 @@ except ImportError as error:
         "Parquet needs pyarrow", hint=f"{install_extras('parquet')}, or export to csv or sft"
     ) from error
 
-#: Rows, and characters of their messages, that are held in memory before a row group is written.
+#: Maximum number of rows, and of characters in their messages, in a row group. A row group is in memory.
 _GROUP_ROWS, _GROUP_CHARACTERS = 1000, 4 << 20
 
 _TYPES: Mapping[type, Any] = {
@@ -34,8 +34,8 @@ _TEXT = pyarrow.string()
 
 
 def _dataset_schema(json_type: Any) -> Any:
-    """Return the schema of a dataset. `json_type` is for the arguments and schemas of tools: those of
-    different tools have no fields in common."""
+    """Return the schema of a dataset. `json_type` is the type of the arguments and schemas of tools, which
+    have different fields for each tool."""
     function = pyarrow.struct([("name", _TEXT), ("arguments", json_type)])
     call = pyarrow.struct([("id", _TEXT), ("type", _TEXT), ("function", function)])
     texts = [(name, _TEXT) for name in ("role", "content", "reasoning_content", "name", "tool_call_id")]
@@ -43,7 +43,7 @@ def _dataset_schema(json_type: Any) -> Any:
     return pyarrow.schema([("messages", pyarrow.list_(message)), ("tools", json_type), *_TABLE])
 
 
-#: `datasets` 4.7 loads Parquet's JSON type as objects. pyarrow makes such columns only by a cast of text.
+#: `datasets` 4.7 loads Parquet's JSON type as objects. pyarrow creates such columns only by a cast from text.
 _DATASET, _DATASET_TEXT = _dataset_schema(pyarrow.json_()), _dataset_schema(_TEXT)
 
 _CARD = """---
@@ -66,7 +66,7 @@ def write_table(results: Located, path: Path, written: Written) -> None:
 
 
 def write_dataset(results: Located, folder: Path, written: Written) -> None:
-    """Write a folder for `datasets.load_dataset`: the columns of a table, `messages` and `tools`."""
+    """Write a folder for `datasets.load_dataset`, with the columns of a table, `messages` and `tools`."""
     path = folder / _DATA
     path.parent.mkdir()
     _write(path, _DATASET_TEXT, _DATASET, (row for _, _, row in converted(results, _dataset_row)), written)
@@ -85,24 +85,24 @@ def _dataset_row(result: Result) -> tuple[dict[str, Any], int]:
 
 
 def _write(
-    path: Path, made: Any, schema: Any, rows: Iterable[tuple[Mapping[str, Any], int]], written: Written
+    path: Path, row_schema: Any, schema: Any, rows: Iterable[tuple[Mapping[str, Any], int]], written: Written
 ) -> None:
     """Write a Parquet file.
 
     Args:
-        path: of the file.
-        made: schema that the rows fit; `schema`: of the file, to which they are cast.
-        rows: each with the number of characters of its messages.
-        written: its count of rollouts is updated.
+        path: path of the file.
+        row_schema: schema of the rows; `schema`: schema of the file, to which the rows are cast.
+        rows: the rows, each with the number of characters in its messages.
+        written: counts the rollouts.
     """
     with ParquetWriter(path, schema, compression="zstd") as file:
         for group in _groups(rows):
-            file.write_batch(pyarrow.RecordBatch.from_pylist(group, schema=made).cast(schema))
+            file.write_batch(pyarrow.RecordBatch.from_pylist(group, schema=row_schema).cast(schema))
             written.rollouts += len(group)
 
 
 def _groups(rows: Iterable[tuple[Mapping[str, Any], int]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield rows in groups that fit into memory."""
+    """Yield the rows in row groups of limited size."""
     group: list[Mapping[str, Any]] = []
     characters = 0
     for row, size in rows:

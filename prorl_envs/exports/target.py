@@ -1,4 +1,4 @@
-"""Targets of exports: written under a temporary name beside the target, and renamed once complete."""
+"""Targets of exports. A target is written under a temporary name beside it, and renamed once complete."""
 
 import os
 import shutil
@@ -8,24 +8,24 @@ from pathlib import Path
 
 from prorl_envs.errors import InputError
 
-#: An empty file in every exported folder. `--force` replaces no folder without it.
+#: Name of an empty file in every exported folder. `--force` replaces only folders that contain it.
 MARKER = ".prorl-export"
-_ELSEWHERE = "choose another place: --out"
+_OTHER_PATH = "choose another path with --out"
 
 
 @contextmanager
 def new_file(path: Path, *, force: bool) -> Iterator[Path]:
-    """Yield the temporary path of a file that replaces `path` after the block, unless the block raises.
+    """Yield the path of a temporary file, which replaces `path` after the block unless the block raises.
 
     Args:
-        path: of the file; missing parent folders are created.
+        path: path of the file. Missing parent folders are created.
         force: replace an existing file.
 
     Raises:
         InputError: the target exists, or cannot be written.
     """
     if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder", hint=_ELSEWHERE)
+        raise InputError(f"cannot write {path}: it is a folder", hint=_OTHER_PATH)
     _refuse_existing(path, force)
     with _errors(path):
         partial = _partial(path)
@@ -38,11 +38,11 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path, *, force: bool) -> Iterator[Path]:
-    """Yield the temporary path of a folder that replaces `path` after the block, unless the block raises.
+    """Yield the path of a temporary folder, which replaces `path` after the block unless the block raises.
 
     Args:
-        path: of the folder; missing parent folders are created.
-        force: replace an existing folder, if it is an export.
+        path: path of the folder. Missing parent folders are created.
+        force: replace an existing folder if it is an export.
 
     Raises:
         InputError: the target exists, is not an export, or cannot be written.
@@ -50,7 +50,7 @@ def new_folder(path: Path, *, force: bool) -> Iterator[Path]:
     _refuse_existing(path, force)
     if path.exists() and not (path / MARKER).exists():
         raise InputError(
-            f"{path} was not written by an export, so --force does not replace it", hint=_ELSEWHERE
+            f"{path} was not written by an export, so --force does not replace it", hint=_OTHER_PATH
         )
     with _errors(path):
         partial, replaced = _partial(path), _partial(path, "replaced")
@@ -73,7 +73,7 @@ def new_folder(path: Path, *, force: bool) -> Iterator[Path]:
 
 def _refuse_existing(path: Path, force: bool) -> None:
     if not force and (path.exists() or path.is_symlink()):
-        raise InputError(f"{path} exists", hint="--force replaces it; --out names another place")
+        raise InputError(f"{path} exists", hint="--force replaces it; --out names another path")
 
 
 def _partial(path: Path, suffix: str = "partial") -> Path:
@@ -86,4 +86,4 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}", hint=_ELSEWHERE) from error
+        raise InputError(f"cannot write {path}: {error.strerror or error}", hint=_OTHER_PATH) from error

@@ -1,7 +1,7 @@
-"""HTTP connection with bounds on request heads and on the time that its client takes.
+"""HTTP connection with limits for request heads and for the time that the client takes.
 
-uvicorn parses and answers. It bounds neither the time of a request nor heads that httptools reads (httptools
-takes a fifth of h11's time).
+uvicorn parses requests and sends responses, with httptools, which takes a fifth of h11's time. But uvicorn
+limits neither the time of a request nor, with httptools, the size of its head.
 """
 
 import asyncio
@@ -15,21 +15,22 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-#: Most bytes of a head, of a body's trailers and between two of its chunks; most lines of a head.
+#: Maximum bytes of a head, of a body's trailers, and between two chunks of a body; maximum lines of a head.
 HEAD_BYTES, HEAD_LINES = 64 * 1024, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of one listener.
+    """Limits of one listener.
 
     Args:
-        connections: open at once; at most half of the process's file descriptors.
-        head_s: seconds from the opening of the connection, or from the first byte of a later request, to the
-            end of the head.
-        body_s: seconds from the end of the head to the end of the body.
-        keep_alive_s: seconds for which a connection may idle between two requests.
-        refuse: whether a client is answered 503 if every connection is busy; if false, the client waits.
+        connections: maximum number of open connections, further limited to half of the process's file
+            descriptors.
+        head_s: maximum seconds for a head, from the start of the connection, or from the first byte of a
+            later request.
+        body_s: maximum seconds from the end of the head to the end of the body.
+        keep_alive_s: maximum seconds for which a connection may idle between two requests.
+        refuse: if every connection has a request, a further client receives 503 (True) or waits (False).
     """
 
     connections: int = 4096
@@ -41,13 +42,13 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class ConnectionCounts:
-    """Connections of one listener, for metrics.
+    """Connection counts of one listener, for metrics.
 
     Args:
-        open: connections open now.
-        limit: most connections open at once.
-        closed: connections that the listener closed or refused, by reason: `head_timeout`, `body_timeout`,
-            `invalid`, `evicted` (it had no request, and another client needed its place), `refused`,
+        open: number of open connections.
+        limit: maximum number of open connections.
+        closed: number of connections that the listener closed or refused, by reason: `head_timeout`,
+            `body_timeout`, `invalid`, `evicted` (without a request, in favour of another client), `refused`,
             `descriptors` (the process has no free file descriptor).
     """
 
@@ -61,12 +62,12 @@ class _Phase(Enum):
 
     HEAD = auto()
     BODY = auto()
-    ANSWERED = auto()  # nothing: the request is complete, its answer is not
+    ANSWERED = auto()  # nothing: the request is complete, but its response is not
     IDLE = auto()
 
 
 class ConnectionOwner(Protocol):
-    """Interface of the listener for its connections."""
+    """Interface of the listener to its connections."""
 
     config: uvicorn.Config
     state: ServerState
@@ -76,22 +77,22 @@ class ConnectionOwner(Protocol):
 
     def set_date(self) -> None: ...
 
-    def waits(self, connection: "BoundedConnection") -> None: ...
+    def mark_waiting(self, connection: "BoundedConnection") -> None: ...
 
-    def left(self, connection: "BoundedConnection") -> None: ...
+    def remove(self, connection: "BoundedConnection") -> None: ...
 
-    def closed(self, reason: str) -> None: ...
+    def count_closed(self, reason: str) -> None: ...
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One connection. `_unparsed` counts bytes since the parser last reported progress."""
+    """HTTP connection. `_unparsed` counts the bytes since the parser last reported progress."""
 
     def __init__(self, listener: ConnectionOwner) -> None:
         super().__init__(listener.config, listener.state, {})
         self._listener = listener
         self._phase = _Phase.HEAD
         self._timer: asyncio.TimerHandle | None = None
-        self._timed = ""  # reason of the timer
+        self._timer_reason = ""  # "idle", "head_timeout" or "body_timeout"
         self._unparsed = self._lines = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -120,7 +121,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._lines += 1
         if self._lines > HEAD_LINES:
-            raise ValueError("too many headers")  # stops llhttp
+            raise ValueError("too many headers")  # stops the parser
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -128,7 +129,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
-        """Reset the byte count; called by the parser."""
+        """Reset the byte count. The parser calls this method."""
         self._unparsed = 0
 
     def on_body(self, body: bytes) -> None:
@@ -150,49 +151,49 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
-        self._listener.left(self)
+        self._listener.remove(self)
 
     def _set_timer(self) -> None:
-        """Bound the time for the next part of the request. Single bytes do not extend it."""
+        """Start a timer for the next part of the request. Later bytes of the same part do not extend it."""
         if self.transport.is_closing():
             return
-        answering = self.cycle is not None and not self.cycle.response_complete
+        response_open = self.cycle is not None and not self.cycle.response_complete
         limits = self._listener.limits
         match self._phase:
             case _Phase.IDLE:
                 reason, seconds = "idle", limits.keep_alive_s
-            case _Phase.BODY if answering:
+            case _Phase.BODY if response_open:
                 reason, seconds = "body_timeout", limits.body_s
-            case _Phase.HEAD | _Phase.BODY if not answering:
+            case _Phase.HEAD | _Phase.BODY if not response_open:
                 reason, seconds = "head_timeout", limits.head_s
             case _:
                 reason, seconds = "", 0.0
-        if reason == self._timed:
+        if reason == self._timer_reason:
             return
         self._stop_timer()
-        self._timed = reason
+        self._timer_reason = reason
         if reason:
-            self._timer = self.loop.call_later(seconds, self._expired)
+            self._timer = self.loop.call_later(seconds, self._on_timer)
         if reason in ("idle", "head_timeout"):
-            self._listener.waits(self)
+            self._listener.mark_waiting(self)
 
     def _stop_timer(self) -> None:
-        self._timed = ""
+        self._timer_reason = ""
         self._listener.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _expired(self) -> None:
-        reason = self._timed
+    def _on_timer(self) -> None:
+        reason = self._timer_reason
         self._stop_timer()
         if reason == "body_timeout" and self.flow.read_paused:
-            self._set_timer()  # the service is slow to read, not the client to send
+            self._set_timer()  # the application has not read the body yet, so the client could not send
             return
         if reason != "idle":
-            self._listener.closed(reason)
+            self._listener.count_closed(reason)
         self.transport.abort()
 
     def _refuse(self, problem: str) -> None:
-        self._listener.closed("invalid")
+        self._listener.count_closed("invalid")
         self.send_400_response(problem)

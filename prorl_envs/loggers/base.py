@@ -1,7 +1,7 @@
-"""Protocol of loggers. Implement it to report the metrics of runs to a system of your own.
+"""Protocol of loggers. Implement it to report the metrics of runs to your own system.
 
-A package offers its logger under the entry-point group `prorl_envs.loggers`; `run --log NAME:KEY=VALUE` then
-creates it with the options `{"KEY": "VALUE"}`:
+A package offers a logger under the entry-point group `prorl_envs.loggers`, as below. The option
+`run --log NAME:KEY=VALUE` then creates it with the options `{"KEY": "VALUE"}`.
 
     [project.entry-points."prorl_envs.loggers"]
     lab = "my_package.lab:LabLogger"
@@ -20,14 +20,14 @@ class LoggedRun:
     """Run whose metrics are logged.
 
     Args:
-        name: of the run: its start time.
-        environment: as named on the command line.
+        name: name of the run, which is its start time.
+        environment: environment as named on the command line.
         model: name of the model; "" if unknown.
-        started: ISO 8601, UTC.
-        version: of prorl-envs.
-        folder: of the run; a logger may keep files in a folder of its own name below it.
-        samples: number of samples requested.
-        sampling, limits: of the run's first group.
+        started: time of the start in ISO 8601, UTC.
+        version: version of prorl-envs.
+        folder: folder of the run. A logger may store files in a subfolder with its own name.
+        samples: number of requested samples.
+        sampling, limits: settings of the run's first group.
     """
 
     name: str
@@ -44,8 +44,8 @@ class LoggedRun:
 class RunLogger(Protocol):
     """Logger of the metrics of one run.
 
-    Its methods are called one after the other, in a thread of its own, so that a slow logger does not delay
-    the run. After an exception no method is called again: the run continues, and its user sees one warning.
+    Its methods are called one after the other in a separate thread, so that a slow logger does not delay the
+    run. After an exception no further method is called. The run continues, and the user sees one warning.
     """
 
     def start(self, run: LoggedRun) -> None:
@@ -57,12 +57,12 @@ class RunLogger(Protocol):
 
         Args:
             metrics: values by name, such as `mean_reward` or `environments/bash/pass_at/4`.
-            step: number of results so far. It does not decrease; several calls may have the same.
+            step: number of results so far. It never decreases, and several calls may have the same step.
         """
         ...
 
     def finish(self, summary: RunSummary | None) -> None:
-        """Finish the report; its last metrics were logged before.
+        """Finish the report, after the last metrics were logged.
 
         Args:
             summary: the content of `summary.json`; None if the run was interrupted.
@@ -70,5 +70,5 @@ class RunLogger(Protocol):
         ...
 
 
-#: Creates a logger from the options of `--log`. Raises InputError for a wrong option.
+#: Function that creates a logger from the options of `--log`. It raises InputError for an invalid option.
 type LoggerFactory = Callable[[Mapping[str, str]], RunLogger]

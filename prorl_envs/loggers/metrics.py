@@ -1,4 +1,4 @@
-"""Metrics of a run, by name, as pure functions of result summaries."""
+"""Metrics of a run by name. Pure functions of result summaries."""
 
 from collections.abc import Collection, Mapping
 from statistics import fmean
@@ -10,22 +10,22 @@ _TIMINGS = ("queued_s", "init_s", "run_s", "eval_s", "model_s", "tools_s")
 
 
 def sample_metrics(summary: Summary) -> dict[str, float]:
-    """Return the metrics of one result: `sample/...`. A result without a reward has no `sample/reward`."""
+    """Return the metrics of one result, `sample/...`. A result without a reward has no `sample/reward`."""
     names = ("turns", "tokens", "sampled", "attempts", *_TIMINGS)
-    found = {f"sample/{name}": float(getattr(summary, name)) for name in names}
-    found["sample/failed"] = float(summary.failure is not None)
+    metrics = {f"sample/{name}": float(getattr(summary, name)) for name in names}
+    metrics["sample/failed"] = float(summary.failure is not None)
     if summary.reward is not None:
-        found["sample/reward"] = summary.reward
-    return found
+        metrics["sample/reward"] = summary.reward
+    return metrics
 
 
 def run_metrics(summaries: Collection[Summary]) -> dict[str, float]:
-    """Return the metrics of all results so far, and of each environment: `environments/NAME/...`."""
-    found = _metrics(statistics_of(summaries), summaries)
+    """Return the metrics of all results so far, and of each environment, `environments/NAME/...`."""
+    metrics = _metrics(statistics_of(summaries), summaries)
     for name, statistics in by_environment(summaries).items():
-        own = [one for one in summaries if one.environment == name]
-        found.update(_prefixed(f"environments/{name}/", _metrics(statistics, own)))
-    return found
+        of_environment = [summary for summary in summaries if summary.environment == name]
+        metrics.update(_prefixed(f"environments/{name}/", _metrics(statistics, of_environment)))
+    return metrics
 
 
 def session_metrics(summary: RunSummary) -> dict[str, float]:
@@ -45,13 +45,13 @@ def _metrics(statistics: Statistics, summaries: Collection[Summary]) -> dict[str
         "sampled_tokens",
     )
     values = {name: getattr(statistics, name) for name in names}
-    found = {name: float(value) for name, value in values.items() if value is not None}
-    found.update((f"pass_at/{k}", value) for k, value in statistics.pass_at.items())
-    found["failures/all"] = float(sum(statistics.failures.values()))
-    found.update((f"failures/{kind}", float(count)) for kind, count in statistics.failures.items())
+    metrics = {name: float(value) for name, value in values.items() if value is not None}
+    metrics.update((f"pass_at/{k}", value) for k, value in statistics.pass_at.items())
+    metrics["failures/all"] = float(sum(statistics.failures.values()))
+    metrics.update((f"failures/{kind}", float(count)) for kind, count in statistics.failures.items())
     if summaries:
-        found.update((name, fmean(getattr(one, name) for one in summaries)) for name in _TIMINGS)
-    return found
+        metrics.update((name, fmean(getattr(summary, name) for summary in summaries)) for name in _TIMINGS)
+    return metrics
 
 
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -22,16 +22,16 @@ _EXPERIMENT = "prorl-envs"
 _OPTIONS = frozenset({"tracking_uri", "experiment", "name"})
 #: Characters that MLflow refuses in the names of metrics.
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-#: Most metrics that MLflow accepts in one request.
-_MOST = 1000
+#: Maximum number of metrics that MLflow accepts in one request.
+_MAX_METRICS = 1000
 
 
 class MlflowLogger:
     """`RunLogger` for MLflow.
 
     Args:
-        options: `tracking_uri` (by default MLflow's own: `MLFLOW_TRACKING_URI`, else a file in the current
-            folder), `experiment`, and `name` of the run.
+        options: `tracking_uri` (default: MLflow's default, which is `MLFLOW_TRACKING_URI` or a file in the
+            current folder), `experiment`, and `name` of the run.
     """
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -39,7 +39,7 @@ class MlflowLogger:
         self._run_id = ""
 
     def start(self, run: LoggedRun) -> None:
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # the terminal belongs to the run
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # MLflow must not write to the terminal
         self._client = MlflowClient(tracking_uri=self._options.get("tracking_uri"))
         name = self._options.get("experiment", _EXPERIMENT)
         known = self._client.get_experiment_by_name(name)
@@ -51,9 +51,9 @@ class MlflowLogger:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = time.time_ns() // 1_000_000
-        found = [Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in metrics.items()]
-        for first in range(0, len(found), _MOST):
-            self._client.log_batch(self._run_id, metrics=found[first : first + _MOST])
+        values = [Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in metrics.items()]
+        for first in range(0, len(values), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=values[first : first + _MAX_METRICS])
 
     def finish(self, summary: RunSummary | None) -> None:
         self._client.set_terminated(self._run_id, status="FINISHED" if summary is not None else "KILLED")

@@ -1,4 +1,4 @@
-"""Loggers by name: the built-in ones, and those of other packages (see `prorl_envs.loggers.base`)."""
+"""Registry of loggers: built-in loggers, and loggers of other packages (see `prorl_envs.loggers.base`)."""
 
 from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -16,7 +16,7 @@ _BUILT_IN = {
 
 
 def logger_of(text: str) -> tuple[str, RunLogger]:
-    """Create a logger; return its name and the logger itself.
+    """Create a logger. Return its name and the logger.
 
     Args:
         text: `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
@@ -61,6 +61,8 @@ def _options(name: str, text: str) -> dict[str, str]:
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not key:
-            raise InputError(f"--log {name}: {part!r} is no option", hint=f"--log {name}:KEY=VALUE,KEY=VALUE")
+            raise InputError(
+                f"--log {name}: {part!r} is not an option", hint=f"--log {name}:KEY=VALUE,KEY=VALUE"
+            )
         options[key] = value
     return options

@@ -1,4 +1,4 @@
-"""Reports of a run to its loggers while it runs. No logger delays or stops the run."""
+"""Report of a run to its loggers, while the run goes on. No logger delays or stops the run."""
 
 import queue
 import threading
@@ -13,9 +13,9 @@ from prorl_envs.viewer.summary import Summary
 #: Minimum pause between two reports of the statistics of all results: in seconds, and as a multiple of the
 #: time that a report takes (0.1 s for 10,000 results).
 _PAUSE_S, _PAUSES = 1.0, 20
-#: Seconds that a finished run, or an interrupted one, waits for its loggers.
+#: Seconds for which a finished run, and an interrupted run, wait for their loggers.
 FINISH_S, INTERRUPTED_S = 60.0, 10.0
-#: Most queued calls of a slow logger; beyond that, it counts as failed.
+#: Maximum number of queued calls of a slow logger. If there are more, the logger has failed.
 _MAX_CALLS = 10_000
 
 type Warn = Callable[[str], None]
@@ -25,8 +25,8 @@ class RunReport:
     """Loggers of a run.
 
     Args:
-        loggers: by name, as the command line names them.
-        warn: receives one sentence for each logger that fails.
+        loggers: the loggers, each with its name on the command line.
+        warn: called with one sentence for each logger that fails.
     """
 
     def __init__(self, loggers: Sequence[tuple[str, RunLogger]], warn: Warn) -> None:
@@ -39,11 +39,11 @@ class RunReport:
             worker.start(run)
 
     def add(self, summary: Summary, summaries: Collection[Summary]) -> None:
-        """Report a result, and from time to time the statistics of all.
+        """Report a result, and from time to time the statistics of all results.
 
         Args:
-            summary: of the result.
-            summaries: of all results so far.
+            summary: summary of the result.
+            summaries: summaries of all results so far.
         """
         if not self._workers:
             return
@@ -56,11 +56,11 @@ class RunReport:
         self._log(metrics, len(summaries))
 
     def finish(self, summary: RunSummary | None, summaries: Collection[Summary]) -> None:
-        """Report the statistics of all results and finish. Blocks until the loggers are done or time out.
+        """Report the statistics of all results, and finish. Blocks until the loggers finish or time out.
 
         Args:
-            summary: of the run; None if it was interrupted.
-            summaries: of all results.
+            summary: summary of the run; None if the run was interrupted.
+            summaries: summaries of all results.
         """
         if self._workers and summaries:
             self._log(run_metrics(summaries) | (session_metrics(summary) if summary else {}), len(summaries))
@@ -76,7 +76,7 @@ class RunReport:
 
 
 class _Worker:
-    """Logger in a thread of its own, which does not keep the process from exiting."""
+    """Logger in a separate thread, which does not prevent the process from exiting."""
 
     def __init__(self, name: str, logger: RunLogger, warn: Warn) -> None:
         self._name, self._logger, self._warn = name, logger, warn
@@ -96,7 +96,7 @@ class _Worker:
         self._call(None)
 
     def wait(self, seconds: float) -> None:
-        if self._thread.ident is None:  # never started
+        if self._thread.ident is None:  # the thread was never started
             return
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
@@ -118,6 +118,6 @@ class _Worker:
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, problem: str) -> None:
-        """Disable the logger; warn once."""
+        """Disable the logger, and warn the user once."""
         if self._failed.acquire(blocking=False):
             self._warn(f"--log {self._name} stopped, the run continues: {problem}")

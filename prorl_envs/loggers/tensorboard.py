@@ -21,7 +21,7 @@ class TensorboardLogger:
     """`RunLogger` for TensorBoard.
 
     Args:
-        options: `dir` for the event files; by default `tensorboard/` in the folder of the run.
+        options: `dir`, the folder of the event files; by default `tensorboard/` in the folder of the run.
     """
 
     def __init__(self, options: Mapping[str, str]) -> None:

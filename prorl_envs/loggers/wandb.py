@@ -1,4 +1,4 @@
-"""Logger of metrics to Weights & Biases. Files are kept in `wandb/` in the folder of the run."""
+"""Logger of metrics to Weights & Biases. Its files are in `wandb/` in the folder of the run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ class WandbLogger:
     """`RunLogger` for W&B.
 
     Args:
-        options: `project`, `entity`, `group`, `name` and `mode` (`online`, `offline`), as `wandb.init` has
-            them. `WANDB_*` variables apply as well.
+        options: `project`, `entity`, `group`, `name` and `mode` (`online`, `offline`), see `wandb.init`. The
+            environment variables `WANDB_*` apply as well.
     """
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = checked("wandb", options, _OPTIONS)
         self._run: Any = None
-        # The terminal belongs to the run: W&B neither writes to it, nor captures it, nor asks for a key.
+        # W&B must not write to the terminal, capture its output, or prompt for a key.
         mode = options.get("mode") or wandb.setup(_QUIET).settings.mode
         if mode in ("online", "shared") and not wandb.login(prompt=False):
             raise InputError("--log wandb: there is no API key", hint="wandb login, or wandb:mode=offline")

@@ -1,8 +1,8 @@
 """NeMo Gym resources server as an environment: INIT seeds it, RUN calls its tools, EVAL requests its verdict.
 
-Protocol: NeMo Gym's resources servers, as its `simple_agent` drives them. `POST /seed_session` with the row,
-`POST /<tool>` with the arguments of a call, `POST /verify` with the row and the model's response; cookies
-join the requests of an episode. This module depends on that protocol only and imports nothing of NeMo Gym.
+The protocol is that of NeMo Gym's `simple_agent`: `POST /seed_session` with the row, `POST /<tool>` with the
+arguments of a call, `POST /verify` with the row and the model's response. Cookies identify the episode. This
+module depends only on the protocol, and imports nothing from NeMo Gym.
 """
 
 import time
@@ -20,20 +20,20 @@ from prorl_envs.remote.task import NemoTask, read_row
 from prorl_envs.remote.verdict import VerifierUnavailable, read_verdict
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 
-#: Most bytes read of the answer to a seed or to a verify request, which repeats the conversation.
+#: Maximum size in bytes of the response to a seed or verify request, which repeats the conversation.
 MAX_ANSWER_BYTES = 64 * 2**20
-#: Pauses in seconds before each retry of a seed request.
+#: Pauses in seconds before the retries of a seed request.
 SEED_PAUSES_S = (0.2, 1.0, 3.0)
 
 
 class Server(Protocol):
-    """Server that a collection's episodes use, and their bounds.
+    """Server of a collection's episodes, with the limits of requests.
 
     Attributes:
-        finish_tool: tool whose call finishes an episode; "" if an answer without a call does.
-        fail_on_500: a tool route's internal error fails the episode, instead of being shown to the model.
-        seed_s, call_s, verify_s: seconds each kind of request may take.
-        tool_bytes: bytes of a tool's answer that the model is shown.
+        finish_tool: tool whose call finishes an episode; "" if an answer without a call finishes it.
+        fail_on_500: True if an internal error of a tool fails the episode. Otherwise the model receives it.
+        seed_s, call_s, verify_s: timeouts in seconds of each kind of request.
+        tool_bytes: maximum number of bytes of a tool's answer that the model receives.
     """
 
     finish_tool: str
@@ -44,7 +44,7 @@ class Server(Protocol):
     tool_bytes: int
 
     async def connection(self, clock: Clock) -> RemoteConnection:
-        """Return a connection for one episode. Starts an own server that is not running.
+        """Return a connection for one episode. If this process runs the server, start it if necessary.
 
         Raises:
             RolloutFailure: the server does not start.
@@ -53,7 +53,7 @@ class Server(Protocol):
 
 
 class NemoEnvironment(Environment[NemoTask]):
-    """One episode on a resources server. A subclass sets the server."""
+    """Episode on a resources server. Subclasses set the server."""
 
     task_type: ClassVar[type[Task]] = NemoTask
     server: ClassVar[Server]
@@ -64,8 +64,8 @@ class NemoEnvironment(Environment[NemoTask]):
         self._phase = Phase.NEW
         self._task: NemoTask | None = None
         self._connection: RemoteConnection | None = None
-        self._said: Sequence[Message] = ()
-        self._observed: list[str] = []
+        self._transcript: Sequence[Message] = ()
+        self._observations: list[str] = []
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> NemoTask:
@@ -79,7 +79,7 @@ class NemoEnvironment(Environment[NemoTask]):
         return task.prompt()
 
     async def init(self, task: NemoTask) -> Prompt:
-        self._expect("init", Phase.NEW)
+        self._check_phase("init", Phase.NEW)
         self._phase = Phase.STARTING
         self._connection = await self.server.connection(self.clock)
         await self._seed(self._connection, task)
@@ -87,20 +87,20 @@ class NemoEnvironment(Environment[NemoTask]):
         return task.prompt()
 
     async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
-        self._expect("call", Phase.READY, Phase.FINISHED)
+        self._check_phase("call", Phase.READY, Phase.FINISHED)
         if self._phase is Phase.FINISHED:
             return ToolResult(text="The episode is finished: no further calls are taken.", ok=False)
         result = await self._call(call, self.server.call_s if timeout_s is None else timeout_s)
-        self._observed.append(result.text)
+        self._observations.append(result.text)
         if result.ok and call.name == self.finish_tool:
             self._phase = Phase.FINISHED
         return result
 
     def on_transcript(self, messages: Sequence[Message]) -> None:
-        self._said = messages
+        self._transcript = messages
 
     async def eval(self) -> Grade:
-        self._expect("eval", Phase.READY, Phase.FINISHED)
+        self._check_phase("eval", Phase.READY, Phase.FINISHED)
         self._phase = Phase.GRADED
         task, connection = self._task, self._connection
         if task is None or connection is None:
@@ -108,12 +108,12 @@ class NemoEnvironment(Environment[NemoTask]):
         body = task.row | {"response": self._response(task)}
         try:
             reply = await connection.post(
-                "/verify", body, seconds=self.server.verify_s, most=MAX_ANSWER_BYTES
+                "/verify", body, seconds=self.server.verify_s, max_bytes=MAX_ANSWER_BYTES
             )
         except Unanswered as error:
-            raise VerifierUnavailable(f"the server gave no verdict: {error.why}") from error
+            raise VerifierUnavailable(f"the server returned no verdict: {error.reason}") from error
         except TimeoutError as error:
-            raise GraderError(f"the server gave no verdict in {self.server.verify_s:g} s") from error
+            raise GraderError(f"the server returned no verdict in {self.server.verify_s:g} s") from error
         return read_verdict(reply, task.row)
 
     async def close(self) -> None:
@@ -123,21 +123,20 @@ class NemoEnvironment(Environment[NemoTask]):
             await connection.aclose()
 
     async def _seed(self, connection: RemoteConnection, task: NemoTask) -> None:
-        """Start the session, with retries on failure: each attempt is a separate session, and nothing was
-        done in the earlier ones."""
+        """Start the session. Retries are safe: each starts a new session, and an earlier one is unused."""
         problem = ""
         for pause in (*SEED_PAUSES_S, None):
             try:
                 reply = await connection.post(
-                    "/seed_session", task.row, seconds=self.server.seed_s, most=MAX_ANSWER_BYTES
+                    "/seed_session", task.row, seconds=self.server.seed_s, max_bytes=MAX_ANSWER_BYTES
                 )
             except Unanswered as error:
-                problem = error.why
+                problem = error.reason
             except TimeoutError as error:
                 message = f"the server did not open the session in {self.server.seed_s:g} s"
                 raise RemoteUnavailable(message) from error
             else:
-                if not reply.away:
+                if not reply.unavailable:
                     return _check_seed(reply)
                 problem = reply.excerpt()
             if pause is not None:
@@ -147,24 +146,24 @@ class NemoEnvironment(Environment[NemoTask]):
 
     async def _call(self, call: ToolCall, seconds: float) -> ToolResult:
         names = [tool.name for tool in self.tools]
-        if call.name not in names:  # never post to a route that the model invented
+        if call.name not in names:  # the model must not choose other routes of the server
             known = f"The tools are: {', '.join(names)}." if names else "There are no tools."
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. {known}", ok=False)
         if self._connection is None:
             raise EnvironmentFault("call: the episode has no connection")
-        begun = self.clock.monotonic()
+        started = self.clock.monotonic()
         try:
             reply = await self._connection.post(
-                f"/{call.name}", call.arguments, seconds=seconds, most=self.server.tool_bytes
+                f"/{call.name}", call.arguments, seconds=seconds, max_bytes=self.server.tool_bytes
             )
         except Unanswered as error:
-            raise ToolError(f"{call.name}: {error.why}", hint="the server's log says more") from error
+            raise ToolError(f"{call.name}: {error.reason}", hint="see the server's log") from error
         except TimeoutError:
             text = f"[the call was ended after {seconds:g} s]"
             return ToolResult(text=text, ok=False, data={"timed_out": True}, duration_s=seconds)
-        if reply.away or (reply.status == 500 and self.server.fail_on_500):
-            raise ToolError(f"{call.name}: {reply.excerpt()}", hint="the server's log says more")
-        return _shown(reply, self.clock.monotonic() - begun)
+        if reply.unavailable or (reply.status == 500 and self.server.fail_on_500):
+            raise ToolError(f"{call.name}: {reply.excerpt()}", hint="see the server's log")
+        return _tool_result(reply, self.clock.monotonic() - started)
 
     def _response(self, task: NemoTask) -> JsonObject:
         tools = [
@@ -178,13 +177,13 @@ class NemoEnvironment(Environment[NemoTask]):
             "created_at": int(time.time()),
             "status": "completed",
             "model": "policy",
-            "output": output_items(self._said[len(task.messages) :], self._observed),
+            "output": output_items(self._transcript[len(task.messages) :], self._observations),
             "parallel_tool_calls": True,
             "tool_choice": "auto",
             "tools": tools,
         }
 
-    def _expect(self, action: str, *phases: Phase) -> None:
+    def _check_phase(self, action: str, *phases: Phase) -> None:
         if self._phase not in phases:
             raise EnvironmentFault(
                 f"{action}: the episode is {self._phase}", hint="init once, call, eval once, close"
@@ -195,12 +194,12 @@ def _check_seed(reply: HttpReply) -> None:
     if reply.status >= 400:
         raise EnvironmentFault(
             f"the server refuses the row: {reply.excerpt()}",
-            hint="is it a row of this server, and the URL that of a resources server?",
+            hint="does the row belong to this server? Is the URL that of a resources server?",
         )
 
 
-def _shown(reply: HttpReply, seconds: float) -> ToolResult:
-    """Return the tool result for the model. As with NeMo Gym's agents, it includes the body of an error."""
+def _tool_result(reply: HttpReply, seconds: float) -> ToolResult:
+    """Return the tool result for the model. As in NeMo Gym's agents, it has the body of an error response."""
     text = reply.text
     if reply.cut:
         text += f"\n[only the first {len(reply.body)} bytes of the answer are shown]"

@@ -1,4 +1,4 @@
-"""One episode's connection to a resources server. Answers are bounded in bytes and in time."""
+"""Connection of one episode to a resources server. The size and the time of answers are limited."""
 
 import json
 from collections.abc import Mapping
@@ -11,41 +11,41 @@ from prorl_envs.clock import Clock
 from prorl_envs.errors import EnvironmentFault, RolloutFailure
 from prorl_envs.tools.types import JsonObject
 
-#: Most bytes of the cookies that a server may set in an episode.
+#: Maximum number of bytes in the cookies that a server sets in an episode.
 MAX_COOKIE_BYTES = 16 * 1024
-#: Deepest nesting of a JSON answer.
+#: Maximum nesting of a JSON answer.
 MAX_DEPTH = 64
 
 
 class RemoteUnavailable(EnvironmentFault):
-    """Server that cannot be reached, or reports that it cannot answer now."""
+    """Error: the server cannot be reached, or reports that it is unavailable."""
 
     retryable = True
 
 
 class Unanswered(Exception):
-    """Request without a usable answer.
+    """Error: a request got no usable answer.
 
     Args:
-        why: reason, for people.
-        sent: whether the server may have acted on the request.
+        reason: description of the problem.
+        sent: True if the server may have acted on the request.
     """
 
-    def __init__(self, why: str, *, sent: bool) -> None:
-        super().__init__(why)
-        self.why = why
+    def __init__(self, reason: str, *, sent: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
         self.sent = sent
 
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """An HTTP answer.
+    """HTTP response.
 
     Args:
         status: HTTP status.
-        body: its first bytes.
-        cut: whether the body was longer.
-        refused: whether the server reported that it refused a tool call.
+        body: first bytes of the body.
+        cut: True if the body was longer.
+        refused: True if the server reported that it refused a tool call.
     """
 
     status: int
@@ -54,8 +54,8 @@ class HttpReply:
     refused: bool = False
 
     @property
-    def away(self) -> bool:
-        """True if a proxy, or the server itself, reports that it cannot answer now."""
+    def unavailable(self) -> bool:
+        """True if the server, or a proxy, reports that the server is temporarily unavailable."""
         return self.status in (502, 503, 504)
 
     @property
@@ -67,24 +67,24 @@ class HttpReply:
         return f"HTTP {self.status}: {self.text[:500].strip() or 'nothing'}"
 
 
-#: Header of an answered tool call that was not carried out; see `nemo/server.py`.
+#: Response header which reports that a tool call was not run; see `nemo/server.py`.
 REFUSED_HEADER = "x-prorl-refused"
 
 
 class RemoteConnection:
-    """HTTP client that posts JSON and keeps the cookies that join requests to one episode.
+    """HTTP client of one episode. It posts JSON, and keeps the cookies that identify the episode.
 
     Args:
         url: base URL of the server.
-        connect_s: seconds to connect.
+        connect_s: timeout in seconds for connecting.
         tls: trusted certificates, shared by all connections.
-        clock: for the timeouts of requests.
+        clock: measures the timeouts of requests.
     """
 
     def __init__(self, url: str, *, connect_s: float, tls: Any, clock: Clock) -> None:
         self.url = url
         self._clock = clock
-        # One client per episode: it has separate cookies and need not search the other episodes' connections.
+        # One client per episode: its cookies are separate, and it need not search other episodes' connections.
         self._http = httpx.AsyncClient(
             base_url=url,
             verify=tls,
@@ -94,29 +94,29 @@ class RemoteConnection:
             limits=httpx.Limits(max_connections=1),
         )
 
-    async def post(self, path: str, body: Mapping[str, Any], *, seconds: float, most: int) -> HttpReply:
+    async def post(self, path: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int) -> HttpReply:
         """Post `body`.
 
         Args:
-            path: of the route.
+            path: path of the route.
             body: JSON-compatible values.
-            seconds: limit of the whole request.
-            most: bytes of the answer to read; if there are more, the connection is closed.
+            seconds: timeout of the whole request in seconds.
+            max_bytes: maximum number of bytes that are read. If there are more, the connection is closed.
 
         Raises:
-            Unanswered: no answer came.
-            TimeoutError: it did not come in time.
+            Unanswered: there is no usable answer.
+            TimeoutError: the answer did not arrive in time.
         """
-        content = json.dumps(body).encode()  # ASCII: a lone surrogate is sent as its escape
+        content = json.dumps(body).encode()  # ASCII, so that lone surrogates are sent as escapes
         try:
             async with self._clock.timeout(seconds):
-                return await self._post(path, content, most)
+                return await self._post(path, content, max_bytes)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise Unanswered(f"{self.url} cannot be reached: {error!r}", sent=False) from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Unanswered(f"{self.url} broke the connection: {error!r}", sent=True) from error
 
-    async def _post(self, path: str, content: bytes, most: int) -> HttpReply:
+    async def _post(self, path: str, content: bytes, max_bytes: int) -> HttpReply:
         headers = {"Content-Type": "application/json"}
         async with self._http.stream("POST", path, content=content, headers=headers) as response:
             if response.headers.get("content-encoding", "identity") != "identity":
@@ -126,13 +126,13 @@ class RemoteConnection:
             read = bytearray()
             async for chunk in response.aiter_raw():
                 read += chunk
-                if len(read) > most:
+                if len(read) > max_bytes:
                     break
             refused = REFUSED_HEADER in response.headers
-            return HttpReply(response.status_code, bytes(read[:most]), len(read) > most, refused)
+            return HttpReply(response.status_code, bytes(read[:max_bytes]), len(read) > max_bytes, refused)
 
     def forget(self) -> None:
-        """Drop the cookies: the next request starts a new session."""
+        """Drop the cookies, so that the next request starts a new session."""
         self._http.cookies.clear()
 
     async def aclose(self) -> None:
@@ -143,7 +143,8 @@ def json_object(reply: HttpReply, failure: type[RolloutFailure]) -> JsonObject:
     """Return the JSON object of an answer.
 
     Raises:
-        RolloutFailure: `failure`, if the answer is cut, no JSON object, nested too deeply or contains NaN.
+        RolloutFailure: the answer is cut, not a JSON object, nested too deeply or contains NaN. The class is
+            `failure`.
     """
     if reply.cut:
         raise failure(f"the server's answer is longer than {len(reply.body)} bytes")
@@ -159,17 +160,17 @@ def json_object(reply: HttpReply, failure: type[RolloutFailure]) -> JsonObject:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _too_deep(answer: object) -> bool:
     level = [answer]
     for _ in range(MAX_DEPTH):
         level = [
-            below
+            child
             for value in level
             if isinstance(value, dict | list)
-            for below in (value.values() if isinstance(value, dict) else value)
+            for child in (value.values() if isinstance(value, dict) else value)
         ]
         if not level:
             return False

@@ -1,8 +1,8 @@
-"""Resources servers for the episodes of a collection: an external server, or one that this process starts.
+"""Resources servers for the episodes of a collection: an external server, or a server that this process runs.
 
-A started server is a separate process that runs the Python of the environment in which NeMo Gym is installed.
-It listens on loopback only, on a socket created here, and stops with the service. If the server exits by
-itself, its episodes fail (their state is lost), and the next episode starts it again.
+The latter is a separate process with the Python of the environment in which NeMo Gym is installed. It listens
+on loopback only, on a socket created here, and stops with the service. If it exits by itself, its episodes
+fail, since their state is lost, and the next episode starts it again.
 """
 
 import asyncio
@@ -27,26 +27,27 @@ from prorl_envs.remote.http import RemoteConnection
 
 log = logging.getLogger(__name__)
 
-#: Program of a started server. A file, not a module: its Python may not have this package.
+#: Program of the server. It is run as a file, since its Python may not have this package.
 PROGRAM = Path(__file__).parent.parent / "nemo" / "alone.py"
-#: Environment variables passed to a started server; secrets are not included.
+#: Environment variables that are passed to the server. Variables with secrets are not.
 _ENVIRONMENT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "TZ", "LD_LIBRARY_PATH")
-_OURS = ("PRORL_RUN_DIR", "PRORL_CACHE_DIR", "PRORL_BWRAP", "PRORL_DRIVER")
-_REFUSED = 2
-#: Seconds a server may take to stop.
-END_S = 8.0
-#: Lines of its output kept for error messages.
+_OWN_VARIABLES = ("PRORL_RUN_DIR", "PRORL_CACHE_DIR", "PRORL_BWRAP", "PRORL_DRIVER")
+#: Exit status of the program if the configuration is wrong. Its last output line is then an error as JSON.
+_REFUSED_STATUS = 2
+#: Seconds for the server to stop before it is killed.
+STOP_S = 8.0
+#: Number of last output lines that are kept for error messages.
 _LINES = 20
 _LINE_BYTES = 16 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningServer:
-    """An external resources server. The bounds are those of `environment.Server`.
+    """External resources server. For the other fields see `environment.Server`.
 
     Args:
-        url: its base URL.
-        connect_s: seconds to connect.
+        url: base URL of the server.
+        connect_s: timeout in seconds for connecting.
     """
 
     url: str = ""
@@ -66,10 +67,10 @@ class RunningServer:
         return RemoteConnection(self.url, connect_s=self.connect_s, tls=self._tls, clock=clock)
 
     async def start(self) -> None:
-        """Do nothing: an external server may start later."""
+        """Do nothing, since an external server may start later."""
 
     async def aclose(self) -> None:
-        """Do nothing: there is no process to stop."""
+        """Do nothing, since there is no process to stop."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -81,17 +82,17 @@ class RunningServer:
 
 @dataclass(slots=True, kw_only=True)
 class OwnServer(RunningServer):
-    """A resources server of an installed NeMo Gym, in a separate process.
+    """Resources server of an installed NeMo Gym, which this process runs as a separate process.
 
     Args:
-        name: the collection's, for messages.
-        config: its YAML file: a path, or one below NeMo Gym's own folder.
-        instance: resources server of the file; None if the file defines only one.
+        name: name of the collection, for messages.
+        config: YAML file of the server: a path here, or a path relative to NeMo Gym's folder.
+        instance: name of the resources server in the file; None if the file defines only one.
         overrides: values that override those of the server's block in the file.
-        python: the interpreter of an environment that has NeMo Gym; None takes the current interpreter.
+        python: interpreter of an environment that has NeMo Gym; None takes the current interpreter.
         roots: further folders that contain `resources_servers/`.
         pass_env: further environment variables to pass to the server.
-        start_s: seconds until the server must answer.
+        start_s: timeout in seconds for the first answer after the start.
     """
 
     name: str
@@ -103,15 +104,15 @@ class OwnServer(RunningServer):
     pass_env: tuple[str, ...] = ()
     start_s: float = 120.0
     _process: asyncio.subprocess.Process | None = None
-    _reading: "asyncio.Task[None] | None" = None
-    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _output_task: "asyncio.Task[None] | None" = None
+    _start_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lines: "deque[str]" = field(default_factory=lambda: deque(maxlen=_LINES))
 
     @property
     def pid(self) -> int | None:
         """Process id while the server runs, else None."""
         process = self._process
-        return process.pid if process is not None and not _has_ended(process) else None
+        return process.pid if process is not None and not _has_exited(process) else None
 
     async def connection(self, clock: Clock) -> RemoteConnection:
         if self.pid is None:
@@ -122,12 +123,12 @@ class OwnServer(RunningServer):
         return await RunningServer.connection(self, clock)
 
     async def start(self) -> None:
-        """Start the server, unless it runs.
+        """Start the server, unless it is running.
 
         Raises:
-            InputError: it cannot be started with this configuration.
+            InputError: the server cannot be started with this configuration.
         """
-        async with self._starting:
+        async with self._start_lock:
             if self.pid is not None:
                 return
             await self.aclose()
@@ -136,9 +137,9 @@ class OwnServer(RunningServer):
                 self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 await self._spawn(listener.fileno())
             finally:
-                listener.close()  # only the process holds it: if that exits, clients do not wait for nothing
+                listener.close()  # so that connections are refused, and do not wait, if the process exits
             try:
-                await self._until_it_answers()
+                await self._wait_for_answer()
             except BaseException:
                 await self.aclose()
                 raise
@@ -146,13 +147,13 @@ class OwnServer(RunningServer):
     async def aclose(self) -> None:
         """Stop the server and its process group. Idempotent."""
         process, self._process = self._process, None
-        reading, self._reading = self._reading, None
+        reading, self._output_task = self._output_task, None
         if process is not None:
-            await asyncio.shield(asyncio.ensure_future(_end(process, reading)))
+            await asyncio.shield(asyncio.ensure_future(_stop(process, reading)))
 
     async def _spawn(self, descriptor: int) -> None:
         python = str((self.python or Path(sys.executable)).expanduser())
-        names = (*_ENVIRONMENT, *_OURS, *self.pass_env)
+        names = (*_ENVIRONMENT, *_OWN_VARIABLES, *self.pass_env)
         self._lines.clear()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -170,18 +171,18 @@ class OwnServer(RunningServer):
                 f"environments.{self.name}: {python} cannot be started: {error.strerror}",
                 hint="nemo.python: the Python of an environment that has NeMo Gym",
             ) from error
-        self._reading = asyncio.create_task(self._read(self._process))
-        await self._request(self._process)
+        self._output_task = asyncio.create_task(self._read(self._process))
+        await self._send_configuration(self._process)
 
-    async def _request(self, process: asyncio.subprocess.Process) -> None:
+    async def _send_configuration(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
-        with suppress(ConnectionError):  # already exited; its output has the reason
-            process.stdin.write(json.dumps(self._order()).encode())
+        with suppress(ConnectionError):  # the process has exited; its output contains the reason
+            process.stdin.write(json.dumps(self._configuration()).encode())
             await process.stdin.drain()
         process.stdin.close()
 
-    def _order(self) -> dict[str, Any]:
-        """Return the configuration to send; a path that is no file here is one of NeMo Gym's own files."""
+    def _configuration(self) -> dict[str, Any]:
+        """Return the configuration to send. If `config` is not a file here, NeMo Gym's folder has it."""
         config = Path(self.config).expanduser()
         return {
             "config": str(config.resolve()) if config.is_file() else self.config,
@@ -192,60 +193,62 @@ class OwnServer(RunningServer):
         }
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Copy the server's output to the log, and keep its last lines."""
+        """Copy the server's output to the log, and remember its last lines."""
         assert process.stdout is not None
         while chunk := await process.stdout.read(_LINE_BYTES):
             for line in chunk.decode("utf-8", "replace").rstrip("\n").split("\n"):
                 self._lines.append(line)
                 log.debug("%s: %s", self.name, printable(line))
 
-    async def _until_it_answers(self) -> None:
-        """Wait for the first answer. The socket already listens, so one request waits on it."""
+    async def _wait_for_answer(self) -> None:
+        """Wait for the first answer. One request is enough: the socket listens already, so it waits there."""
         process = self._process
         assert process is not None
-        asking = asyncio.ensure_future(self._ask())
-        ending = asyncio.ensure_future(process.wait())
+        answer = asyncio.ensure_future(self._ask())
+        exited = asyncio.ensure_future(process.wait())
         try:
-            await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED, timeout=self.start_s)
-            if asking.done() and asking.exception() is not None:  # most likely because the process exited
-                await asyncio.wait({ending}, timeout=END_S)
-            if ending.done():
-                raise await self._why(process)
-            if not asking.done():
+            await asyncio.wait({answer, exited}, return_when=asyncio.FIRST_COMPLETED, timeout=self.start_s)
+            if answer.done() and answer.exception() is not None:  # most likely because the process exited
+                await asyncio.wait({exited}, timeout=STOP_S)
+            if exited.done():
+                raise await self._exit_error(process)
+            if not answer.done():
                 raise InputError(
                     f"environments.{self.name}: its server does not answer after {self.start_s:g} s",
-                    hint="nemo.start_s; `log: {level: debug}` shows what it says",
+                    hint="raise nemo.start_s; `log: {level: debug}` shows the server's output",
                 )
-            asking.result()
+            answer.result()
         finally:
-            for task in (asking, ending):
+            for task in (answer, exited):
                 task.cancel()
-            await asyncio.gather(asking, ending, return_exceptions=True)
+            await asyncio.gather(answer, exited, return_exceptions=True)
 
     async def _ask(self) -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=None) as http:  # the caller bounds it
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as http:  # the caller has a timeout
             try:
                 await http.get(self.url + "/")
             except httpx.TransportError as error:
-                raise InputError(f"environments.{self.name}: its server broke off: {error!r}") from error
+                raise InputError(
+                    f"environments.{self.name}: its server closed the connection: {error!r}"
+                ) from error
 
-    async def _why(self, process: asyncio.subprocess.Process) -> ProrlError:
-        if self._reading is not None:
-            await asyncio.wait({self._reading}, timeout=END_S)
+    async def _exit_error(self, process: asyncio.subprocess.Process) -> ProrlError:
+        if self._output_task is not None:
+            await asyncio.wait({self._output_task}, timeout=STOP_S)
         last = self._lines[-1] if self._lines else ""
-        if process.returncode == _REFUSED and last.startswith("{"):
+        if process.returncode == _REFUSED_STATUS and last.startswith("{"):
             with suppress(ValueError, KeyError, TypeError):
-                said = json.loads(last)
-                return InputError(f"environments.{self.name}: {said['error']}", hint=said["hint"])
-        told = "\n".join(self._lines)[-2000:]
+                report = json.loads(last)
+                return InputError(f"environments.{self.name}: {report['error']}", hint=report["hint"])
+        output = "\n".join(self._lines)[-2000:]
         return InputError(
-            f"environments.{self.name}: its server ended with status {process.returncode}:\n{told}",
-            hint="does `gym env start` start it?",
+            f"environments.{self.name}: its server exited with status {process.returncode}:\n{output}",
+            hint="can `gym env start` start it?",
         )
 
 
-def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Return whether the process exited. Asks the kernel: a busy event loop notices an exit late."""
+def _has_exited(process: asyncio.subprocess.Process) -> bool:
+    """Return True if the process has exited. Queries the kernel, since a busy event loop notices it late."""
     if process.returncode is not None:
         return True
     try:
@@ -254,18 +257,18 @@ def _has_ended(process: asyncio.subprocess.Process) -> bool:
         return True
 
 
-async def _end(process: asyncio.subprocess.Process, reading: "asyncio.Task[None] | None") -> None:
-    """Stop a process and its process group: SIGTERM first, then SIGKILL."""
+async def _stop(process: asyncio.subprocess.Process, reading: "asyncio.Task[None] | None") -> None:
+    """Stop a process and its process group, with SIGTERM and then SIGKILL."""
     _signal_group(process, signal.SIGTERM)
     with suppress(TimeoutError):
-        async with asyncio.timeout(END_S):
+        async with asyncio.timeout(STOP_S):
             await process.wait()
     _signal_group(process, signal.SIGKILL)
     await process.wait()
     if reading is not None:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-    # A process that left the group may keep the pipe's other end open; close this end.
+    # A process outside of the group may still hold the other end of the pipe, so this end is closed here.
     transport = getattr(process, "_transport", None)
     if transport is not None:
         transport.close()

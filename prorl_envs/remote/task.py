@@ -1,4 +1,4 @@
-"""A NeMo Gym row as a task: sent to the server unchanged, and the source of prompt and tools."""
+"""NeMo Gym row as a task. The row is sent to the server unchanged, and defines prompt and tools."""
 
 import hashlib
 import json
@@ -14,21 +14,21 @@ from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-#: A tool is a route of the server, so its name must be a single path segment.
+#: Names of tools. A tool is a route of the server, so its name must be a single path segment.
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
-#: Routes that control an episode. An agent posts to the route that the model names, so these are excluded.
+#: Routes that control an episode. No tool may have their names, since the model chooses which tool is called.
 _OWN_ROUTES = frozenset({"seed_session", "close_session", "verify", "aggregate_metrics", "reset", "mcp"})
-#: Fields that may name a row, in order of preference.
+#: Fields that may contain the id of a row, in order of preference.
 _NAMES = ("id", "task_id", "uuid", "instance_id")
 
 
 class NemoRow(BaseModel):
-    """A row of a NeMo Gym data file.
+    """Row of a NeMo Gym data file.
 
     Args:
-        responses_create_params: `input` (messages), `instructions` and `tools`, as for the Responses API.
+        responses_create_params: `input` (messages), `instructions` and `tools`, as in the Responses API.
         reference: tool calls that solve the task, for `prorl-envs validate`; never sent to the server.
-        reference_answer: the model's final answer after these calls.
+        reference_answer: final answer of a model after these calls; never sent to the server.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -39,7 +39,7 @@ class NemoRow(BaseModel):
 
 
 class NemoTask(Task):
-    """A parsed row.
+    """Parsed row.
 
     Args:
         row: the row that is sent to the server.
@@ -64,29 +64,29 @@ class NemoTask(Task):
         return Prompt(messages=messages, tools=self.specs)
 
 
-def read_row(given: Mapping[str, Any]) -> NemoTask:
-    """Read a row.
+def read_row(row: Mapping[str, Any]) -> NemoTask:
+    """Return a row as a task.
 
     Raises:
-        InputError: names the field that is wrong.
+        InputError: a field is missing or invalid. The message names it.
     """
-    params = given.get("responses_create_params")
+    params = row.get("responses_create_params")
     if not isinstance(params, Mapping):
         raise InputError(
             "responses_create_params: missing, or not an object",
-            hint="the tasks of this environment are NeMo Gym rows; `prorl-envs nemo rows` makes some",
+            hint="the tasks of this environment are NeMo Gym rows; `prorl-envs nemo rows` creates some",
         )
     messages, tools = chat_messages(params), function_tools(params)
     _check_names(tools)
-    row = {key: value for key, value in given.items() if key not in ("reference", "reference_answer")}
+    sent_row = {key: value for key, value in row.items() if key not in ("reference", "reference_answer")}
     return validate_row(
         NemoTask,
         {
-            "id": _id_of(row),
+            "id": _id_of(sent_row),
             "instruction": _instruction(messages),
-            "reference": given.get("reference", ()),
-            "reference_answer": given.get("reference_answer", ""),
-            "row": row,
+            "reference": row.get("reference", ()),
+            "reference_answer": row.get("reference_answer", ""),
+            "row": sent_row,
             "messages": messages,
             "tools": [
                 {"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools
@@ -100,17 +100,18 @@ def _check_names(tools: Sequence[ToolSpec]) -> None:
         where = f"responses_create_params.tools[{number}].name: {tool.name[:100]!r}"
         if not _TOOL_NAME.fullmatch(tool.name) or tool.name in _OWN_ROUTES:
             raise InputError(
-                f"{where} cannot be a tool", hint="letters, digits, _ and -; no route of NeMo Gym's"
+                f"{where} cannot be a tool",
+                hint="use letters, digits, _ and -, and no name of a NeMo Gym route",
             )
         if any(other.name == tool.name for other in tools[:number]):
             raise InputError(f"{where} is there twice")
 
 
 def _id_of(row: JsonObject) -> str:
-    """Return the id in the row's top level or metadata, else a hash of the row's content."""
+    """Return the id in the row or in its metadata. Without an id, return a hash of the row's content."""
     metadata = row.get("verifier_metadata")
-    own = metadata.get("task") if isinstance(metadata, dict) else None
-    for place in (row, metadata, own):
+    task = metadata.get("task") if isinstance(metadata, dict) else None
+    for place in (row, metadata, task):
         if not isinstance(place, dict):
             continue
         for key in _NAMES:
@@ -121,5 +122,5 @@ def _id_of(row: JsonObject) -> str:
 
 
 def _instruction(messages: Sequence[Message]) -> str:
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    return str(asked[-1] if asked else messages[-1]["content"]) or "(nothing is asked)"
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    return str(texts[-1] if texts else messages[-1]["content"]) or "(nothing is asked)"

@@ -1,4 +1,4 @@
-"""Conversion of an answer to `/verify` into a grade or a typed failure. Pure."""
+"""Conversion of the response to `/verify` into a grade or a typed failure. Pure."""
 
 import json
 import math
@@ -10,23 +10,23 @@ from prorl_envs.errors import EnvironmentFault, GraderError, RolloutFailure, San
 from prorl_envs.remote.http import HttpReply, json_object
 from prorl_envs.tools.types import JsonObject
 
-#: Most bytes of evidence kept in a result; omitted fields are named.
+#: Maximum number of bytes of evidence in a result. The names of omitted fields are listed.
 MAX_EVIDENCE_BYTES = 256 * 1024
 MAX_COMPONENTS = 256
 
-#: Boundaries by a mask's `failure_kind`: NeMo Gym's values, and ours as in `nemo/failures.py`.
+#: Failures by `failure_kind` of a masked sample: values of NeMo Gym, and ours, see `nemo/failures.py`.
 _KINDS: dict[str, type[RolloutFailure]] = {
     "provider_unavailable": SandboxError,
     "prorl:sandbox": SandboxError,
     "prorl:tool": ToolError,
     "verifier_error": GraderError,
 }
-#: Fields of the answer that are not findings of the grader.
+#: Fields of the response that the grader did not produce.
 _ENVELOPE = frozenset({"responses_create_params", "response", "reward", "mask_sample"})
 
 
 class VerifierUnavailable(GraderError):
-    """Server that could not be asked for its verdict; another attempt may succeed."""
+    """Error: the server did not answer the verify request. Another attempt may succeed."""
 
     retryable = True
 
@@ -35,24 +35,24 @@ def read_verdict(reply: HttpReply, row: Mapping[str, Any]) -> Grade:
     """Return the grade in a verify response.
 
     Args:
-        reply: the answer to `/verify`.
-        row: the row that was sent; the server repeats its fields, and repeated fields are no evidence.
+        reply: the response to `/verify`.
+        row: the row that was sent. The response repeats its fields, so equal fields are not evidence.
 
     Raises:
-        RolloutFailure: the server has no verdict, masks the sample, or its answer is invalid.
+        RolloutFailure: the server returned no verdict or an invalid response, or masks the sample.
     """
     if reply.status != 200:
-        raise (VerifierUnavailable if reply.away else GraderError)(
-            f"the server gave no verdict: {reply.excerpt()}", hint="the server's log says more"
+        raise (VerifierUnavailable if reply.unavailable else GraderError)(
+            f"the server returned no verdict: {reply.excerpt()}", hint="see the server's log"
         )
     answer = json_object(reply, GraderError)
     _check_mask(answer)
     reward = _number(answer.get("reward"))
     if reward is None:
         raise GraderError(f"the server's reward is {str(answer.get('reward'))[:100]!r}, not a finite number")
-    own, evidence = answer.get("reward_components"), answer.get("evidence")
-    if isinstance(own, dict) and isinstance(evidence, dict):  # a server of this package has both
-        return Grade(reward=reward, components=_numbers(own), evidence=_bounded(evidence))
+    components, evidence = answer.get("reward_components"), answer.get("evidence")
+    if isinstance(components, dict) and isinstance(evidence, dict):  # only servers of this package send both
+        return Grade(reward=reward, components=_numbers(components), evidence=_bounded(evidence))
     found = {key: value for key, value in answer.items() if key not in _ENVELOPE and row.get(key) != value}
     return Grade(reward=reward, components=_numbers(found), evidence=_bounded(found))
 
@@ -67,7 +67,7 @@ def _check_mask(answer: JsonObject) -> None:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number; None for everything else, including True and False."""
+    """Return the value if it is a finite number, otherwise None. Booleans are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -88,13 +88,13 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _bounded(found: Mapping[str, Any]) -> JsonObject:
-    kept: JsonObject = {}
-    left_out, room = [], MAX_EVIDENCE_BYTES
+    evidence: JsonObject = {}
+    omitted, room = [], MAX_EVIDENCE_BYTES
     for name, value in found.items():
         size = len(name) + len(json.dumps(value))
         if size <= room:
-            kept[name] = value
+            evidence[name] = value
             room -= size
         else:
-            left_out.append(name[:100])
-    return kept | ({"left_out": left_out[:100]} if left_out else {})
+            omitted.append(name[:100])
+    return evidence | ({"left_out": omitted[:100]} if omitted else {})

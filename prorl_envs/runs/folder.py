@@ -3,7 +3,7 @@
 runs/20261125-120000-bash/
     run.json         description of the run: environment, model, time, version
     groups.jsonl     the requested groups, with the rows of their tasks
-    results.jsonl    one finished sample a line, in the order of arrival
+    results.jsonl    one finished sample per line, in the order of arrival
     failed.jsonl     failed samples that were run again (`--retry-failed`)
     summary.json     statistics of the results (see `statistics.py`)
 """
@@ -28,7 +28,7 @@ from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.viewer.summary import Summary, summary_of
 
 RUN, FAILED, SUMMARY = "run.json", "failed.jsonl", "summary.json"
-#: Seconds to wait for the lock of a folder: a viewer holds it for some microseconds (`views.is_running`).
+#: Seconds to wait for the lock of a folder, which a viewer holds for some microseconds (`views.is_running`).
 _LOCK_S = 0.2
 
 
@@ -36,11 +36,11 @@ class RunDescription(BaseModel):
     """Description of a run.
 
     Args:
-        name: first part of the ids of its groups.
-        environment: as named on the command line.
+        name: first part of the ids of the run's groups.
+        environment: environment as named on the command line.
         model: name of the model; "" if only the service knows it.
-        started: ISO 8601, UTC.
-        version: of prorl-envs.
+        started: time of the start in ISO 8601, UTC.
+        version: version of prorl-envs.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -54,11 +54,11 @@ class RunDescription(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A group to submit for some samples of a run's group.
+    """Group to submit for some samples of a run's group.
 
     Args:
-        request: as it is sent.
-        group_id: the run's group.
+        request: the request to submit.
+        group_id: id of the run's group.
         samples: for each sample of the request, its index in the run's group.
     """
 
@@ -89,13 +89,13 @@ def check_new(path: Path) -> None:
 
 @dataclass(slots=True)
 class RunFolder:
-    """Folder that one run writes to, locked against other runs until it is closed. A context manager.
+    """Folder of a run, which is locked against other runs until it is closed. A context manager.
 
     Args:
-        path: of the folder.
-        description: of the run.
+        path: path of the folder.
+        description: description of the run.
         groups: the groups that the command requests.
-        summaries: of each result in the folder, by group id and sample.
+        summaries: summary of each result in the folder, by group id and sample.
     """
 
     path: Path
@@ -119,7 +119,7 @@ class RunFolder:
         folder = cls(path, description, groups)
         folder._lock()
         try:
-            check_new(path)  # another run may have locked it first
+            check_new(path)  # again, since another run may have started before the lock
         except InputError:
             folder.close()
             raise
@@ -132,15 +132,14 @@ class RunFolder:
         """Continue the run of a folder.
 
         Args:
-            path: of the folder.
-            groups: the groups that the command requests now, with ids that start with the run's name: the
-                same as before, or more tasks, or more samples.
-            model: name of the model now; "" if unknown.
+            path: path of the folder.
+            groups: the groups that the command requests, with ids that start with the run's name. There may
+                be more tasks or more samples than before.
+            model: name of the model; "" if unknown.
             retry_failed: move failed samples to `failed.jsonl`, so that they are run again.
 
         Raises:
-            InputError: there is no run, the command requests something else than before, or the folder cannot
-                be written.
+            InputError: there is no run, the request differs otherwise, or the folder cannot be written.
         """
         description = read_description(path)
         if model and description.model and model != description.model:
@@ -165,18 +164,18 @@ class RunFolder:
 
     def missing(self) -> list[tuple[GroupRequest, list[int]]]:
         """Return the run's groups that lack samples, each with the indices of these samples."""
-        found = (
+        missing = (
             (group, [n for n in range(group.samples) if (group.id, n) not in self.summaries])
             for group in self.groups
         )
-        return [(group, samples) for group, samples in found if samples]
+        return [(group, samples) for group, samples in missing if samples]
 
     def append(self, result: Result) -> bool:
-        """Write a result, unless its sample was cancelled or already has a result. Return whether it was
-        written; it then survives the end of this process.
+        """Write a result, unless its sample was cancelled or already has a result. Return True if it was
+        written. A written result survives the exit of this process.
 
         Raises:
-            InputError: it cannot be written. The file is left unchanged.
+            InputError: the result cannot be written. The file is unchanged.
         """
         key = (result.group_id, result.sample)
         if result.state is JobState.CANCELLED or key in self.summaries:
@@ -184,21 +183,21 @@ class RunFolder:
         line = result.model_dump_json().encode() + b"\n"
         size = os.fstat(self._fd).st_size
         try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+            remaining = memoryview(line)
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
             raise InputError(
                 f"cannot write {self.results_path}: {error.strerror}",
-                hint="free some space; --resume continues the run",
+                hint="free disk space; --resume continues the run",
             ) from error
         self.summaries[key] = summarise(result)
         return True
 
     def save_summary(self, summary: BaseModel) -> None:
-        """Write `summary.json`, replacing an earlier one."""
+        """Write `summary.json`, in place of an earlier summary."""
         _replace(self.path / SUMMARY, summary.model_dump_json(indent=2))
 
     def close(self) -> None:
@@ -224,11 +223,11 @@ class RunFolder:
         if not _lock_in_time(self._fd):
             self.close()
             raise InputError(
-                f"another process writes to {self.path}", hint="wait for it, or choose another folder: --out"
+                f"another process writes to {self.path}", hint="wait, or choose another folder with --out"
             )
 
     def _repair(self) -> None:
-        """Cut off the part of a line that a killed process left at the end."""
+        """Remove an incomplete last line, which a killed process left."""
         size = os.fstat(self._fd).st_size
         end = size
         while end:
@@ -275,22 +274,22 @@ def submissions(folder: RunFolder, session: str = "") -> list[Submission]:
     """Return the submissions for the missing samples of a run.
 
     Args:
-        folder: of the run.
-        session: "" submits the groups as they are. A resumed run names its session: the missing samples of a
-            group then get an id of their own, so that a service that knows the group does not treat them as
-            the same submission. With a sampling seed they are submitted one by one, since the service adds a
-            sample's index to the seed.
+        folder: folder of the run.
+        session: name of the session of a resumed run. The missing samples of a group are then submitted under
+            a new id, since the service may know the group already. With a sampling seed each sample is
+            submitted alone, since the service adds a sample's index to the seed. "" submits the run's groups
+            unchanged.
     """
-    found = []
+    needed = []
     for group, missing in folder.missing():
         if not session:
-            found.append(Submission(group, group.id, missing))
+            needed.append(Submission(group, group.id, missing))
         elif group.sampling.seed is None:
             request = group.model_copy(update={"id": f"{group.id}/{session}", "samples": len(missing)})
-            found.append(Submission(request, group.id, missing))
+            needed.append(Submission(request, group.id, missing))
         else:
-            found += [_seeded(group, session, sample) for sample in missing]
-    return found
+            needed += [_seeded(group, session, sample) for sample in missing]
+    return needed
 
 
 def _seeded(group: GroupRequest, session: str, sample: int) -> Submission:
@@ -304,12 +303,12 @@ def read_description(path: Path) -> RunDescription:
     """Read the description of the run in a folder.
 
     Raises:
-        InputError: the folder holds no run.
+        InputError: the folder contains no run.
     """
     try:
         return RunDescription.model_validate_json((path / RUN).read_bytes())
     except OSError as error:
-        hint = "without --resume, a run starts there" if not path.exists() else "name the folder of a run"
+        hint = "omit --resume to start a run there" if not path.exists() else "name the folder of a run"
         raise InputError(f"{path} holds no run: {RUN}: {error.strerror}", hint=hint) from error
     except ValidationError as error:
         raise InputError(f"{path / RUN}: {error.errors()[0]['msg']}", hint="the file was changed") from error
@@ -319,18 +318,18 @@ def run_groups(path: Path) -> list[GroupRequest]:
     """Read the groups that a run requested.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: the groups cannot be read.
     """
-    found = []
+    groups = []
     for where, group in lines_of(path / GROUPS, GroupRequest.model_validate_json):
         if isinstance(group, str):
             raise InputError(f"{where}: not a group: {group}", hint="the file was changed")
-        found.append(group)
-    return found
+        groups.append(group)
+    return groups
 
 
 def _check_same(before: GroupRequest | None, now: GroupRequest, path: Path) -> None:
-    """Check that the samples of a group stay comparable.
+    """Check that the request for a group has not changed, except its number of samples.
 
     Raises:
         InputError: the request has changed.
@@ -343,7 +342,7 @@ def _check_same(before: GroupRequest | None, now: GroupRequest, path: Path) -> N
         raise InputError(
             f"{path} was run with another {changed[0]} for the task {now.id}: "
             f"{_short(old[changed[0]])}, not {_short(new[changed[0]])}",
-            hint="repeat the options of that run; or --out names another folder",
+            hint="use the options of that run, or name another folder with --out",
         )
 
 
@@ -353,7 +352,7 @@ def _short(value: object) -> str:
 
 
 def _lock_in_time(descriptor: int) -> bool:
-    """Lock a file; return False if another process holds the lock for longer than `_LOCK_S`."""
+    """Lock a file. Return False if another process holds the lock for longer than `_LOCK_S`."""
     deadline = time.monotonic() + _LOCK_S
     while True:
         try:
@@ -362,7 +361,7 @@ def _lock_in_time(descriptor: int) -> bool:
             if time.monotonic() >= deadline:
                 return False
         except OSError:
-            # Some network file systems have no locks; on these, two runs in one folder are not detected.
+            # Some network file systems have no locks. On these, two runs in one folder are not detected.
             return True
         else:
             return True

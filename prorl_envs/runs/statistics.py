@@ -21,15 +21,15 @@ class Statistics(_Model):
     """Statistics of a set of results.
 
     Args:
-        tasks: tasks that have a result.
-        results: samples that have a result; `scored`: those with a reward.
-        mean_reward: over the scored samples; None if there is none.
-        standard_error: of that mean, clustered by task; None with fewer than two tasks.
-        pass_at: for k = 1, 2, 4, ... and the largest group: the probability that at least one of k samples of
-            a task solves it (reward 1 or more), as a mean over the tasks with k or more scored samples.
-        failures: samples without a reward, by failure kind.
-        turns: mean model calls per result.
-        tokens, sampled_tokens: of all trajectories; those that the model sampled.
+        tasks: number of tasks that have a result.
+        results: number of results; `scored`: number of results with a reward.
+        mean_reward: mean of the rewards; None if there is none.
+        standard_error: standard error of this mean, clustered by task; None with fewer than two tasks.
+        pass_at: by k = 1, 2, 4, ... and the size of the largest group: the probability that at least one of k
+            samples solves a task (reward 1 or more), as a mean over tasks with k or more scored samples.
+        failures: number of results without a reward, by failure kind.
+        turns: mean number of model calls per result.
+        tokens, sampled_tokens: number of tokens in all trajectories, and of those that the model sampled.
     """
 
     tasks: int
@@ -48,10 +48,11 @@ class RunSummary(_Model):
     """Content of `summary.json`.
 
     Args:
-        environment, model, started: of the run.
-        expected: samples requested.
-        wall_s: seconds of the last session; `sampled_tokens_per_s`: of the results that arrived in it.
-        overall: of all results; `environments`: of each environment's.
+        environment, model, started: see `RunDescription`.
+        expected: number of requested samples.
+        wall_s: duration of the last session in seconds.
+        sampled_tokens_per_s: sampled tokens of the results of the last session, per second.
+        overall: statistics of all results; `environments`: statistics by environment.
     """
 
     environment: str
@@ -78,15 +79,15 @@ class TaskComparison(_Model):
 
 
 class Comparison(_Model):
-    """Two runs compared task by task.
+    """Comparison of two runs task by task.
 
     Args:
-        tasks: scored in both runs.
-        only_before, only_after: tasks scored in one run alone.
-        mean_before, mean_after: of the tasks' mean rewards, over `tasks`; None if there is none.
-        standard_error: of the mean change, by pairs; None with fewer than two tasks.
-        wins, losses, ties: tasks with a higher, lower, equal mean reward in the second run.
-        p_value: two-sided sign test of wins against losses.
+        tasks: tasks that have a reward in both runs.
+        only_before, only_after: number of tasks that have a reward in only one of the runs.
+        mean_before, mean_after: mean over `tasks` of their mean rewards; None without tasks.
+        standard_error: standard error of the mean change per task; None with fewer than two tasks.
+        wins, losses, ties: number of tasks with a higher, lower or equal mean reward in the second run.
+        p_value: p-value of the two-sided sign test of wins against losses.
     """
 
     tasks: list[TaskComparison]
@@ -103,35 +104,38 @@ class Comparison(_Model):
 
 def statistics_of(summaries: Iterable[Summary]) -> Statistics:
     """Compute the statistics of these results."""
-    found = list(summaries)
-    rewards = _rewards_by_task(found)
+    results = list(summaries)
+    rewards = _rewards_by_task(results)
     scored = [reward for group in rewards.values() for reward in group]
     mean = math.fsum(scored) / len(scored) if scored else None
     return Statistics(
-        tasks=len({(one.environment, one.task_id) for one in found}),
-        results=len(found),
+        tasks=len({(summary.environment, summary.task_id) for summary in results}),
+        results=len(results),
         scored=len(scored),
         mean_reward=mean,
         standard_error=None if mean is None else clustered_error(list(rewards.values()), mean),
         pass_at=_pass_at(list(rewards.values())),
-        failures=dict(Counter(one.failure for one in found if one.failure is not None)),
-        turns=sum(one.turns for one in found) / len(found) if found else 0.0,
-        tokens=sum(one.tokens for one in found),
-        sampled_tokens=sum(one.sampled for one in found),
+        failures=dict(Counter(summary.failure for summary in results if summary.failure is not None)),
+        turns=sum(summary.turns for summary in results) / len(results) if results else 0.0,
+        tokens=sum(summary.tokens for summary in results),
+        sampled_tokens=sum(summary.sampled for summary in results),
     )
 
 
 def by_environment(summaries: Iterable[Summary]) -> dict[str, Statistics]:
     """Compute the statistics of each environment's results."""
-    ordered = sorted(summaries, key=lambda one: one.environment)
-    return {name: statistics_of(group) for name, group in groupby(ordered, key=lambda one: one.environment)}
+    ordered = sorted(summaries, key=lambda summary: summary.environment)
+    return {
+        name: statistics_of(group)
+        for name, group in groupby(ordered, key=lambda summary: summary.environment)
+    }
 
 
 def clustered_error(groups: Sequence[Sequence[float]], mean: float) -> float | None:
-    """Return the standard error of the mean of all values, if the values of a group are not independent.
+    """Return the standard error of the mean of all values, where values of the same group are correlated.
 
-    The samples of one task share its difficulty, so tasks are the independent units (arXiv 2411.00640,
-    section 2.2). With one value per group it is the usual s / sqrt(n). None with fewer than two groups.
+    The samples of a task share its difficulty, so tasks are the independent units (arXiv 2411.00640, section
+    2.2). With one value per group this is the usual s / sqrt(n). Return None for fewer than two groups.
     """
     count, values = len(groups), sum(map(len, groups))
     if count < 2:
@@ -141,8 +145,8 @@ def clustered_error(groups: Sequence[Sequence[float]], mean: float) -> float | N
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that one of `k` samples solves a task, from `solved` of
-    `samples` (arXiv 2107.03374, section 2.1)."""
+    """Return an unbiased estimate of the probability that at least one of `k` samples solves a task, if
+    `solved` of `samples` solved it (arXiv 2107.03374, section 2.1)."""
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
 
@@ -171,8 +175,8 @@ def compare(before: Iterable[Summary], after: Iterable[Summary]) -> Comparison:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Return the two-sided p-value of the exact sign test: the probability of so uneven a split under equal
-    odds."""
+    """Return the two-sided p-value of the exact sign test: the probability of a split at least as uneven if
+    wins and losses are equally likely."""
     trials: int = wins + losses
     tail = sum(math.comb(trials, n) for n in range(min(wins, losses) + 1))
     return min(1.0, float(2 * tail / 2**trials))
@@ -194,9 +198,9 @@ def _chances(groups: Sequence[Sequence[float]], k: int) -> list[float]:
 
 def _rewards_by_task(summaries: Iterable[Summary]) -> dict[tuple[str, str], list[float]]:
     rewards = defaultdict(list)
-    for one in summaries:
-        if one.reward is not None:
-            rewards[one.environment, one.task_id].append(one.reward)
+    for summary in summaries:
+        if summary.reward is not None:
+            rewards[summary.environment, summary.task_id].append(summary.reward)
     return rewards
 
 
@@ -205,5 +209,5 @@ def _means(rewards: Mapping[tuple[str, str], Sequence[float]]) -> dict[tuple[str
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return math.fsum(found) / len(found) if found else None
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers) if numbers else None

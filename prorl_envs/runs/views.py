@@ -24,11 +24,11 @@ class RunOverview(_Model):
     """State of a run.
 
     Args:
-        description: of the run; None if the results are not in the folder of a run.
-        expected: samples requested; None if unknown.
-        running: a process writes to the run.
-        wall_s, sampled_tokens_per_s: of the last session; None until it has finished.
-        overall: of all results so far; `environments`: of each environment's.
+        description: description of the run; None if the results are not in the folder of a run.
+        expected: number of requested samples; None if unknown.
+        running: True if a process writes to the run.
+        wall_s, sampled_tokens_per_s: values of the last session; None while it is running.
+        overall: statistics of all results so far; `environments`: statistics by environment.
     """
 
     description: RunDescription | None
@@ -41,14 +41,14 @@ class RunOverview(_Model):
 
 
 class RunLine(_Model):
-    """A run in a list of runs.
+    """Run in a list of runs.
 
     Args:
-        name: of its folder.
-        description: None if the folder only has results.
-        running: a process writes to the run.
-        results: finished samples; `expected`: samples requested, None if unknown.
-        overall: its statistics; None until a session has finished.
+        name: name of the run's folder.
+        description: description of the run; None if the folder contains only results.
+        running: True if a process writes to the run.
+        results: number of results; `expected`: number of requested samples, None if unknown.
+        overall: statistics of the run; None while a session is running.
     """
 
     name: str
@@ -60,10 +60,10 @@ class RunLine(_Model):
 
 
 class RunView:
-    """The run of a results file: `viewer.run_info.RunInfo`.
+    """Run of a results file. Implements `viewer.run_info.RunInfo`.
 
     Args:
-        path: the folder of the run; None for results that belong to no run.
+        path: folder of the run; None if the results belong to no run.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -72,7 +72,7 @@ class RunView:
         self._changed = -1
 
     def overview(self, summaries: Sequence[Summary]) -> Any:
-        summaries = list(summaries)  # results may arrive meanwhile
+        summaries = list(summaries)  # a copy, since results may arrive meanwhile
         path = self._path
         summary = _summary(path) if path else None
         running = path is not None and is_running(path)
@@ -97,7 +97,7 @@ class RunView:
         return sum(group.samples for group in self.requests().values()) or None
 
     def requests(self) -> dict[str, GroupRequest]:
-        """Return the groups of the run by id; the file is read again if it has changed."""
+        """Return the groups of the run by id. The file is read again if it has changed."""
         if self._path is None:
             return {}
         try:
@@ -111,10 +111,10 @@ class RunView:
 
 
 class RunsFolder:
-    """The runs of a folder: `viewer.run_info.Runs`.
+    """Runs of a folder. Implements `viewer.run_info.Runs`.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,7 +145,7 @@ def runs_of(folder: Path) -> list[Path]:
 
 
 def is_running(path: Path) -> bool:
-    """Return whether a process locks a run's folder. Takes a shared lock for some microseconds."""
+    """Return True if a process locks a run's folder. Takes a shared lock for some microseconds."""
     try:
         with (path / RESULTS).open("rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -31,9 +31,9 @@ class LabLogger:
     ("text", "problem"),
     [
         ("nonsense", "no logger is called 'nonsense'"),
-        ("tensorboard:dir", "'dir' is no option"),
+        ("tensorboard:dir", "'dir' is not an option"),
         ("tensorboard:folder=x", "unknown option 'folder'"),
-        ("tensorboard:=x", "'=x' is no option"),
+        ("tensorboard:=x", "'=x' is not an option"),
     ],
 )
 def test_wrong_names_and_options_are_input_errors(text: str, problem: str) -> None:

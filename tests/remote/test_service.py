@@ -92,7 +92,7 @@ NESTED = '{"reward": 1.0, "deep": ' + '{"a": ' * 100 + "1" + "}" * 101
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ('{"reward": NaN}', "NaN is no JSON"),
+        ('{"reward": NaN}', "NaN is not valid JSON"),
         ('{"reward": 1e999}', "not a finite number"),
         ('{"reward": true}', "not a finite number"),
         ('{"reward": null}', "not a finite number"),

@@ -64,34 +64,33 @@ from prorl_envs.rollout.client.token_files import LocalToken
 
 logger = logging.getLogger(__name__)
 
-#: Most doublings of the pause between tries; a power of some 1,000 would overflow a float.
-_MOST_DOUBLINGS = 100
-#: Longest pause that a `Retry-After` can cause, in seconds.
+#: Maximum number of doublings of the pause between tries. Some 1,000 doublings would overflow a float.
+_MAX_DOUBLINGS = 100
+#: Maximum pause in seconds that a `Retry-After` header can cause.
 MAX_PAUSE_S = 60.0
-
-#: Most groups, and characters of their ids, for which `follow` uses the service's filter.
+#: Maximum number of groups, and of characters in their ids, for which `follow` uses the service's filter.
 MAX_FILTER, MAX_FILTER_CHARS = 100, 4000
-#: Heartbeat interval of the service's streams, in seconds.
+#: Heartbeat interval of the service's streams in seconds.
 HEARTBEAT_S = 15.0
-#: Longest time in seconds until the service answers, even if its work is still running.
+#: Maximum seconds for which the service waits for an operation of an episode before it answers.
 WORK_S = 60.0
 STREAM = "/v1/results/stream"
-#: Processed results of `follow` and `stream` that are acknowledged at once; most groups of one request.
+#: Number of results that `follow` and `stream` acknowledge together; maximum number of groups in one request.
 ACKNOWLEDGED_AT_ONCE, MAX_ACKNOWLEDGED_GROUPS = 64, 1000
 
 _REQUESTS = TypeAdapter(list[GroupRequest])
 
 
 class RolloutClient:
-    """Client of one rollout service. All requests are idempotent, so failed ones are retried.
+    """Client of one rollout service. All requests are idempotent, so failed requests are retried.
 
     Args:
         url: base URL of the service.
         token: bearer token. None reads the token file of a service of the same user on this machine; "" sends
-            none.
-        timeout_s: timeout of one answer in seconds, on top of a requested wait.
-        attempts: tries of a request if the connection fails or the service is full or unavailable.
-        pause_s: seconds before the second try; doubles each time, up to `max_pause_s`. A longer
+            no token.
+        timeout_s: timeout of a request in seconds, in addition to a requested wait.
+        attempts: maximum number of tries if the connection fails or the service is full or unavailable.
+        pause_s: seconds before the second try. The pause doubles each time, up to `max_pause_s`. A longer
             `Retry-After` of the service takes precedence.
         transport: connection to the service; None uses TCP.
         clock: waits between tries.
@@ -138,50 +137,51 @@ class RolloutClient:
         await self.aclose()
 
     async def submit(self, groups: Sequence[GroupRequest]) -> list[GroupView]:
-        """Submit groups, all or none.
+        """Submit groups. The service accepts all of them or none.
 
         Raises:
             InputError: a request is wrong; Conflict: an id is taken.
-            QueueFull, Unavailable: still so after the last try.
+            QueueFull, Unavailable: the last try failed too.
         """
         body = _REQUESTS.dump_python(list(groups), mode="json", exclude_unset=True)
         return (await self._call(GroupList, "POST", "/v1/groups", json=body)).groups
 
     async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
-        """Return the state of a group, waiting up to `wait_s` seconds until it is complete.
+        """Return the state of a group. Waits up to `wait_s` seconds until it is complete.
 
         Raises:
-            NotFound.
+            NotFound: no such group.
         """
         path, query = f"/v1/groups/{_segment(group_id)}", {"wait_s": wait_s}
         return await self._call(GroupView, "GET", path, wait_s=wait_s, params=query)
 
     async def cancel_group(self, group_id: str) -> GroupView:
-        """Cancel a group. Raises: NotFound."""
+        """Cancel a group. Raises NotFound."""
         return await self._call(GroupView, "DELETE", f"/v1/groups/{_segment(group_id)}")
 
     async def job(self, job_id: str, *, wait_s: float = 0.0) -> JobView:
-        """Return the state of a job, waiting up to `wait_s` seconds until it is finished.
+        """Return the state of a job. Waits up to `wait_s` seconds until it is finished.
 
         Raises:
-            NotFound.
+            NotFound: no such job.
         """
         path, query = f"/v1/jobs/{_segment(job_id)}", {"wait_s": wait_s}
         return await self._call(JobView, "GET", path, wait_s=wait_s, params=query)
 
     async def cancel_job(self, job_id: str) -> JobView:
-        """Cancel a job. Raises: NotFound."""
+        """Cancel a job. Raises NotFound."""
         return await self._call(JobView, "DELETE", f"/v1/jobs/{_segment(job_id)}")
 
     async def result(self, job_id: str) -> Result:
-        """Return the result of a job. Raises: NotFound: no such job, not finished, or no longer kept."""
+        """Return the result of a job. Raises NotFound if the job is unknown or unfinished, or its result is
+        no longer stored."""
         return await self._call(Result, "GET", f"/v1/jobs/{_segment(job_id)}/result")
 
     async def job_token(self, job_id: str) -> str:
-        """Return a bearer token that may only read and cancel this job.
+        """Return a bearer token that only permits reading and cancelling this job.
 
         Raises:
-            NotFound.
+            NotFound: no such job.
             Conflict: the service has no token of its own.
         """
         return (await self._call(JobToken, "POST", f"/v1/jobs/{_segment(job_id)}/token")).token
@@ -195,17 +195,17 @@ class RolloutClient:
         only: Selection = ALL,
         acknowledge: bool = True,
     ) -> ResultPage:
-        """Return the results after a cursor, waiting up to `wait_s` seconds for the first.
+        """Return the results after a cursor.
 
         Args:
-            after: a cursor; 0 starts with the oldest result kept.
-            wait_s: seconds.
-            limit: most results.
+            after: a cursor; 0 starts with the oldest stored result.
+            wait_s: maximum seconds to wait for the first result.
+            limit: maximum number of results.
             only: filter for results.
-            acknowledge: the results up to `after` that this filter was sent are read.
+            acknowledge: mark the results up to `after` that were sent with this filter as read.
 
         Raises:
-            CursorExpired: results after `after` that the filter accepts are no longer kept.
+            CursorExpired: results after `after` that the filter accepts are no longer stored.
         """
         query = {
             "after": after,
@@ -217,11 +217,13 @@ class RolloutClient:
         return await self._call(ResultPage, "GET", "/v1/results", wait_s=wait_s, params=query)
 
     async def acknowledge(self, after: int = 0, up_to: int | None = None, *, only: Selection = ALL) -> None:
-        """Mark results as read: a durable service drops no others. `page`, `results` and `batch_results` mark
-        the results of a page when the next one is requested; `follow` and `stream` call this method.
+        """Mark results as read. A service with a durable store drops only read results. `page`, `results` and
+        `batch_results` mark the results of a page when they request the next page; `follow` and `stream` call
+        this method.
 
         Args:
-            after, up_to: cursors; results after the first, up to and including the second or the newest.
+            after, up_to: cursors. Results after `after`, up to and including `up_to`, are marked; None marks
+                up to the newest.
             only: filter for results.
         """
         ids = sorted(only.groups)
@@ -237,12 +239,12 @@ class RolloutClient:
             await self._call(Health, "POST", "/v1/results/acknowledge", json=body)
 
     async def stream(self, after: int = 0, *, only: Selection = ALL) -> AsyncIterator[Result]:
-        """Yield results as `results` does, over one open connection, which is reopened if it breaks. Stops
-        when the service stops.
+        """Yield results like `results`, over one open connection, which is reopened if it breaks. Stops when
+        the service stops.
 
         Raises:
-            CursorExpired: results in between are no longer kept.
-            Unavailable: the service stays unavailable.
+            CursorExpired: some of the following results are no longer stored.
+            Unavailable: the last try failed too.
         """
         failures, processed = 0, Processed(self, after, only)
         while True:
@@ -253,11 +255,11 @@ class RolloutClient:
                     after = result.cursor
                     await processed.add(result)
                 return
-            except Retryable as later:
+            except Retryable as error:
                 failures += 1
                 if failures == self._attempts:
                     raise
-                await self._pause(failures, later)
+                await self._pause(failures, error)
 
     async def _stream_once(self, after: int, only: Selection) -> AsyncIterator[Result]:
         timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + HEARTBEAT_S)
@@ -271,22 +273,22 @@ class RolloutClient:
                     if line.strip():
                         yield await asyncio.to_thread(_parse, Result, line)
         except httpx.TransportError as error:
-            raise self._away(error) from error
+            raise self._unreachable(error) from error
 
     async def results(
         self, after: int = 0, *, wait_s: float = 20.0, only: Selection = ALL
     ) -> AsyncIterator[Result]:
-        """Yield every result after a cursor as it arrives, without end. Resumes after a broken connection;
-        pass the last result's `cursor` to resume later.
+        """Yield every result after a cursor as it arrives. Never stops by itself. To resume later, pass the
+        `cursor` of the last result.
 
         Args:
-            after: a cursor; 0 starts with the oldest result kept.
-            wait_s: seconds that one request waits.
+            after: a cursor; 0 starts with the oldest stored result.
+            wait_s: seconds for which one request waits.
             only: filter for results.
 
         Raises:
-            CursorExpired: results in between are no longer kept.
-            Unavailable: the service stays unavailable.
+            CursorExpired: some of the following results are no longer stored.
+            Unavailable: the last try failed too.
         """
         while True:
             page = await self.page(after, wait_s=wait_s, only=only)
@@ -298,12 +300,12 @@ class RolloutClient:
         """Yield the results of these groups as they arrive, until all groups are complete.
 
         Args:
-            group_ids: groups that were submitted.
-            after: a cursor from before their submission; 0 is always early enough.
+            group_ids: ids of submitted groups.
+            after: a cursor from before their submission; 0 always works.
 
         Raises:
-            NotFound: a group is not known, or a result of one is no longer kept.
-            CursorExpired, Unavailable: as `results`.
+            NotFound: a group is unknown, or a result of a group is no longer stored.
+            CursorExpired, Unavailable: see `results`.
         """
         only, processed = _of_groups(group_ids), Processed(self, after)
         missing = {job.id for name in group_ids for job in (await self.group(name)).jobs}
@@ -315,7 +317,7 @@ class RolloutClient:
                     yield result
                     await processed.add(result)
             after = page.next
-            if not page.results and missing:  # perhaps recorded and removed before it was read
+            if not page.results and missing:  # results may have been dropped before they were read
                 await self._check_still_to_come(missing, after)
         await processed.acknowledge()
 
@@ -330,24 +332,24 @@ class RolloutClient:
 
         Raises:
             InputError: the request is wrong; Conflict: its id is taken.
-            QueueFull, Unavailable: still so after the last try.
+            QueueFull, Unavailable: the last try failed too.
         """
         body = request.model_dump(mode="json")
         view = await self._call(EpisodeView, "POST", "/v1/episodes", wait_s=WORK_S, json=body)
         return await self._while_busy(view, prompt=True)
 
     async def episode(self, episode_id: str, *, wait_s: float = 0.0) -> EpisodeView:
-        """Return the state of an episode. Raises: NotFound."""
+        """Return the state of an episode. Raises NotFound."""
         path, query = _episode(episode_id), {"wait_s": wait_s}
         return await self._call(EpisodeView, "GET", path, wait_s=wait_s, params=query)
 
     async def run_episode(self, episode_id: str, step: CallStep | TokenStep | AgentStep) -> EpisodeView:
-        """Take a step and wait for its outcome, in `last`. Steps are numbered, so that a retry after a lost
-        answer does not repeat the step.
+        """Run a step and wait for its outcome, which is in `last`. Steps are numbered, so that a retry after
+        a lost answer does not repeat the step.
 
         Raises:
             NotFound: the episode was closed.
-            OutOfOrder: it is not ready, or the step is not the next.
+            OutOfOrder: the episode is not ready, or this is not its next step.
         """
         if step.step is None:
             step = step.model_copy(update={"step": (await self.episode(episode_id)).steps})
@@ -357,27 +359,27 @@ class RolloutClient:
     async def open_endpoint(self, episode_id: str) -> EndpointView:
         """Open a model endpoint for an agent of the caller. Its answers become the episode's tokens.
 
-        On a cluster, only episodes whose request has `endpoint=True` are sure to be on the service's machine.
+        On a cluster, the request for the episode must have `endpoint=True`.
 
         Raises:
             NotFound: the episode was closed.
-            OutOfOrder: it is not ready, is driven by tokens, or runs on another machine.
+            OutOfOrder: the episode is not ready, is driven by tokens, or runs on another machine.
         """
         path = f"{_episode(episode_id)}/endpoint"
         return await self._call(EndpointView, "POST", path, wait_s=WORK_S)
 
     async def evaluate_episode(self, episode_id: str) -> EpisodeView:
-        """Grade an episode and wait for its `result`; its sandbox is closed after that.
+        """Grade an episode and wait for its `result`. Its sandbox is closed after that.
 
         Raises:
             NotFound: the episode was closed.
-            OutOfOrder: it is busy, or has failed.
+            OutOfOrder: the episode is busy, or has failed.
         """
         path = f"{_episode(episode_id)}/eval"
         return await self._while_busy(await self._call(EpisodeView, "POST", path, wait_s=WORK_S))
 
     async def close_episode(self, episode_id: str) -> None:
-        """Close an episode; returns once its sandbox is closed. Unknown episodes are ignored."""
+        """Close an episode. Returns once its sandbox is closed. Unknown episodes are ignored."""
         with contextlib.suppress(NotFound):
             await self._call(Health, "DELETE", _episode(episode_id), wait_s=WORK_S)
 
@@ -390,9 +392,10 @@ class RolloutClient:
         """Submit a batch: a request for a number of informative groups.
 
         Raises:
-            InputError: the request is wrong; Conflict: the id is taken, or there is nothing to carry over.
-            NotFound: there is no batch to carry from.
-            QueueFull, Unavailable: still so after the last try.
+            InputError: the request is wrong.
+            Conflict: the id is taken, or the batch in `carry_from` has no groups to carry.
+            NotFound: the batch in `carry_from` does not exist.
+            QueueFull, Unavailable: the last try failed too.
         """
         body = batch.model_dump(mode="json", exclude_unset=True)
         return await self._call(BatchView, "POST", "/v1/batches", json=body)
@@ -403,62 +406,63 @@ class RolloutClient:
         """Append tasks to a batch's stream.
 
         Args:
-            first: index of the first task: the number of tasks so far.
+            first: index of the first task, which is the number of tasks so far.
             stream_open: further tasks will follow.
 
         Raises:
             NotFound: no such batch; InputError: a task is wrong.
-            Conflict: the stream is closed, or has other tasks at that index.
+            Conflict: the stream is closed, or has other tasks at these indices.
         """
         stream = BatchTasks(first=first, tasks=list(tasks), stream_open=stream_open)
         body = stream.model_dump(mode="json", exclude_unset=True)
         return await self._call(BatchView, "POST", f"/v1/batches/{_segment(batch_id)}/tasks", json=body)
 
     async def batch(self, batch_id: str, *, wait_s: float = 0.0) -> BatchView:
-        """Return the progress of a batch; waits up to `wait_s` seconds until it is final or needs tasks.
+        """Return the progress of a batch. Waits up to `wait_s` seconds until it is final or needs tasks.
 
         Raises:
-            NotFound.
+            NotFound: no such batch.
         """
         path, query = f"/v1/batches/{_segment(batch_id)}", {"wait_s": wait_s}
         return await self._call(BatchView, "GET", path, wait_s=wait_s, params=query)
 
     async def batches(self) -> list[BatchView]:
-        """Return all batches that the service keeps, oldest first."""
+        """Return all stored batches, oldest first."""
         return (await self._call(BatchList, "GET", "/v1/batches")).batches
 
     async def cancel_batch(self, batch_id: str) -> BatchView:
-        """Cancel the groups of a batch in flight; of a final batch, cancel its leftover groups.
+        """Cancel the groups in flight of a batch, also those that a final batch keeps for a later one.
 
         Raises:
-            NotFound.
+            NotFound: no such batch.
         """
         return await self._call(BatchView, "DELETE", f"/v1/batches/{_segment(batch_id)}")
 
     async def batch_groups(self, batch_id: str) -> SelectedGroups:
-        """Return the informative groups of a batch so far. Raises: NotFound."""
+        """Return the informative groups of a batch so far. Raises NotFound."""
         return await self._call(SelectedGroups, "GET", f"/v1/batches/{_segment(batch_id)}/groups")
 
     async def batch_results(
         self, batch_id: str, after: int = 0, *, wait_s: float = 20.0
     ) -> AsyncIterator[Result]:
-        """Yield the results of a batch's informative groups as these are decided, until the batch is final.
+        """Yield the results of a batch's informative groups in the order of the groups' decisions, until the
+        batch is final.
 
         Args:
             after: number of results to skip.
 
         Raises:
-            NotFound: no such batch, or a result is no longer kept.
-            Unavailable: the service stays unavailable.
+            NotFound: no such batch, or a result is no longer stored.
+            Unavailable: the last try failed too.
         """
         path = f"/v1/batches/{_segment(batch_id)}/results"
         while True:
-            over = (await self.batch(batch_id)).state.over
+            final = (await self.batch(batch_id)).state.over
             query: dict[str, float] = {"after": after, "wait_s": wait_s}
             page = await self._call(ResultPage, "GET", path, wait_s=wait_s, params=query)
             for result in page.results:
                 yield result
-            if over and not page.results:
+            if final and not page.results:
                 return
             after = page.next
 
@@ -469,7 +473,7 @@ class RolloutClient:
         """Pause the service.
 
         Args:
-            mode: `hold` starts no stage; `finish` starts no job, but lets started jobs continue.
+            mode: `hold`: no stage starts; `finish`: no job starts, but started jobs run to completion.
         """
         return await self._call(StatusView, "POST", "/v1/pause", json={"mode": mode})
 
@@ -478,10 +482,10 @@ class RolloutClient:
         return await self._call(StatusView, "POST", "/v1/resume")
 
     async def drain(self, *, wait_s: float = 0.0) -> StatusView:
-        """Drain the service: it accepts no more work and finishes its jobs; `unfinished` counts them.
+        """Drain the service: it accepts no more work and finishes its jobs. `unfinished` counts them.
 
         Args:
-            wait_s: seconds to wait until no job is unfinished.
+            wait_s: maximum seconds to wait until all jobs are finished.
         """
         return await self._call(StatusView, "POST", "/v1/drain", wait_s=wait_s, params={"wait_s": wait_s})
 
@@ -490,24 +494,24 @@ class RolloutClient:
         return self.url + (await self._call(LoginView, "POST", "/v1/logins")).path
 
     async def dashboard(self) -> DashboardView:
-        """Return the state of the service and its last ten minutes."""
+        """Return the state of the service, and its finished jobs of the last ten minutes."""
         return await self._call(DashboardView, "GET", "/v1/dashboard")
 
     async def jobs(self, *, states: Collection[str] = (), limit: int = 100) -> JobPage:
-        """Return unfinished jobs; jobs whose stage is running come first.
+        """Return unfinished jobs. Jobs with a running stage come first.
 
         Args:
             states: queued, init, run, eval; an empty collection selects all.
-            limit: most jobs, at most 1000.
+            limit: maximum number of jobs, up to 1000.
         """
         query = {"state": sorted(states), "limit": limit}
         return await self._call(JobPage, "GET", "/v1/jobs", params=query)
 
     async def retry_job(self, job_id: str) -> GroupView:
-        """Run a finished job again, as a group of its own.
+        """Run a finished job again, as a new group with one sample.
 
         Raises:
-            NotFound; Conflict: it is not finished.
+            NotFound: no such job; Conflict: the job is not finished.
         """
         return await self._call(GroupView, "POST", f"/v1/jobs/{_segment(job_id)}/retry")
 
@@ -521,11 +525,11 @@ class RolloutClient:
         return (await self._call(NodeList, "GET", "/v1/nodes")).nodes
 
     async def drain_node(self, name: str) -> list[NodeView]:
-        """Send a node no further jobs. Raises: NotFound."""
+        """Stop sending jobs to a node. Raises NotFound."""
         return (await self._call(NodeList, "POST", f"/v1/nodes/{_segment(name)}/drain")).nodes
 
     async def resume_node(self, name: str) -> list[NodeView]:
-        """Send a node jobs again. Raises: NotFound."""
+        """Resume sending jobs to a node. Raises NotFound."""
         return (await self._call(NodeList, "POST", f"/v1/nodes/{_segment(name)}/resume")).nodes
 
     async def environments(self) -> list[EnvironmentView]:
@@ -535,7 +539,7 @@ class RolloutClient:
         return (await self._call(ModelServerList, "GET", "/v1/model_servers")).servers
 
     async def add_model_server(self, url: str, *, protocol: str | None = None) -> list[ModelServerView]:
-        """Add a model server. Raises: InputError."""
+        """Add a model server. Raises InputError if the URL is invalid."""
         body = {"url": url} | ({"protocol": protocol} if protocol else {})
         return (await self._call(ModelServerList, "POST", "/v1/model_servers", json=body)).servers
 
@@ -543,7 +547,7 @@ class RolloutClient:
         """Remove a model server, and wait up to `wait_s` seconds for its turns in flight.
 
         Raises:
-            NotFound.
+            NotFound: no such server.
         """
         query = {"url": url, "wait_s": wait_s}
         answer = await self._call(ModelServerList, "DELETE", "/v1/model_servers", wait_s=wait_s, params=query)
@@ -552,15 +556,15 @@ class RolloutClient:
     async def pause_model_servers(
         self, mode: InFlight = "finish", *, resample: bool = False, wait_s: float = 0.0
     ) -> PauseView:
-        """Hold turns while weights change; see `PauseRequest`. Weights may change once `in_flight` is 0, with
-        `keep` at once."""
+        """Hold turns while weights change, see `PauseRequest`. Weights may change once `in_flight` is 0, with
+        `keep` immediately."""
         body = {"mode": mode, "resample": resample, "wait_s": wait_s}
         path = "/v1/model_servers/pause"
-        # Allows for servers that do not answer the notification.
+        # The long timeout allows for model servers that do not answer the service's notification.
         return await self._call(PauseView, "POST", path, wait_s=wait_s + 60, json=body)
 
     async def resume_model_servers(self, weight_version: str = "") -> PauseView:
-        """Resume turns with the named weights."""
+        """Resume turns with this weight version."""
         body = {"weight_version": weight_version}
         return await self._call(PauseView, "POST", "/v1/model_servers/resume", wait_s=60, json=body)
 
@@ -570,17 +574,17 @@ class RolloutClient:
         for attempt in range(1, self._attempts + 1):
             try:
                 return await self._once(view, method, path, wait_s, options)
-            except Retryable as later:
+            except Retryable as error:
                 if attempt == self._attempts:
                     raise
-                await self._pause(attempt, later)
+                await self._pause(attempt, error)
         raise AssertionError("attempts is at least 1")
 
-    async def _pause(self, failures: int, later: Retryable) -> None:
-        """Wait before the next try: the larger of the doubling pause and `Retry-After`, both bounded."""
-        asked = min(later.retry_after_s, MAX_PAUSE_S)
-        pause_s = self._pause_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS)
-        await self._clock.sleep(max(min(pause_s, self._max_pause_s), asked))
+    async def _pause(self, failures: int, error: Retryable) -> None:
+        """Wait before the next try, for the longer of the doubling pause and `Retry-After`, both limited."""
+        retry_after_s = min(error.retry_after_s, MAX_PAUSE_S)
+        pause_s = self._pause_s * 2.0 ** min(failures - 1, _MAX_DOUBLINGS)
+        await self._clock.sleep(max(min(pause_s, self._max_pause_s), retry_after_s))
 
     async def _once[V: BaseModel](
         self, view: type[V], method: str, path: str, wait_s: float, options: dict[str, Any]
@@ -589,24 +593,25 @@ class RolloutClient:
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)
         except httpx.TransportError as error:
-            raise self._away(error) from error
+            raise self._unreachable(error) from error
         if not response.is_success:
             raise _error(response)
-        # Parsing a page of long trajectories would block the event loop.
+        # In a thread, since parsing a page of long trajectories would block the event loop.
         return await asyncio.to_thread(_parse, view, response.content)
 
-    def _away(self, error: httpx.TransportError) -> Unavailable:
+    def _unreachable(self, error: httpx.TransportError) -> Unavailable:
         message = f"the rollout service at {self.url} does not answer: {error or type(error).__name__}"
-        return Unavailable(message, hint="`prorl-envs serve` starts one; is it at another address?")
+        return Unavailable(message, hint="`prorl-envs serve` starts a service; is it at another address?")
 
 
 class Processed:
-    """Results that a caller has processed, which are acknowledged some at a time.
+    """Results that a caller has processed. Several of them are acknowledged together.
 
     Args:
-        client: of the service.
-        after: cursor before the first of them, or an earlier one.
-        only: filter that accepts them and no others in between; None: all results of their groups.
+        client: client of the service.
+        after: a cursor before the first processed result.
+        only: filter that selects the processed results among the results after `after`. None selects all
+            results of their groups.
     """
 
     def __init__(self, client: RolloutClient, after: int = 0, only: Selection | None = None) -> None:
@@ -625,7 +630,7 @@ class Processed:
             await self.acknowledge()
 
     async def acknowledge(self) -> None:
-        """Acknowledge the results that were added. Never raises: they stay unread if this fails."""
+        """Acknowledge the added results. Never raises; if it fails, they stay unread."""
         if self._count:
             only = self._only or Selection(groups=frozenset(self._groups))
             try:
@@ -638,16 +643,16 @@ class Processed:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the lines of a body, cut at line feeds only. httpx would also cut at U+2028 and others, which may
-    occur in JSON strings."""
-    rest = bytearray()
+    """Yield the lines of a body. Only line feeds end lines; httpx would also split at U+2028 and other
+    characters that may occur in JSON strings."""
+    partial_line = bytearray()
     async for chunk in response.aiter_bytes():
         *lines, last = chunk.split(b"\n")
         for line in lines:
-            yield bytes(rest + line)
-            rest.clear()
-        rest += last
-    yield bytes(rest)
+            yield bytes(partial_line + line)
+            partial_line.clear()
+        partial_line += last
+    yield bytes(partial_line)
 
 
 def _parse[V: BaseModel](view: type[V], content: bytes | str) -> V:
@@ -669,18 +674,19 @@ def _error(response: httpx.Response) -> ProrlError:
 
 
 def _seconds(text: str) -> float:
-    """Parse a `Retry-After` in seconds; 0 if missing or a date, which this service does not send."""
+    """Return the seconds of a `Retry-After` header; 0 if it is missing or a date, which our service never
+    sends."""
     return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0.0
 
 
 def _filters(only: Selection) -> dict[str, list[str]]:
     """Return a selection as query parameters."""
     values = {"group": only.groups, "environment": only.environments, "state": only.states}
-    return {name: sorted(wanted) for name, wanted in values.items() if wanted}
+    return {name: sorted(accepted) for name, accepted in values.items() if accepted}
 
 
 def _of_groups(group_ids: Collection[str]) -> Selection:
-    """Return a filter for these groups if a URL can name them all, otherwise one for everything."""
+    """Return a filter for these groups, or `ALL` if their ids are too long for a URL."""
     short = len(group_ids) <= MAX_FILTER and sum(map(len, group_ids)) <= MAX_FILTER_CHARS
     return Selection(groups=frozenset(group_ids)) if short else ALL
 
@@ -690,5 +696,5 @@ def _episode(episode_id: str) -> str:
 
 
 def _segment(identifier: str) -> str:
-    """Return an id as one segment of a path: `/` is escaped, so that `a/../b` is not normalised."""
+    """Return an id as one segment of a path. `/` is escaped, so that `a/../b` is not normalised."""
     return quote(identifier, safe="")

@@ -12,7 +12,7 @@ from prorl_envs.rollout.api.types import Result, parse_result
 RESULTS = "results.jsonl"
 #: File beside the results: the requested groups, with the rows of their tasks.
 GROUPS = "groups.jsonl"
-_ELSEWHERE = "choose another place: --out"
+_OTHER_PATH = "choose another path with --out"
 
 
 def results_file(path: Path | str) -> Path:
@@ -28,31 +28,32 @@ def read_results(path: Path | str) -> Iterator[Result]:
         path: a JSONL file, or the folder of a run.
 
     Raises:
-        InputError: no such file, or a line is not a result; names the line.
+        InputError: there is no such file, or a line is not a result. The message names the line.
     """
     return (result for _, result in located_results(path))
 
 
 def located_results(path: Path | str) -> Iterator[tuple[str, Result]]:
-    """Read results as `read_results` does, each with its `path:line`."""
+    """Read results like `read_results`, and yield each with its location, `path:line`."""
     for where, result in lines_of(results_file(path), parse_result):
         if isinstance(result, str):
             raise InputError(
                 f"{where}: not a rollout result: {result}",
-                hint="this command reads the results.jsonl that `run` and `demo` write; after a kill, "
+                hint="this command reads a results.jsonl of `run` or `demo`; if the run was killed, "
                 "`run --resume` removes an unfinished last line",
             )
         yield where, result
 
 
 def lines_of[T: BaseModel](path: Path, parse: Callable[[bytes], T]) -> Iterator[tuple[str, T | str]]:
-    """Yield the objects of a JSONL file, each with `path:line`; for an invalid line, the error message.
+    """Yield the objects in a JSONL file, or the error messages of invalid lines, each with `path:line`.
 
     Args:
-        parse: raises ValidationError for an invalid line.
+        path: the file.
+        parse: parses a line; raises ValidationError if the line is invalid.
 
     Raises:
-        InputError: no such file.
+        InputError: the file cannot be read.
     """
     try:
         lines = path.open("rb")
@@ -71,23 +72,23 @@ def lines_of[T: BaseModel](path: Path, parse: Callable[[bytes], T]) -> Iterator[
 
 
 def ready(path: Path) -> Path:
-    """Return the path after a check that results can be written there: creates its folder, tries a file.
+    """Check that results can be written to a path, and return the path. Creates its folder.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the results cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise InputError(f"cannot write {path}: it is a folder", hint=_ELSEWHERE)
+            raise InputError(f"cannot write {path}: it is a folder", hint=_OTHER_PATH)
         with tempfile.TemporaryFile(dir=path.parent):
             return path
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}", hint=_ELSEWHERE) from error
+        raise InputError(f"cannot write {path}: {error.strerror}", hint=_OTHER_PATH) from error
 
 
 def write_results(path: Path, results: Iterable[BaseModel]) -> None:
-    """Write results or requests as JSONL; replaces the file only once all are written."""
+    """Write results or requests as JSONL. The file is replaced when all of them are written."""
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as lines:
         lines.writelines(result.model_dump_json() + "\n" for result in results)

@@ -1,4 +1,4 @@
-"""Router of results to waiting callers: one connection to the service for any number of callers."""
+"""Router of results to waiting callers, with one connection to the service for any number of callers."""
 
 import asyncio
 import contextlib
@@ -11,13 +11,13 @@ from prorl_envs.rollout.client.client import Processed, RolloutClient
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a failed service is asked again, and seconds that a request waits for results.
+#: Seconds before a failed request is repeated, and seconds for which a request waits for results.
 PAUSE_S, WAIT_S = 2.0, 20.0
 
 
 class ResultRouter:
     """Router that reads all results of a service in `keep_reading`, and passes them to waiting callers. It
-    acknowledges only these: the others are for other readers.
+    acknowledges only results that it passed on, since the others belong to other readers.
 
     Args:
         client: client of the service; its owner closes it.
@@ -29,7 +29,7 @@ class ResultRouter:
         self._reading = asyncio.Event()
 
     async def ready(self) -> None:
-        """Wait until results are read: no result of a later submission is missed."""
+        """Wait until results are read. Then no result of a later submission is missed."""
         await self._reading.wait()
 
     async def result(self, job_id: str) -> Result:
@@ -42,7 +42,7 @@ class ResultRouter:
             del self._waiting[job_id]
 
     async def keep_reading(self) -> None:
-        """Read results until cancelled; retries if the service fails."""
+        """Read results until cancelled. Failed requests are repeated."""
         processed = Processed(self._client)
         try:
             await self._keep_reading(processed)
@@ -68,14 +68,14 @@ class ResultRouter:
                     if not page.results:
                         await processed.acknowledge()
             except CursorExpired as error:
-                logger.warning("results went by unread: %s", error)
+                logger.warning("some results were dropped before they were read: %s", error)
                 after = None
             except ProrlError as error:
-                logger.warning("asking again in %g s: %s", PAUSE_S, error)
+                logger.warning("reading results fails; next try in %g s: %s", PAUSE_S, error)
                 await asyncio.sleep(PAUSE_S)
 
     async def _look_up(self) -> None:
-        """Request the awaited results: they may have been recorded while nothing was read."""
+        """Request every awaited result once, since it may have been recorded while nothing was read."""
         for job_id in list(self._waiting):
             with contextlib.suppress(NotFound):  # not finished
                 self.hand_over(await self._client.result(job_id))
@@ -85,7 +85,7 @@ class ResultRouter:
         return job_id in self._waiting
 
     def hand_over(self, result: Result) -> bool:
-        """Pass a result to the caller that waits for it; return False if there is none."""
+        """Pass a result to the caller that waits for it. Return False if no caller waits for it."""
         future = self._waiting.get(result.job_id)
         if future is None or future.done():
             return False

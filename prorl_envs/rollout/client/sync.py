@@ -7,8 +7,8 @@ with SyncRolloutClient("http://127.0.0.1:8600") as client:
         ...
 ```
 
-Every method runs the one of `RolloutClient` in a thread with its own event loop: it has the same retries, and
-also works inside a running event loop, as in a notebook.
+Every method runs the method of the same name of `RolloutClient` in a thread with its own event loop. So it
+has the same retries, and also works if an event loop is running, as in a notebook.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _END = object()
 def _waiting[**P, T](
     method: Callable[Concatenate[RolloutClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SyncRolloutClient", P], T]:
-    """Wrap a coroutine method as a method that waits for the answer."""
+    """Wrap a coroutine method as a method that waits for the return value."""
 
     @wraps(method)
     def call(self: "SyncRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -44,20 +44,20 @@ def _iterating[**P, T](
     def iterate(self: "SyncRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         items = cast(AsyncGenerator[T], method(self._client, *args, **kwargs))
 
-        taking: asyncio.Task[Any] | None = None
+        requesting: asyncio.Task[Any] | None = None
 
-        async def following() -> T | object:
-            nonlocal taking
-            taking = asyncio.current_task()
+        async def next_item() -> T | object:
+            nonlocal requesting
+            requesting = asyncio.current_task()
             return await anext(items, _END)
 
         async def close() -> None:
-            if taking is not None:  # an item request that a signal interrupted must finish first
-                await asyncio.wait([taking])
+            if requesting is not None:  # a request whose wait a signal interrupted must finish first
+                await asyncio.wait([requesting])
             await items.aclose()
 
         try:
-            while (item := self._call(following())) is not _END:
+            while (item := self._call(next_item())) is not _END:
                 yield cast(T, item)
         finally:
             if self._thread.is_alive():
@@ -67,7 +67,7 @@ def _iterating[**P, T](
 
 
 class SyncRolloutClient:
-    """Client of one rollout service, usable from any thread. Close it, or use it as a context manager.
+    """Client of one rollout service, usable from any thread. It must be closed; it is a context manager.
 
     Args:
         url: base URL of the service.
@@ -83,14 +83,14 @@ class SyncRolloutClient:
         try:
             self._client = self._call(_connect(url, options))
         except BaseException:
-            self._end()
+            self._stop_thread()
             raise
 
     def close(self) -> None:
         """Close the connections and stop the thread. Idempotent."""
         if self._thread.is_alive():
             self._call(self._client.aclose())
-            self._end()
+            self._stop_thread()
 
     def __enter__(self) -> Self:
         return self
@@ -104,15 +104,15 @@ class SyncRolloutClient:
         self.close()
 
     def _run(self, ready: threading.Event) -> None:
-        async def live() -> None:
-            self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        async def run_until_closed() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             ready.set()
-            await self._over.wait()
+            await self._stop.wait()
 
-        asyncio.run(live())
+        asyncio.run(run_until_closed())
 
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
+    def _stop_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
     def _call[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -122,7 +122,7 @@ class SyncRolloutClient:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # also if a signal interrupts the wait: the answer is no longer needed
+        except BaseException:  # also if a signal interrupts the wait, since then no caller needs the answer
             future.cancel()
             raise
 

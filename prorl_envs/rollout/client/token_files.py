@@ -1,8 +1,9 @@
-"""Token files: tokens of services on this machine, readable by their user only.
+"""Token files: tokens of services on this machine. Only the user of the service can read its file.
 
-A service on loopback without a configured token generates a token, and keeps it in a file while it runs.
-Clients of the same user read the file by the address of the service, as Jupyter's clients do. A restart
-generates another token: another user who binds the address in between and receives the old one cannot use it.
+A service on loopback without a configured token generates a token, which is in a file while the service runs.
+Clients of the same user find the file by the address of the service, as Jupyter's clients do. Each start
+generates a new token. So another user who binds the address after a stop, and receives the old token from a
+client, cannot use it with the next service.
 """
 
 import contextlib
@@ -26,10 +27,9 @@ from prorl_envs.errors import InputError
 
 log = logging.getLogger(__name__)
 
-
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,200}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Non-blocking: another user may have put a pipe in its place.
+#: Non-blocking, since another user may have put a pipe in place of the file.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -43,27 +43,27 @@ class Address(NamedTuple):
 
 
 def token_folder() -> Path:
-    """Return the folder of the files: `prorl-envs/tokens` in `$XDG_STATE_HOME`, or in `~/.local/state`.
+    """Return the folder of token files: `prorl-envs/tokens` in `$XDG_STATE_HOME`, or in `~/.local/state`.
 
     Raises:
         InputError: the user has no home directory.
     """
-    given = Path(os.environ.get("XDG_STATE_HOME") or "")
+    state_home = Path(os.environ.get("XDG_STATE_HOME") or "")
     try:
-        state = given if given.is_absolute() else Path.home() / ".local" / "state"
+        state = state_home if state_home.is_absolute() else Path.home() / ".local" / "state"
     except RuntimeError as error:
         raise InputError("there is no home directory for the token", hint="set XDG_STATE_HOME") from error
     return state / "prorl-envs" / "tokens"
 
 
 def new_token() -> str:
-    """Return a random token that cannot be guessed."""
+    """Return a new random token."""
     return secrets.token_urlsafe(32)
 
 
 @contextmanager
-def kept_token(token: str, address: Address) -> Iterator[Path]:
-    """Keep a token in the file of an address while the block runs.
+def stored_token(token: str, address: Address) -> Iterator[Path]:
+    """Write a token to the file of an address, and remove the file after the block.
 
     Yields:
         The file.
@@ -74,13 +74,13 @@ def kept_token(token: str, address: Address) -> Iterator[Path]:
     folder, name = token_folder(), _name(address)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(folder) as directory:
+        with _open_folder(folder) as directory:
             _write(directory, name, token)
     except OSError as error:
-        wrong = "XDG_STATE_HOME" if os.environ.get("XDG_STATE_HOME") else "HOME"
+        variable = "XDG_STATE_HOME" if os.environ.get("XDG_STATE_HOME") else "HOME"
         raise InputError(
-            f"the token cannot be kept in {folder}: {error.strerror or error}",
-            hint=f"set {wrong} to a directory of yours that can be written",
+            f"the token cannot be written to {folder}: {error.strerror or error}",
+            hint=f"set {variable} to a directory that you own and can write to",
         ) from error
     try:
         yield folder / name
@@ -89,20 +89,16 @@ def kept_token(token: str, address: Address) -> Iterator[Path]:
 
 
 def drop_token(address: Address, *, only: str = "") -> None:
-    """Remove the file of an address, if there is one.
-
-    Args:
-        only: remove only a file with this token; "" is any.
-    """
+    """Remove the file of an address, if it exists. With `only`, remove it only if it has this token."""
     if not only or read_token(address) == only:
         with contextlib.suppress(OSError, InputError):
             (token_folder() / _name(address)).unlink(missing_ok=True)
 
 
 def read_token(address: Address) -> str | None:
-    """Return the token of an address; None without a file, or if other users can read or change it."""
+    """Return the token of an address. Return None if there is no file, or other users can access it."""
     try:
-        with _opened(token_folder()) as directory:
+        with _open_folder(token_folder()) as directory:
             return _read(directory, _name(address))
     except FileNotFoundError:
         return None
@@ -111,13 +107,13 @@ def read_token(address: Address) -> str | None:
         return None
 
 
-@functools.cache  # a client asks for each request
+@functools.cache  # one warning per address, since clients read the file for each request
 def _warn_unread(address: Address, reason: str) -> None:
-    log.warning("the token of %s:%d is not read: %s", *address, reason)
+    log.warning("the token file of %s:%d is ignored: %s", *address, reason)
 
 
 def addresses_of(url: str) -> list[Address]:
-    """Return the loopback addresses that a URL may mean; none if it names another machine."""
+    """Return the loopback addresses that a URL may refer to; empty if it refers to another machine."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     if parts.scheme != "http":
@@ -125,37 +121,37 @@ def addresses_of(url: str) -> list[Address]:
     if host == "localhost":
         return [Address("127.0.0.1", port), Address("::1", port)]
     try:
-        found = ipaddress.ip_address(host)
+        ip_address = ipaddress.ip_address(host)
     except ValueError:
         return []
-    return [Address(str(found), port)] if found.is_loopback else []
+    return [Address(str(ip_address), port)] if ip_address.is_loopback else []
 
 
 class LocalToken(httpx.Auth):
     """HTTP authentication with the token file of a service of the same user on this machine.
 
-    The file is read again if a token is refused: the service may have restarted.
+    If a token is refused, the file is read again, since the service may have restarted.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[Address, str] | None = None
+        self._cached: tuple[Address, str] | None = None
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response]:
         """See `httpx.Auth.auth_flow`."""
         url = str(request.url)
-        sent = self._known = self._known or _find(url)
-        response = yield _with(request, sent)
+        sent = self._cached = self._cached or _find(url)
+        response = yield _add_token(request, sent)
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            self._known = _find(url)
-            if self._known not in (None, sent):
-                yield _with(request, self._known)
+            self._cached = _find(url)
+            if self._cached not in (None, sent):
+                yield _add_token(request, self._cached)
 
 
-def _with(request: httpx.Request, found: tuple[Address, str] | None) -> httpx.Request:
-    """Add a token to a request, and send it to the exact address of the token file: another user may listen
-    at another address of `localhost`."""
-    if found is not None:
-        address, token = found
+def _add_token(request: httpx.Request, cached: tuple[Address, str] | None) -> httpx.Request:
+    """Add a token to a request. Change `localhost` in its URL to the exact address of the token file, since
+    another user may listen at the other address of `localhost`."""
+    if cached is not None:
+        address, token = cached
         request.url = request.url.copy_with(host=address.host)
         request.headers["Authorization"] = f"Bearer {token}"
     return request
@@ -169,16 +165,16 @@ def _find(url: str) -> tuple[Address, str] | None:
 
 
 def _name(address: Address) -> str:
-    """Return the file name; it contains the host name, since machines may share a home directory."""
+    """Return the file name of an address, with the host name, since machines may share a home directory."""
     return f"service_{socket.gethostname().replace('/', '_')}_{address.host}_{address.port}"
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def _open_folder(folder: Path) -> Iterator[int]:
     """Open the folder and yield its file descriptor.
 
     Raises:
-        OSError: it cannot be opened, is a link, or other users can change it.
+        OSError: the folder cannot be opened, is a link, or other users have access.
     """
     directory = os.open(folder, _DIRECTORY)
     try:
@@ -193,9 +189,9 @@ def _write(directory: int, name: str, token: str) -> None:
     temporary = f".{name}.{secrets.token_hex(8)}"
     try:
         file = os.open(temporary, _WRITE, 0o600, dir_fd=directory)
-        with os.fdopen(file, "w", encoding="ascii") as opened:
+        with os.fdopen(file, "w", encoding="ascii") as stream:
             os.fchmod(file, 0o600)
-            opened.write(f"{token}\n")
+            stream.write(f"{token}\n")
         os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
         with contextlib.suppress(FileNotFoundError):
@@ -211,19 +207,19 @@ def _read(directory: int, name: str) -> str:
     finally:
         os.close(file)
     if not _TOKEN.fullmatch(text):
-        raise OSError(f"{name} holds no token")
+        raise OSError(f"{name} contains no token")
     return text
 
 
-def _check(found: os.stat_result, *, directory: bool) -> None:
+def _check(status: os.stat_result, *, directory: bool) -> None:
     """Check that a file or directory is of the right kind and private to this user.
 
     Raises:
         OSError: wrong kind, another owner, or other users have access.
     """
-    if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
-        raise OSError("its file is no regular file")
-    if found.st_uid != os.geteuid():
+    if not (stat.S_ISDIR if directory else stat.S_ISREG)(status.st_mode):
+        raise OSError("it is not a regular file")
+    if status.st_uid != os.geteuid():
         raise OSError("its file or folder belongs to another user")
-    if found.st_mode & _BY_OTHERS:
-        raise OSError("its file or folder is open to others: chmod go= would close it")
+    if status.st_mode & _BY_OTHERS:
+        raise OSError("its file or folder is open to others; `chmod go=` removes their access")

@@ -12,7 +12,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
     """Check that the turns are ordered spans of the tokens and match the loss mask.
 
     Raises:
-        NotContiguous: they do not.
+        NotContiguous: the turns overlap, or do not match the loss mask.
     """
     length = len(trajectory.ids)
     if not length == len(trajectory.loss_mask) == len(trajectory.logprobs):
@@ -26,4 +26,4 @@ def check_trajectory(trajectory: Trajectory) -> None:
         mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
         end = turn.end
     if mask != trajectory.loss_mask:
-        raise NotContiguous("the loss mask is not what the turns sampled")
+        raise NotContiguous("the loss mask does not match the sampled tokens of the turns")

@@ -103,8 +103,8 @@ class ModelSession:
         return list(self._calls.values())
 
     async def call(self, request: EndpointRequest, live: LiveAnswer | None = None) -> EndpointAnswer:
-        """Answer one request. If the call is cancelled, sampling stops. The tokens sampled so far are then
-        recorded as an unfinished answer, if the model server streams them.
+        """Answer one request. If the call is cancelled, sampling stops, and the tokens sampled so far are
+        recorded as an unfinished answer if the model server streams them.
 
         Args:
             request: the request.

@@ -14,7 +14,7 @@ from prorl_envs.config import ServerSettings
 from prorl_envs.errors import InputError
 from prorl_envs.listener.connection import ConnectionCounts, ConnectionLimits
 from prorl_envs.listener.listener import DEFAULT_LIMITS, HttpListener
-from prorl_envs.rollout.client.token_files import addresses_of, drop_token, kept_token, new_token
+from prorl_envs.rollout.client.token_files import addresses_of, drop_token, new_token, stored_token
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.http.logins import Logins
 from prorl_envs.rollout.service.service import RolloutService
@@ -63,7 +63,7 @@ async def serving(
         )
         for address in addresses_of(url):
             if token:
-                stack.enter_context(kept_token(token, address))
+                stack.enter_context(stored_token(token, address))
             else:
                 drop_token(address)  # token of an earlier service at this address
         await service.start()

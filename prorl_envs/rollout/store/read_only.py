@@ -98,7 +98,7 @@ class StoredEpisodes:
                 (self._cursors[number],),
             ).fetchone()
         if row is None:
-            raise InputError("this result is no longer stored", hint="see service.retention.max_results")
+            raise InputError("this result is no longer kept", hint="see service.retention.max_results")
         return unpack(row).model_dump_json().encode()
 
     def search(self, text: str, first: int = 0, max_bytes: int | None = None) -> Found:

@@ -19,8 +19,8 @@ from prorl_envs.rollout.client.token_files import (
     Address,
     addresses_of,
     drop_token,
-    kept_token,
     read_token,
+    stored_token,
     token_folder,
 )
 from prorl_envs.rollout.http.server import serving
@@ -115,7 +115,7 @@ async def test_another_user_cannot_read_the_file(tmp_path: Path) -> None:
 
 
 async def test_without_token_files_every_local_user_has_access() -> None:
-    with kept_token(TOKEN, ADDRESS):
+    with stored_token(TOKEN, ADDRESS):
         pass
     async with served(ServerSettings(port=0, generate_token=False)) as url:
         assert not token_folder().exists() or not list(token_folder().iterdir())
@@ -148,11 +148,11 @@ async def test_a_stale_file_is_replaced_or_removed() -> None:
     async with served() as url:
         port = int(url.rpartition(":")[2])
     stale = Address("127.0.0.1", port)
-    left = kept_token(TOKEN, stale)
+    left = stored_token(TOKEN, stale)
     left.__enter__()  # as written by a killed service
     async with served(ServerSettings(port=port)), RolloutClient(url) as client:
         assert (await client.status()).state == "serving"
-    left = kept_token(TOKEN, stale)
+    left = stored_token(TOKEN, stale)
     left.__enter__()
     async with served(ServerSettings(port=port, generate_token=False)):
         assert read_token(stale) is None
@@ -170,7 +170,7 @@ async def test_a_token_is_sent_to_loopback_only() -> None:
         sent.append(request)
         return httpx.Response(401, json={"error": {"type": "unauthorized", "message": "no", "hint": ""}})
 
-    with kept_token(TOKEN, ADDRESS):
+    with stored_token(TOKEN, ADDRESS):
         for url in ("http://localhost:8600", "http://10.0.0.1:8600", "http://127.0.0.1:8601"):
             async with RolloutClient(url, transport=httpx.MockTransport(answer)) as client:
                 with pytest.raises(Unauthorized):
@@ -206,7 +206,7 @@ def plant_folder(file: Path) -> None:
 
 @pytest.mark.parametrize("plant", [plant_link, plant_open_file, plant_pipe, plant_nonsense, plant_folder])
 def test_a_file_that_is_not_a_token_file_is_not_read(plant: Callable[[Path], None]) -> None:
-    with kept_token(TOKEN, ADDRESS) as file:
+    with stored_token(TOKEN, ADDRESS) as file:
         file.unlink()
         plant(file)
         assert read_token(ADDRESS) is None
@@ -215,10 +215,10 @@ def test_a_file_that_is_not_a_token_file_is_not_read(plant: Callable[[Path], Non
 def test_a_link_at_the_files_path_is_replaced_and_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("as it was")
-    with kept_token(TOKEN, ADDRESS) as file:
+    with stored_token(TOKEN, ADDRESS) as file:
         pass
     file.symlink_to(precious)
-    with kept_token(TOKEN, ADDRESS):
+    with stored_token(TOKEN, ADDRESS):
         assert read_token(ADDRESS) == TOKEN and not file.is_symlink()
     assert precious.read_text() == "as it was"
 
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written_has_one_remedy(
     if named == "HOME":
         monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv(named, str(state))
-    with pytest.raises(InputError, match="cannot be kept") as caught, kept_token(TOKEN, ADDRESS):
+    with pytest.raises(InputError, match="cannot be kept") as caught, stored_token(TOKEN, ADDRESS):
         pass
     assert caught.value.hint.startswith(f"set {named} to ")
 
@@ -247,10 +247,10 @@ def test_a_client_warns_once_of_a_token_that_it_cannot_read(
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o755])
 def test_a_folder_that_others_can_access_is_not_used(mode: int) -> None:
-    with kept_token(TOKEN, ADDRESS) as file:
+    with stored_token(TOKEN, ADDRESS) as file:
         file.parent.chmod(mode)
         assert read_token(ADDRESS) is None
-        with pytest.raises(InputError, match="open to others"), kept_token(TOKEN, ADDRESS):
+        with pytest.raises(InputError, match="open to others"), stored_token(TOKEN, ADDRESS):
             pass
         file.parent.chmod(0o700)
     assert not file.exists()
@@ -261,17 +261,17 @@ def test_a_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir(mode=0o700)
     folder.parent.mkdir(parents=True)
     folder.symlink_to(tmp_path / "other")
-    with pytest.raises(InputError, match="cannot be kept"), kept_token(TOKEN, ADDRESS):
+    with pytest.raises(InputError, match="cannot be kept"), stored_token(TOKEN, ADDRESS):
         pass
     assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_files_of_another_service_are_not_removed() -> None:
-    with kept_token(TOKEN, ADDRESS):
-        with kept_token("another-token-of-some-length", ADDRESS):
+    with stored_token(TOKEN, ADDRESS):
+        with stored_token("another-token-of-some-length", ADDRESS):
             pass
         assert read_token(ADDRESS) is None, "the later one took the place"
-        with kept_token("a-third-token-of-some-length", ADDRESS):
+        with stored_token("a-third-token-of-some-length", ADDRESS):
             drop_token(ADDRESS, only=TOKEN)
             assert read_token(ADDRESS) == "a-third-token-of-some-length"
 
