@@ -84,7 +84,7 @@ class RemoteConnection:
     def __init__(self, url: str, *, connect_s: float, tls: Any, clock: Clock) -> None:
         self.url = url
         self._clock = clock
-        # One client per episode: its cookies are separate, and it need not search other episodes' connections.
+        # One client per episode, for separate cookies, and for no search among other episodes' connections.
         self._http = httpx.AsyncClient(
             base_url=url,
             verify=tls,

@@ -1,4 +1,4 @@
-"""Adapters of trainers: each converts results to one trainer's rows.
+"""Adapters of trainers. Each converts results to the rows of one trainer.
 
-They use the client of the service only.
+They access the service only by its client.
 """

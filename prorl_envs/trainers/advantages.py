@@ -1,11 +1,11 @@
-"""Advantages of a group's episodes, for trainers that do not compute them. Pure."""
+"""Advantages of the episodes of a group, for trainers that do not compute them. Pure."""
 
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from prorl_envs.errors import ProrlError
 
-#: As in TRL, so that equal rewards give 0 instead of a division by 0.
+#: Added to the deviation, as in TRL, so that equal rewards give 0 instead of a division by 0.
 _EPSILON = 1e-8
 
 
@@ -23,10 +23,10 @@ def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
     """Return each episode's advantage over its group, in standard deviations (GRPO, arXiv 2402.03300).
 
     Args:
-        rewards: of the episodes of one group; None, a failure, counts for neither mean nor deviation.
+        rewards: rewards of the episodes of one group. None, a failure, is ignored in mean and deviation.
 
     Returns:
-        one for each episode; None if there is no reward.
+        An advantage for each episode, or None if the episode has no reward.
     """
     known = [reward for reward in rewards if reward is not None]
     if not known:
@@ -36,16 +36,16 @@ def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
 
 
 def neutral_rewards(groups: Sequence[Sequence[float | None]]) -> list[list[float]]:
-    """Fill missing rewards for trainers that require a number for every episode. An episode without a reward
-    gets its group's mean, which changes neither that mean nor the sign of any advantage; a group without any
-    reward gets the mean of all groups. The loss mask of such an episode must be 0.
+    """Replace missing rewards, for trainers that require a number for every episode. An episode without a
+    reward gets its group's mean, which changes neither this mean nor the sign of any advantage. A group
+    without any reward gets the mean of all groups. The loss mask of such an episode must be 0.
 
     Raises:
-        NothingScored: there is no reward at all.
+        NothingScored: no episode has a reward.
     """
     known = [reward for group in groups for reward in group if reward is not None]
     if not known:
-        raise NothingScored("not one episode has a reward", hint="the service's log says why")
+        raise NothingScored("not one episode has a reward", hint="see the service's log")
     overall = fmean(known)
     return [_filled(group, overall) for group in groups]
 

@@ -1,4 +1,4 @@
-"""Requests of trainer adapters to the rollout service: groups of one environment, their results, and the
+"""Requests of trainer adapters to the rollout service: submission of groups, collection of their results, and
 cancellation of groups that are no longer needed."""
 
 import contextlib
@@ -16,13 +16,13 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, job_
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.sync import SyncRolloutClient
 
-#: Environment variable of the service's bearer token, so that the token is in no file or log.
+#: Environment variable with the service's bearer token, so that no file or log contains the token.
 TOKEN = "PRORL_SERVER__TOKEN"
-#: Environment variable of the groups' lease, in seconds.
+#: Environment variable with the lease of groups in seconds.
 LEASE = "PRORL_LEASE_S"
-#: Adapters that read all results poll each group twice in this time.
+#: Minimum lease: adapters request the state of each group twice in this time.
 MIN_LEASE_S = 60.0
-#: Groups per request. A service accepts at most 16 MiB, and task rows may be long.
+#: Number of groups per request. A service accepts at most 16 MiB, and task rows may be long.
 CHUNK = 32
 
 
@@ -32,12 +32,12 @@ class GroupTemplate:
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
-        environment: the service's environment that the tasks are of.
-        sampling: sampling parameters; None leaves them to the adapter, or to the service.
+        environment: name of the tasks' environment at the service.
+        sampling: sampling parameters; None uses those of the adapter, or of the service.
         limits: limits of the agent loop; None uses the service's limits for the environment.
         run: prefix of all group ids, so that ids of two runs never collide.
-        lease_s: lease of each group: it is cancelled after this many seconds without a sign of this process,
-            60 or more. By default `$PRORL_LEASE_S`; None means no lease.
+        lease_s: seconds without a request of this process after which a group is cancelled, at least 60. The
+            default is `$PRORL_LEASE_S`; None means no lease.
     """
 
     url: str
@@ -56,8 +56,8 @@ class GroupTemplate:
         sampling: Sampling | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> GroupRequest:
-        """Return the request for a group called `<run>/<name>`; `sampling` applies if the template has
-        none."""
+        """Return the request for a group with the id `<run>/<name>`. `sampling` applies if the template has
+        no sampling parameters."""
         chosen = {"sampling": self.sampling or sampling, "limits": self.limits}
         return GroupRequest(
             id=f"{self.run}/{name}",
@@ -71,40 +71,40 @@ class GroupTemplate:
 
 
 def _lease() -> float | None:
-    """Return the lease of the environment variable, in seconds.
+    """Return the lease in the environment variable `LEASE`, in seconds.
 
     Raises:
-        InputError: not a number of seconds, or too short for the adapters' polling.
+        InputError: the value is not a number of seconds, or out of range.
     """
-    given = os.environ.get(LEASE)
-    if not given:
+    text = os.environ.get(LEASE)
+    if not text:
         return None
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not MIN_LEASE_S <= seconds <= 86_400:
         raise InputError(
-            f"{LEASE} is {given[:40]!r}", hint=f"seconds, {MIN_LEASE_S:g} to 86400; leave it out for no lease"
+            f"{LEASE} is {text[:40]!r}", hint=f"seconds, {MIN_LEASE_S:g} to 86400; unset it for no lease"
         )
     return seconds
 
 
 def connect(url: str) -> RolloutClient:
-    """Open a client of the service at `url`, with the token of the environment."""
+    """Open a client of the service at `url`, with the token in the environment variable `TOKEN`."""
     return RolloutClient(url, token=os.environ.get(TOKEN))
 
 
 def connect_sync(url: str) -> SyncRolloutClient:
-    """Open a client of the service at `url` for threads without an event loop."""
+    """Open a client like `connect`, for threads without an event loop."""
     return SyncRolloutClient(url, token=os.environ.get(TOKEN))
 
 
 def collect(client: SyncRolloutClient, groups: Sequence[GroupRequest]) -> list[list[Result]]:
-    """Submit groups and wait for all of their results. The groups are cancelled if the wait stops early.
+    """Submit groups and wait for all of their results. If the wait stops early, the groups are cancelled.
 
     Returns:
-        for each group the results of its samples, in their order.
+        For each group, the results of its samples in order.
 
     Raises:
         InputError: the service refuses a group.
@@ -126,34 +126,36 @@ def collect_informative(
     groups: Sequence[GroupRequest],
     reserve: Sequence[Mapping[str, Any]],
 ) -> list[list[Result]]:
-    """Collect as many groups with differing rewards as there are in `groups`. Groups of the tasks in reserve
-    replace those with equal rewards; if the reserve does not suffice, groups with equal rewards fill up.
+    """Collect as many groups with differing rewards as there are in `groups`. Groups of tasks in `reserve`
+    replace groups with equal rewards. If there are not enough, groups with equal rewards are returned too.
 
     Args:
-        name: name of the resulting batch at the service.
-        groups: at least one, alike but for their tasks.
+        client: client of the service.
+        name: id of the batch at the service.
+        groups: at least one request. All must be equal except for their tasks and ids.
+        reserve: further task rows.
 
     Returns:
-        for each group the results of its samples, in their order: informative ones first.
+        For each group, the results of its samples in order. Informative groups come first.
 
     Raises:
-        InputError: the groups differ in more than their tasks, or the service refuses them.
+        InputError: the groups differ otherwise, or the service refuses them.
         QueueFull, Unavailable: the service stays full or unreachable.
     """
-    one = groups[0]
-    if any(group != one.model_copy(update={"id": group.id, "task": group.task}) for group in groups):
-        raise InputError("the groups of a batch are alike", hint="ask for as many samples of each task")
+    first_group = groups[0]
+    if any(group != first_group.model_copy(update={"id": group.id, "task": group.task}) for group in groups):
+        raise InputError("the groups of a batch differ", hint="request the same number of samples per task")
     rows = [*(group.task for group in groups), *reserve]
     batch = BatchRequest(
         id=name,
-        environment=one.environment,
+        environment=first_group.environment,
         tasks=[BatchTask(task=dict(row)) for row in rows],
         groups=len(groups),
-        samples=one.samples,
-        sampling=one.sampling,
-        limits=one.limits,
-        lease_s=one.lease_s,
-        metadata=one.metadata,
+        samples=first_group.samples,
+        sampling=first_group.sampling,
+        limits=first_group.limits,
+        lease_s=first_group.lease_s,
+        metadata=first_group.metadata,
     )
     after = client.status().newest_cursor
     try:
@@ -161,18 +163,19 @@ def collect_informative(
         while not (view := client.batch(name, wait_s=60.0)).state.over:
             pass
     except BaseException:
-        with contextlib.suppress(ProrlError):  # it was not submitted, or the service is unreachable
+        with contextlib.suppress(ProrlError):  # the batch was not submitted, or the service is unreachable
             client.cancel_batch(name)
         raise
     informative = client.batch_groups(name).groups
     chosen = [group.group_id for group in informative]
-    begun = [f"{name}/{index}" for index in range(view.started)]
-    chosen += [group for group in begun if group not in chosen][: len(groups) - len(chosen)]
+    started = [f"{name}/{index}" for index in range(view.started)]
+    chosen += [group for group in started if group not in chosen][: len(groups) - len(chosen)]
     results = {result.job_id: result for result in client.follow(chosen, after)}
     read = sum(len(group.job_ids) for group in informative)
-    for _ in client.batch_results(name, read):  # none is left: the batch and its other groups are read
+    # There are no further results. This request marks the batch, with its other groups, as read.
+    for _ in client.batch_results(name, read):
         pass
-    return [[results[job_id(group, sample)] for sample in range(one.samples)] for group in chosen]
+    return [[results[job_id(group, sample)] for sample in range(first_group.samples)] for group in chosen]
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""Atropos (0.4): groups of the rollout service, pushed to its API server like those of an Atropos
-environment.
+"""Atropos (0.4): sends groups of the rollout service to Atropos's API server, as an Atropos environment does.
 
     asyncio.run(feed(AtroposFeed("http://127.0.0.1:8000", "http://127.0.0.1:8600", "bash", task_rows)))
 
-Works with any trainer that reads batches from Atropos's API. `atroposlib` is not imported: its API is HTTP.
+It works with any trainer that reads batches from this API. `atroposlib` is not needed, since the API is HTTP.
 """
 
 import asyncio
@@ -26,10 +25,10 @@ from prorl_envs.trainers.rows import one_row
 
 logger = logging.getLogger(__name__)
 
-#: Mask value of a token without loss; log-probability of a token that was not sampled.
+#: Atropos's mask value for tokens without loss, and its log-probability for tokens that were not sampled.
 MASKED, NOT_SAMPLED = -100, 1.0
-#: Polling interval of the queue, and of the trainer, in seconds.
-LOOK_S = 1.0
+#: Seconds between two requests for the state of Atropos's queue, or of its trainer.
+POLL_S = 1.0
 
 
 class AtroposRefused(ProrlError):
@@ -43,17 +42,17 @@ class AtroposFeed:
     Args:
         api: base URL of Atropos's API server.
         url: base URL of the rollout service. Its token is read from `$PRORL_SERVER__TOKEN`.
-        environment: the service's environment that the tasks are of.
-        tasks: its task rows; repeated in a new random order each time.
-        samples: episodes of a group.
+        environment: name of the tasks' environment at the service.
+        tasks: task rows of the environment; repeated without end, each time in a new random order.
+        samples: number of episodes in a group.
         groups: maximum number of groups in flight.
-        max_batches_behind: maximum number of batches in Atropos's queue. It bounds staleness, because Atropos
-            does not learn which version sampled a group. Above it no group starts.
-        max_token_length: longest sequence; as the trainer's.
+        max_batches_behind: maximum number of batches in Atropos's queue; if there are more, no group starts.
+            This limits staleness, because Atropos does not know which weight version sampled a group.
+        max_token_length: maximum length of a sequence, as in the trainer.
         weight: this environment's share of a batch, relative to other environments.
-        equal: also push groups whose rewards are all equal.
-        sampling, limits: as the service takes them; None uses the service's.
-        steps: number of groups to push; None runs without limit.
+        equal: also push groups with equal rewards.
+        sampling, limits: settings of the groups; None uses the service's.
+        steps: number of groups to push; None means no limit.
     """
 
     api: str
@@ -71,58 +70,58 @@ class AtroposFeed:
     steps: int | None = None
 
 
-async def feed(asked: AtroposFeed) -> int:
-    """Register with Atropos, keep groups in flight, and push the informative ones. Cancellation cancels the
-    groups.
+async def feed(config: AtroposFeed) -> int:
+    """Register with Atropos, keep groups in flight, and push informative groups. If this call is cancelled,
+    it cancels the groups in flight.
 
     Returns:
-        number of pushed groups.
+        The number of pushed groups.
 
     Raises:
         AtroposRefused: the API server is unreachable, or refuses a request.
-        InputError: there are no tasks, or the service refuses one.
+        InputError: there are no tasks, or the service refuses a task.
         QueueFull, Unavailable: the service stays full or unreachable.
     """
-    if not asked.tasks:
+    if not config.tasks:
         raise InputError("there are no tasks", hint="give the environment's task rows")
-    async with httpx.AsyncClient(base_url=asked.api, timeout=60, trust_env=False) as http:
-        env_id = await _registered(http, asked)
+    async with httpx.AsyncClient(base_url=config.api, timeout=60, trust_env=False) as http:
+        env_id = await _register(http, config)
         try:
-            async with Rollouts(asked.url) as rollouts:
-                return await _feed(http, rollouts, asked, env_id)
+            async with Rollouts(config.url) as rollouts:
+                return await _feed(http, rollouts, config, env_id)
         finally:
             await _post(http, "/disconnect-env", {"env_id": env_id})
 
 
-async def _feed(http: httpx.AsyncClient, rollouts: Rollouts, asked: AtroposFeed, env_id: int) -> int:
-    asking = GroupTemplate(asked.url, asked.environment, asked.sampling, asked.limits)
+async def _feed(http: httpx.AsyncClient, rollouts: Rollouts, config: AtroposFeed, env_id: int) -> int:
+    template = GroupTemplate(config.url, config.environment, config.sampling, config.limits)
     pushed = 0
-    under_way: set[asyncio.Task[list[Result]]] = set()
+    in_flight: set[asyncio.Task[list[Result]]] = set()
     try:
-        for number, task in enumerate(_stream(asked.tasks)):
-            while len(under_way) >= asked.groups or await _behind(http, env_id, asked, len(under_way)):
-                done, under_way = await _some(under_way)
+        for number, task in enumerate(_stream(config.tasks)):
+            while len(in_flight) >= config.groups or await _is_behind(http, env_id, config, len(in_flight)):
+                done, in_flight = await _wait_for_groups(in_flight)
                 for group in done:
-                    pushed += await _push(http, group.result(), asked, env_id)
-            if asked.steps is not None and pushed >= asked.steps:
+                    pushed += await _push(http, group.result(), config, env_id)
+            if config.steps is not None and pushed >= config.steps:
                 break
-            request = asking.group(f"{number}", task, asked.samples)
-            under_way.add(asyncio.create_task(rollouts.group(request)))
+            request = template.group(f"{number}", task, config.samples)
+            in_flight.add(asyncio.create_task(rollouts.group(request)))
     finally:
-        for group in under_way:
+        for group in in_flight:
             group.cancel()
-        if under_way:
-            await asyncio.wait(under_way)
+        if in_flight:
+            await asyncio.wait(in_flight)
     return pushed
 
 
-async def _some(
-    under_way: set[asyncio.Task[list[Result]]],
+async def _wait_for_groups(
+    in_flight: set[asyncio.Task[list[Result]]],
 ) -> tuple[set[asyncio.Task[list[Result]]], set[asyncio.Task[list[Result]]]]:
-    if not under_way:
-        await asyncio.sleep(LOOK_S)
-        return set(), under_way
-    return await asyncio.wait(under_way, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+    if not in_flight:
+        await asyncio.sleep(POLL_S)
+        return set(), in_flight
+    return await asyncio.wait(in_flight, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _stream(tasks: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -130,32 +129,32 @@ def _stream(tasks: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         yield from random.Random(epoch).sample(list(tasks), len(tasks))
 
 
-async def _registered(http: httpx.AsyncClient, asked: AtroposFeed) -> int:
-    """Return the environment's id, after a trainer has connected."""
+async def _register(http: httpx.AsyncClient, config: AtroposFeed) -> int:
+    """Register the environment once Atropos has a trainer. Return the environment's id."""
     body = {
-        "max_token_length": asked.max_token_length,
-        "desired_name": asked.environment,
-        "weight": asked.weight,
-        "group_size": asked.samples,
+        "max_token_length": config.max_token_length,
+        "desired_name": config.environment,
+        "weight": config.weight,
+        "group_size": config.samples,
     }
     while True:
         answer = await _post(http, "/register-env", body)
         if answer.get("status") == "success":
             return int(answer["env_id"])
-        logger.info("Atropos waits for its trainer")
-        await asyncio.sleep(LOOK_S)
+        logger.info("Atropos is waiting for its trainer")
+        await asyncio.sleep(POLL_S)
 
 
-async def _behind(http: httpx.AsyncClient, env_id: int, asked: AtroposFeed, under_way: int) -> bool:
-    """Return true if enough groups wait for the trainer, or are in flight."""
+async def _is_behind(http: httpx.AsyncClient, env_id: int, config: AtroposFeed, in_flight: int) -> bool:
+    """Return True if the groups in Atropos's queue and in flight fill `max_batches_behind` batches."""
     status = await _call(http, "GET", "/status-env", {"env_id": env_id})
     batch = (await _call(http, "GET", "/info"))["batch_size"]
-    waiting = (int(status.get("queue_size", 0)) + under_way) * asked.samples
-    return bool(batch > 0 and waiting >= asked.max_batches_behind * max(batch, asked.samples))
+    waiting = (int(status.get("queue_size", 0)) + in_flight) * config.samples
+    return bool(batch > 0 and waiting >= config.max_batches_behind * max(batch, config.samples))
 
 
-async def _push(http: httpx.AsyncClient, results: Sequence[Result], asked: AtroposFeed, env_id: int) -> int:
-    scored = as_scored_data(results, equal=asked.equal)
+async def _push(http: httpx.AsyncClient, results: Sequence[Result], config: AtroposFeed, env_id: int) -> int:
+    scored = as_scored_data(results, equal=config.equal)
     if scored is None:
         return 0
     await _post(http, "/scored_data", scored | {"env_id": env_id})
@@ -164,17 +163,17 @@ async def _push(http: httpx.AsyncClient, results: Sequence[Result], asked: Atrop
 
 def as_scored_data(results: Sequence[Result], *, equal: bool = False) -> dict[str, Any] | None:
     """Convert a group to Atropos's `ScoredData`, without the environment's id. Episodes without a reward are
-    omitted; Atropos keeps a smaller group until others complete it.
+    omitted; Atropos combines smaller groups.
 
     Args:
-        results: of one group.
-        equal: also convert groups whose rewards are all equal.
+        results: results of one group.
+        equal: also convert groups with equal rewards.
 
     Returns:
-        None if there is nothing to learn from the group.
+        The data, or None if there is nothing to learn from the group.
 
     Raises:
-        SeveralRows, NotContiguous.
+        SeveralRows, NotContiguous: see `one_row`.
     """
     rows = [row for row in map(one_row, results) if row.reward is not None and row.trains]
     if not rows or (not equal and spread([row.reward for row in rows]) == 0):
@@ -198,7 +197,7 @@ def as_scored_data(results: Sequence[Result], *, equal: bool = False) -> dict[st
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with a content, which Atropos requires; an answer that only calls tools has none."""
+    """Return the message with a content. Atropos requires it, but answers with only tool calls have none."""
     return {**message, "content": message.get("content") or ""}
 
 
@@ -214,5 +213,5 @@ async def _call(
         response.raise_for_status()
         answer = response.json()
     except (httpx.HTTPError, ValueError) as error:
-        raise AtroposRefused(f"{method} {path}: {error}", hint="is Atropos's run-api there?") from error
+        raise AtroposRefused(f"{method} {path}: {error}", hint="is Atropos's run-api running?") from error
     return answer if isinstance(answer, dict) else {}

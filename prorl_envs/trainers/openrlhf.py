@@ -1,8 +1,8 @@
-"""OpenRLHF (0.11): an agent executor that samples with OpenRLHF's own engine, in episodes of the service.
+"""OpenRLHF (0.11): agent executor for episodes of the service that OpenRLHF's own engine samples.
 
 OpenRLHF's engines run in its actors and have no HTTP interface, so the executor requests each turn from the
-engine. The service does the rest: it starts the episode, parses each answer, runs its tools, returns the
-tokens to append, and grades. Token ids stay as sampled. The file for `--train.agent_func_path`:
+engine. The service starts the episode, parses each answer, runs its tool calls, returns the tokens to append,
+and grades. Sampled token ids are used unchanged. The file for `--train.agent_func_path`:
 
     from openrlhf.utils.agent import AgentExecutorBase
     from prorl_envs.trainers.openrlhf import OpenRlhfEpisodes
@@ -14,8 +14,8 @@ tokens to append, and grades. Token ids stay as sampled. The file for `--train.a
         async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, **_):
             return await self.episodes.execute(prompt, label, sampling_params, max_length, llm_engine)
 
-Each prompt (or label) of the data set is a task row, as JSON. OpenRLHF updates weights while its engine is
-paused, and names no versions; it bounds staleness itself.
+Each prompt of the data set is a task row as JSON. OpenRLHF updates weights while its engine is paused. It has
+no names for weight versions, and limits the staleness itself.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class OpenRlhfEpisodes:
     Args:
         url: base URL of the service, which needs a tokenizer (`--tokenizer`) but no model server. Its token
             is read from `$PRORL_SERVER__TOKEN`.
-        environment: the service's environment that the tasks are of.
-        attempts: attempts at an episode before its failure is raised to OpenRLHF.
+        environment: name of the tasks' environment at the service.
+        attempts: maximum number of attempts of an episode before OpenRLHF gets its failure.
         limits: limits of the agent loop; by default OpenRLHF's maximum number of tokens.
     """
 
@@ -56,17 +56,18 @@ class OpenRlhfEpisodes:
     async def execute(
         self, prompt: str, label: Any, sampling_params: Any, max_length: int, llm_engine: Any
     ) -> dict[str, Any]:
-        """Run one episode and return it in the format of OpenRLHF's executors. Cancellation closes the
-        episode.
+        """Run one episode, and return it in the format of OpenRLHF's executors. If this call is cancelled, it
+        closes the episode.
 
         Args:
             prompt: the task row as JSON.
+            label: returned unchanged.
             sampling_params: vLLM's `SamplingParams`.
-            max_length: tokens of prompt and response together.
-            llm_engine: has `generate(ids, sampling_params)`.
+            max_length: maximum number of tokens in prompt and response together.
+            llm_engine: engine with a method `generate(ids, sampling_params)`.
 
         Raises:
-            EpisodeFailed: all attempts failed: OpenRLHF takes no sample without a reward.
+            EpisodeFailed: all attempts failed. OpenRLHF accepts no sample without a reward.
             InputError: the prompt is not a task row.
             SeveralRows: the episode forked.
             QueueFull, Unavailable: the service stays full or unreachable.
@@ -100,13 +101,13 @@ class OpenRlhfEpisodes:
             while view.state is EpisodeState.READY and len(context) < max_length:
                 step = await _sample(llm_engine, context, sampling_params, max_length)
                 view = await client.run_episode(request.id, step)
-                told = view.last.ids if view.last and view.last.ids else []
-                context += [*step.ids, *told]
+                new_ids = view.last.ids if view.last and view.last.ids else []
+                context += [*step.ids, *new_ids]
             if view.state in (EpisodeState.READY, EpisodeState.STOPPED):
                 view = await client.evaluate_episode(request.id)
             return _result(view)
         finally:
-            with contextlib.suppress(ProrlError):  # the service closes an idle episode by itself
+            with contextlib.suppress(ProrlError):  # the service itself closes idle episodes
                 await client.close_episode(request.id)
 
 
@@ -114,11 +115,11 @@ def as_openrlhf(result: Result, *, logprobs: bool = True) -> dict[str, Any]:
     """Convert an episode to the format of OpenRLHF's executors, without prompt and label.
 
     Args:
-        result: of an episode with a reward.
-        logprobs: include log-probabilities, because OpenRLHF requested them.
+        result: result of an episode, with a reward.
+        logprobs: include log-probabilities. OpenRLHF requests them or not.
 
     Raises:
-        SeveralRows, NotContiguous.
+        SeveralRows, NotContiguous: see `one_row`.
     """
     row = one_row(result)
     first = len(row.prompt_ids)
@@ -144,13 +145,13 @@ async def _sample(llm_engine: Any, context: list[int], sampling_params: Any, max
     output = (await llm_engine.generate(context, params)).outputs[0]
     ids = list(output.token_ids)
     if output.logprobs is None or len(output.logprobs) != len(ids):
-        raise ModelError("the engine gave no log-probability for each token")
-    logprobs = [each[token].logprob for token, each in zip(ids, output.logprobs, strict=True)]
-    full = output.finish_reason == "length"
-    return TokenStep(ids=ids, logprobs=logprobs, finish_reason="length" if full else "stop")
+        raise ModelError("the engine did not return a log-probability for each token")
+    logprobs = [candidates[token].logprob for token, candidates in zip(ids, output.logprobs, strict=True)]
+    at_limit = output.finish_reason == "length"
+    return TokenStep(ids=ids, logprobs=logprobs, finish_reason="length" if at_limit else "stop")
 
 
 def _result(view: EpisodeView) -> Result:
     if view.result is None:
-        raise ModelError(f"the episode {view.id} ended without a result", hint="the service's log says why")
+        raise ModelError(f"the episode {view.id} ended without a result", hint="see the service's log")
     return view.result

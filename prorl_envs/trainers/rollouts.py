@@ -1,14 +1,15 @@
-"""Rollouts for trainers with an event loop: any number of concurrent group requests.
+"""Rollouts for trainers with an event loop, with any number of concurrent group requests.
 
-    async with Rollouts(asking.url) as rollouts:
-        results = await rollouts.group(asking.group("step7/3", task, 8))
+    async with Rollouts(template.url) as rollouts:
+        results = await rollouts.group(template.group("step7/3", task, 8))
 
-If the waiting call stops early (its task is cancelled, a timeout expires), its group is cancelled at the
-service. Groups that a trainer evicts therefore release their sandboxes and model servers.
+If a call stops early, because its task is cancelled or a timeout expires, its group is cancelled at the
+service. So groups that a trainer drops release their sandboxes and model servers.
 """
 
 import asyncio
 import logging
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeFailed(ProrlError):
-    """Error: all attempts at an episode failed. `result` is the result of the last attempt."""
+    """Error: all attempts of an episode failed. `result` is the result of the last attempt."""
 
     def __init__(self, result: Result) -> None:
         failure = result.failure
@@ -39,12 +40,13 @@ class EpisodeFailed(ProrlError):
         self.result = result
 
 
-#: Interval in which a waiting call checks that the service still knows the group, in seconds.
+#: Seconds between two checks that the service still knows the group for which a call waits.
 CHECK_S = 30.0
 
 
 class Rollouts:
-    """Results of one service, each delivered to the call that requested its group. An async context manager.
+    """Client that requests groups, and returns each result to the call that requested its group. An async
+    context manager.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
@@ -54,12 +56,12 @@ class Rollouts:
     def __init__(self, url: str, *, patience_s: float = 600.0) -> None:
         self._url = url
         self._patience_s = patience_s
-        self._ending: set[asyncio.Task[None]] = set()
+        self._cancellations: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self.client: RolloutClient = connect(self._url)
-        self._inbox = ResultRouter(self.client)
-        self._reading = asyncio.create_task(self._inbox.keep_reading())
+        self._router = ResultRouter(self.client)
+        self._reading = asyncio.create_task(self._router.keep_reading())
         return self
 
     async def __aexit__(
@@ -71,45 +73,46 @@ class Rollouts:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections, after all pending cancellations were sent to the service. Idempotent."""
-        while self._ending:
-            await asyncio.wait(self._ending)
+        """Send all pending cancellations to the service, then close the connections. Idempotent."""
+        while self._cancellations:
+            await asyncio.wait(self._cancellations)
         self._reading.cancel()
         await asyncio.wait([self._reading])
         await self.client.aclose()
 
     async def group(self, request: GroupRequest, *, timeout_s: float | None = None) -> list[Result]:
-        """Return the results of a group's samples, in order. The group is cancelled if the wait stops early.
+        """Submit a group, and return the results of its samples in order. If this call stops early, the group
+        is cancelled.
 
         Args:
-            request: request of the group; submitted here.
-            timeout_s: seconds after which unfinished samples are cancelled; their results then have that
-                state. None means no timeout.
+            request: request for the group.
+            timeout_s: seconds after which unfinished samples are cancelled, so that their results have the
+                state `cancelled`. None means no timeout.
 
         Raises:
-            InputError: the service refuses the group, or has forgotten it.
+            InputError: the service refuses the group, or no longer knows it.
             QueueFull, Unavailable: the service is full, or unreachable for longer than `patience_s`.
         """
         await self._ready()
         jobs = [job_id(request.id, sample) for sample in range(request.samples)]
-        waiting = [asyncio.create_task(self._inbox.result(job)) for job in jobs]
+        waiting = [asyncio.create_task(self._router.result(job)) for job in jobs]
         submitting = asyncio.create_task(self.client.submit([request]))
         try:
             await asyncio.shield(submitting)
-            await self._all(request.id, waiting, timeout_s)
-            return [one.result() for one in waiting]
+            await self._wait_for_all(request.id, waiting, timeout_s)
+            return [wait.result() for wait in waiting]
         except BaseException:
-            ending = asyncio.create_task(self._forget(request.id, submitting))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            cancellation = asyncio.create_task(self._abandon(request.id, submitting))
+            self._cancellations.add(cancellation)
+            cancellation.add_done_callback(self._cancellations.discard)
             raise
         finally:
-            for one in waiting:
-                one.cancel()
+            for wait in waiting:
+                wait.cancel()
 
     async def episode(
         self,
-        asking: GroupTemplate,
+        template: GroupTemplate,
         name: str,
         task: Mapping[str, Any],
         *,
@@ -117,85 +120,85 @@ class Rollouts:
         attempts: int = 3,
     ) -> Result:
         """Return one graded episode, for trainers that request single samples and require a reward for each.
-        A failed episode is requested again, as a new group with a new seed, sandbox and turns.
+        A failed episode is requested again, as a new group.
 
         Raises:
-            EpisodeFailed: none of the attempts has a reward.
-            InputError, QueueFull, Unavailable: as `group`.
+            EpisodeFailed: no attempt has a reward.
+            InputError, QueueFull, Unavailable: see `group`.
         """
         for attempt in range(attempts):
-            [result] = await self.group(asking.group(f"{name}/{attempt}", task, 1, sampling=sampling))
+            [result] = await self.group(template.group(f"{name}/{attempt}", task, 1, sampling=sampling))
             if result.reward is not None:
                 return result
         raise EpisodeFailed(result)
 
-    async def _forget(self, group_id: str, submitting: asyncio.Task[list[GroupView]]) -> None:
-        """Cancel an abandoned group, after its submission has completed."""
+    async def _abandon(self, group_id: str, submitting: asyncio.Task[list[GroupView]]) -> None:
+        """Cancel a group that no call waits for any more, after its submission has completed."""
         await asyncio.wait([submitting])
         if submitting.exception() is None:
-            await self._end(group_id)
+            await self._cancel(group_id)
 
     async def _ready(self) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
-                await self._inbox.ready()
+                await self._router.ready()
         except TimeoutError:
-            await self.client.status()  # raises the reason
+            await self.client.status()  # usually raises a more specific error
             raise
 
-    async def _all(
+    async def _wait_for_all(
         self, group_id: str, waiting: Sequence[asyncio.Task[Result]], timeout_s: float | None
     ) -> None:
-        """Return when all results have arrived."""
-        began = heard = time.monotonic()
-        ended = timeout_s is None
+        """Wait until all results have arrived."""
+        last_contact = time.monotonic()
+        deadline = math.inf if timeout_s is None else last_contact + timeout_s
         while True:
-            left = CHECK_S if ended else min(CHECK_S, max(0.0, began + (timeout_s or 0.0) - time.monotonic()))
-            _, pending = await asyncio.wait(waiting, timeout=left)
+            seconds = min(CHECK_S, max(0.0, deadline - time.monotonic()))
+            _, pending = await asyncio.wait(waiting, timeout=seconds)
             if not pending:
                 return
-            if not ended and time.monotonic() - began >= (timeout_s or 0.0):
-                ended = True
-                await self._end(group_id)
+            if time.monotonic() >= deadline:
+                deadline = math.inf
+                await self._cancel(group_id)
             try:
                 await self._look_up(group_id)
-                heard = time.monotonic()
+                last_contact = time.monotonic()
             except Retryable:
-                if time.monotonic() - heard > self._patience_s:
+                if time.monotonic() - last_contact > self._patience_s:
                     raise
 
     async def _look_up(self, group_id: str) -> None:
-        """Deliver finished results that the result stream missed.
+        """Request finished results that the router missed.
 
         Raises:
-            NotFound: the service does not know the group any more, or no longer keeps a result.
+            NotFound: the service no longer knows the group or one of its results.
             QueueFull, Unavailable: the service is unreachable.
         """
         for job in (await self.client.group(group_id)).jobs:
-            if job.cursor is not None and self._inbox.waits_for(job.id):
-                self._inbox.hand_over(await self.client.result(job.id))
+            if job.cursor is not None and self._router.waits_for(job.id):
+                self._router.hand_over(await self.client.result(job.id))
 
-    async def _end(self, group_id: str) -> None:
+    async def _cancel(self, group_id: str) -> None:
         try:
             await self.client.cancel_group(group_id)
         except NotFound:
-            pass  # it was refused, or is forgotten
+            pass  # the group was refused, or the service no longer knows it
         except ProrlError as error:
             logger.warning("%s may continue at the service: %s", group_id, error)
 
 
-#: Per event loop, by URL: for trainers that call a function or create an object for every sample.
+#: Connections by event loop and URL, for trainers that call a function or create an object for every sample.
 _SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Rollouts]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 async def shared(url: str) -> Rollouts:
-    """Return the shared connection of this event loop to a service; open until `close_shared` or the exit."""
-    mine = _SHARED.setdefault(asyncio.get_running_loop(), {})
-    if url not in mine:
-        mine[url] = await Rollouts(url).__aenter__()
-    return mine[url]
+    """Return this event loop's shared connection to a service. It stays open until `close_shared`."""
+    connections = _SHARED.setdefault(asyncio.get_running_loop(), {})
+    if url not in connections:
+        connections[url] = await Rollouts(url).__aenter__()
+    return connections[url]
 
 
 async def close_shared() -> None:

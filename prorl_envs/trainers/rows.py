@@ -1,7 +1,7 @@
-"""Conversion of a rollout service result to training rows, shared by all trainer adapters. Pure.
+"""Conversion of a result to training rows, shared by all trainer adapters. Pure.
 
-An episode is one row, or several if its history was rewritten (`service.reasoning`). Rows of an episode share
-its reward, so a loss is normalised per episode: by each row's `weight`.
+An episode is one row, or several if its history was rewritten (`service.reasoning`). All rows of an episode
+have its reward, so a loss should be normalised per episode, with each row's `weight`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,15 @@ _CUT = frozenset({StopReason.TURN_LIMIT, StopReason.TOKEN_LIMIT, StopReason.TIME
 
 
 class SeveralRows(ProrlError):
-    """Error: an episode is several rows, and the trainer takes one for each sample."""
+    """Error: an episode has several rows, but the trainer accepts only one row per sample."""
 
 
 class RowStatus(StrEnum):
     """Status of an episode.
 
-    `completed`: finished by the policy; `truncated`: stopped by a limit of turns, tokens or time. Both were
-    graded. `aborted`: cancelled; `failed`: a failure of our infrastructure. Neither has a reward. `rejected`:
-    must not be trained on, though it may have a reward: its ids are not those that the model sampled.
+    `completed` (finished by the policy) and `truncated` (stopped by a limit of turns, tokens or time) were
+    graded. `aborted` (cancelled) and `failed` (an infrastructure failure) have no reward. `rejected` may have
+    a reward, but must not be trained on, since its ids are not exactly the ids that the model sampled.
     """
 
     COMPLETED = "completed"
@@ -38,28 +38,26 @@ class RowStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sequence to train on, prompt and response separated.
+    """Sequence of tokens to train on, separated into prompt and response.
 
     Args:
         job_id, group_id, environment, task_id: source of the row.
-        repetition: number of the sample in its group.
-        index: number of the row in its episode; `count`: number of rows of the episode. `last` is the graded
-            row.
-        prompt_ids: ids before the first sampled one.
-        response_ids: ids from the first sampled one to the last, including observations in between, shape
-            [T].
+        repetition: index of the sample in its group.
+        index: index of the row in its episode; `count`: number of rows of the episode.
+        prompt_ids: ids before the first sampled id.
+        response_ids: ids from the first to the last sampled id, with observations in between, shape [T].
         mask: 1 if the policy sampled the id and a loss may use it, else 0, shape [T]. All 0 if the episode
             must not be trained on.
-        logprobs: log-probability of each id under the policy that sampled it, 0.0 where the mask is 0, shape
+        logprobs: log-probability of each id under the policy that sampled it, 0.0 if the mask is 0, shape
             [T].
-        reward: the episode's; None if there is none. A failure is never 0.
+        reward: reward of the episode; None if it has none, never 0 instead.
         status: see `RowStatus`.
-        stop_reason: why the agent loop stopped, or "".
+        stop_reason: reason why the agent loop stopped, or "".
         failure: kind of the failure, or "".
-        turns: the model calls, as [start, end) of `response_ids`.
-        versions: weight versions and the spans of `response_ids` that they sampled, in order, as named by the
-            model servers; "" is unknown.
-        messages: the episode's conversation.
+        turns: the model calls, as spans [start, end) of `response_ids`.
+        versions: weight versions and the spans of `response_ids` that they sampled, in order. The model
+            servers name the versions; "" means unknown.
+        messages: conversation of the episode.
     """
 
     job_id: str
@@ -87,33 +85,34 @@ class Row:
 
     @property
     def weight(self) -> float:
-        """This row's share of its episode in a loss."""
+        """Weight of this row in a loss, so that the weights of an episode's rows sum to 1."""
         return 1.0 / self.count
 
     @property
     def trains(self) -> bool:
-        """True if some token of the row can be trained on."""
+        """True if at least one token of the row can be trained on."""
         return any(self.mask)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version of the weights that sampled the row, if versions are numbers and known."""
+        """Oldest weight version that sampled the row; None if a version is unknown or not a number."""
         names = [span.version for span in self.versions]
         known = bool(names) and all(name.isascii() and name.isdecimal() and len(name) < 20 for name in names)
         return min(map(int, names)) if known else None
 
     def staleness(self, current: int) -> int | None:
-        """Return by how many versions the oldest token is behind `current`; None if no version is known."""
+        """Return the number of versions from `oldest_version` to `current`; None if it is unknown."""
         oldest = self.oldest_version
         return None if oldest is None else max(0, current - oldest)
 
     def without_loss(self) -> "Row":
-        """Return a copy without any token to train on."""
+        """Return a copy in which no token can be trained on."""
         return replace(self, mask=[0] * len(self.mask), logprobs=[0.0] * len(self.mask))
 
     def filled(self, prompt_ids: Sequence[int], token: int) -> "Row":
-        """Return a non-empty row for trainers that require one for every sample. A row that trains is
-        returned unchanged; any other gets `prompt_ids`, if it has no prompt, and one token without loss."""
+        """Return a non-empty row, for trainers that require a row for every sample. A row that trains is
+        unchanged. Any other row gets a response of one token without loss, and `prompt_ids` if its prompt is
+        empty."""
         if self.trains:
             return self
         return replace(
@@ -128,9 +127,9 @@ class Row:
 
 
 def rows_of(result: Result) -> list[Row]:
-    """Return the rows of an episode, oldest first; at least one, which is empty if nothing was sampled.
+    """Return the rows of an episode, oldest first. An episode without tokens has one empty row.
 
-    Ids after a row's last sampled id are dropped: no loss depends on them.
+    Ids after a row's last sampled id are dropped, since no loss depends on them.
 
     Raises:
         NotContiguous: a trajectory is inconsistent with its turns.
@@ -140,17 +139,17 @@ def rows_of(result: Result) -> list[Row]:
     rows = []
     for index, trajectory in enumerate(trajectories):
         row = _row(result, status, trajectory, index, len(trajectories))
-        counts = status in (RowStatus.COMPLETED, RowStatus.TRUNCATED)
-        rows.append(row if counts else row.without_loss())
+        graded = status in (RowStatus.COMPLETED, RowStatus.TRUNCATED)
+        rows.append(row if graded else row.without_loss())
     return rows
 
 
 def one_row(result: Result) -> Row:
-    """Return the row of an episode, for trainers that take one for each sample.
+    """Return the only row of an episode, for trainers that accept one row per sample.
 
     Raises:
-        SeveralRows: there are several.
-        NotContiguous: as `rows_of`.
+        SeveralRows: the episode has several rows.
+        NotContiguous: see `rows_of`.
     """
     rows = rows_of(result)
     if len(rows) > 1:
@@ -195,13 +194,13 @@ def _row(result: Result, status: RowStatus, trajectory: Trajectory, index: int, 
         stop_reason=result.stop_reason or "",
         failure=result.failure.kind if result.failure else "",
         turns=tuple((turn.start - first, turn.end - first) for turn in turns),
-        versions=tuple(_merged(span for turn in turns for span in _spans(turn, first))),
+        versions=tuple(_merge(span for turn in turns for span in _spans(turn, first))),
         messages=result.messages,
     )
 
 
 def _spans(turn: TurnRecord, first: int) -> Iterator[VersionSpan]:
-    """Yield the weight versions of a turn and their spans, as indices from `first` on."""
+    """Yield the weight versions of a turn with their spans, as indices relative to `first`."""
     offset = turn.start - first
     for span in turn.version_spans:
         yield VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
@@ -209,15 +208,15 @@ def _spans(turn: TurnRecord, first: int) -> Iterator[VersionSpan]:
         yield VersionSpan(version=turn.weight_version, start=offset, end=offset + turn.end - turn.start)
 
 
-def _merged(spans: Iterator[VersionSpan]) -> Iterator[VersionSpan]:
-    """Merge adjacent spans of one version."""
-    held: VersionSpan | None = None
+def _merge(spans: Iterator[VersionSpan]) -> Iterator[VersionSpan]:
+    """Merge adjacent spans of the same version."""
+    merged: VersionSpan | None = None
     for span in spans:
-        if held is not None and held.version == span.version and held.end == span.start:
-            held = held.model_copy(update={"end": span.end})
+        if merged is not None and merged.version == span.version and merged.end == span.start:
+            merged = merged.model_copy(update={"end": span.end})
             continue
-        if held is not None:
-            yield held
-        held = span
-    if held is not None:
-        yield held
+        if merged is not None:
+            yield merged
+        merged = span
+    if merged is not None:
+        yield merged

@@ -1,12 +1,12 @@
-"""SkyRL (0.4): a generator whose episodes the rollout service runs (`GeneratorInterface`).
+"""SkyRL (0.4): generator whose episodes the rollout service runs (`GeneratorInterface`).
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return RolloutGenerator("http://127.0.0.1:8600", "bash", end_token=tokenizer.eos_token_id)
 
-SkyRL requires a number as every reward. An episode that failed gets the mean of its group, and a mask of 0:
-it does not change the advantages of other episodes and has no gradient of its own. `skyrl` is not imported:
-inputs and outputs are dicts.
+SkyRL requires a number as every reward. A failed episode gets the mean of its group and a mask of 0. So it
+neither changes the advantages of other episodes nor has a gradient. `skyrl` is not imported, since inputs and
+outputs are dicts.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ class RolloutGenerator:
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
-        environment: the service's environment that the tasks are of.
+        environment: name of the tasks' environment at the service.
         end_token: placeholder id for the response of an episode without tokens.
-        step_wise: SkyRL trains step-wise (`generator.step_wise_trajectories`): then an episode may be several
-            rows; else it must be one.
+        step_wise: SkyRL trains step-wise (`generator.step_wise_trajectories`), so an episode may have several
+            rows. Otherwise it must have one.
         limits: limits of the agent loop; None uses the service's limits for the environment.
     """
 
@@ -46,41 +46,41 @@ class RolloutGenerator:
         step_wise: bool = False,
         limits: AgentLimits | None = None,
     ) -> None:
-        self._asking = GroupTemplate(url, environment, limits=limits)
+        self._template = GroupTemplate(url, environment, limits=limits)
         self._end_token = end_token
         self._step_wise = step_wise
         self._calls = itertools.count()
 
     async def generate(self, input_batch: Mapping[str, Any], **_: Any) -> dict[str, Any]:
-        """Convert a `GeneratorInput` to a `GeneratorOutput` in the same order. Cancellation cancels its
-        groups.
+        """Convert a `GeneratorInput` to a `GeneratorOutput` in the same order. If this call is cancelled, it
+        cancels its groups.
 
         Raises:
-            InputError: a row carries no task, or the service refuses it.
+            InputError: a row contains no task, or the service refuses it.
             NothingScored: no episode has a reward.
             SeveralRows: an episode forked, and SkyRL does not train step-wise.
             QueueFull, Unavailable: the service stays full or unreachable.
         """
-        rollouts = await shared(self._asking.url)
+        rollouts = await shared(self._template.url)
         sampling = _sampling(input_batch.get("sampling_params") or {})
         call = next(self._calls)
         requests = [
-            self._asking.group(f"{call}/{index}", from_text(task), samples, sampling=sampling)
+            self._template.group(f"{call}/{index}", from_text(task), samples, sampling=sampling)
             for index, (task, samples) in enumerate(_groups(input_batch))
         ]
-        asked = [asyncio.create_task(rollouts.group(request)) for request in requests]
+        waits = [asyncio.create_task(rollouts.group(request)) for request in requests]
         try:
-            results = await asyncio.gather(*asked)
-        finally:  # if one group fails or all are cancelled, cancel the rest
-            for group in asked:
+            results = await asyncio.gather(*waits)
+        finally:  # if a group fails or this call is cancelled, cancel all groups
+            for group in waits:
                 group.cancel()
-            await asyncio.wait(asked)
+            await asyncio.wait(waits)
         ids = input_batch.get("trajectory_ids")
         return as_skyrl(results, ids, self._end_token, step_wise=self._step_wise)
 
 
 def rows(tasks: Iterable[Mapping[str, Any]], *, environment: str) -> list[dict[str, Any]]:
-    """Convert task rows to rows of SkyRL's data sets, to be written as Parquet. SkyRL requires a prompt and
+    """Convert task rows to rows of SkyRL's data sets, which are Parquet files. SkyRL requires a prompt and
     the name of one of its environments in each row; neither is used."""
     return [
         {
@@ -105,19 +105,19 @@ def as_skyrl(
         groups: the results, group by group.
         trajectory_ids: SkyRL's ids, one for each result.
         end_token: placeholder for the response of an episode without tokens.
-        step_wise: an episode may be several rows, of which the last is marked.
+        step_wise: an episode may have several rows. Its last row is marked.
 
     Raises:
-        NothingScored, SeveralRows, NotContiguous.
+        NothingScored, SeveralRows, NotContiguous: see `neutral_rewards`, `one_row`.
     """
     results = [result for group in groups for result in group]
     rewards = itertools.chain(*neutral_rewards([[result.reward for result in group] for group in groups]))
     episodes = [rows_of(result) if step_wise else [one_row(result)] for result in results]
-    known = {row.group_id: row.prompt_ids for rows in episodes for row in rows if row.prompt_ids}
-    some = next(iter(known.values()), [end_token])
+    prompts_by_group = {row.group_id: row.prompt_ids for rows in episodes for row in rows if row.prompt_ids}
+    default = next(iter(prompts_by_group.values()), [end_token])
     ids = trajectory_ids or [None] * len(results)
     flat = [
-        (row.filled(known.get(row.group_id, some), end_token), reward, trajectory_id)
+        (row.filled(prompts_by_group.get(row.group_id, default), end_token), reward, trajectory_id)
         for rows, reward, trajectory_id in zip(episodes, rewards, ids, strict=True)
         for row in rows
     ]
@@ -145,16 +145,16 @@ def _groups(batch: Mapping[str, Any]) -> Iterable[tuple[Any, int]]:
     """Yield the tasks of a batch, each with its number of adjacent samples."""
     extras = batch.get("env_extras") or []
     if len(extras) != len(batch["prompts"]) or any("task" not in (extra or {}) for extra in extras):
-        raise InputError("a row has no column `task`", hint="make the data set with skyrl.rows()")
+        raise InputError("a row has no column `task`", hint="create the data set with skyrl.rows()")
     ids = batch.get("trajectory_ids") or range(len(extras))
-    keys = [getattr(one, "instance_id", one) for one in ids]
+    keys = [getattr(trajectory_id, "instance_id", trajectory_id) for trajectory_id in ids]
     for _, indices in itertools.groupby(range(len(extras)), key=lambda index: keys[index]):
         members = list(indices)
         yield extras[members[0]]["task"], len(members)
 
 
 def _sampling(params: Mapping[str, Any]) -> Sampling:
-    """Convert SkyRL's sampling parameters, in vLLM's or SGLang's names."""
+    """Convert SkyRL's sampling parameters, which have vLLM's or SGLang's names."""
     names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens"}
     names["max_new_tokens"] = "max_tokens"
     return Sampling(

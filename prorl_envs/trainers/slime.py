@@ -1,13 +1,13 @@
-"""slime (August 2026): samples whose episodes the rollout service runs.
+"""slime (August 2026): custom generate function whose episodes the rollout service runs.
 
     --custom-generate-function-path prorl_envs.trainers.slime.generate
     --dynamic-sampling-filter-path prorl_envs.trainers.slime.keep_informative
     --custom-config-path slime.yaml        # with prorl_url and prorl_environment
     --input-key prompt --metadata-key metadata
 
-Both functions are needed: an episode that failed has no reward, and the filter, which sees whole groups, sets
-the replacement that slime requires. When slime has enough groups it aborts the rest; their episodes are
-cancelled at the service. `slime` is imported only to detect the abort and to return the filter's output.
+Both functions are needed: a failed episode has no reward, but slime requires one, so the filter, which
+receives whole groups, sets a replacement. When slime has enough groups it aborts all others; their episodes
+are cancelled at the service. `slime` is imported only to detect the abort and to return the filter's output.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from prorl_envs.trainers.rollouts import shared
 from prorl_envs.trainers.rows import Row, RowStatus, rows_of
 from prorl_envs.trainers.tasks import from_text, to_text
 
-#: Interval of the checks whether slime has enough groups, in seconds.
-LOOK_S = 0.5
+#: Seconds between two checks whether slime has enough groups.
+CHECK_S = 0.5
 
-# slime has no status for rejected samples; they are aborted like cancelled ones.
+# slime has no status for rejected samples. They are marked as aborted, like cancelled samples.
 _STATUS = {
     RowStatus.COMPLETED: "completed",
     RowStatus.TRUNCATED: "truncated",
@@ -39,25 +39,26 @@ _STATUS = {
 async def generate(
     args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> Any:
-    """Run one episode; slime's `--custom-generate-function-path`.
+    """Run one episode. Use it as slime's `--custom-generate-function-path`.
 
     Args:
-        args: slime's, with `prorl_url`, `prorl_environment` and, if wanted, `prorl_limits` (a mapping).
-        sample: slime's; its `metadata` has the task, as `rows` writes it.
-        sampling_params: temperature, top_p and max_new_tokens are used.
-        evaluation: no filter runs in an evaluation, so a failed episode is requested again.
+        args: slime's arguments, with `prorl_url`, `prorl_environment` and optionally `prorl_limits` (a
+            mapping).
+        sample: slime's sample. Its `metadata` contains the task, as `rows` writes it.
+        sampling_params: only temperature, top_p and max_new_tokens are used.
+        evaluation: request a failed episode again, since slime runs no filter in an evaluation.
 
     Returns:
-        the sample, filled in; a list of samples if the episode is several rows.
+        The sample with the fields of the episode, or a list of samples if the episode has several rows.
 
     Raises:
-        InputError: the sample carries no task, or the service refuses it.
+        InputError: the sample contains no task, or the service refuses it.
         EpisodeFailed: in an evaluation, all attempts failed.
         QueueFull, Unavailable: the service stays full or unreachable.
     """
     if evaluation:
-        asking, task, sampling = _asked(args, sample, sampling_params)
-        result = await (await shared(asking.url)).episode(asking, "evaluation", task, sampling=sampling)
+        template, task, sampling = _parse_arguments(args, sample, sampling_params)
+        result = await (await shared(template.url)).episode(template, "evaluation", task, sampling=sampling)
         return _filled(sample, result)
     from slime.rollout.sglang_rollout import GenerateState
 
@@ -65,28 +66,28 @@ async def generate(
 
 
 async def episode(
-    args: Any, sample: Any, sampling_params: Mapping[str, Any], over: Callable[[], bool]
+    args: Any, sample: Any, sampling_params: Mapping[str, Any], is_over: Callable[[], bool]
 ) -> Any:
-    """Run one episode like `generate`; cancel it at the service when `over` returns true."""
-    asking, task, sampling = _asked(args, sample, sampling_params)
-    request = asking.group("sample", task, 1, sampling=sampling)
-    asked = asyncio.create_task((await shared(asking.url)).group(request))
+    """Run one episode like `generate`. Cancel it at the service when `is_over` returns True."""
+    template, task, sampling = _parse_arguments(args, sample, sampling_params)
+    request = template.group("sample", task, 1, sampling=sampling)
+    waiting = asyncio.create_task((await shared(template.url)).group(request))
     try:
-        while not asked.done():
-            await asyncio.wait([asked], timeout=LOOK_S)
-            if not asked.done() and over():
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=CHECK_S)
+            if not waiting.done() and is_over():
                 sample.status = type(sample).Status("aborted")
                 return sample
-        [result] = asked.result()
+        [result] = waiting.result()
     finally:
-        asked.cancel()
-        await asyncio.wait([asked])
+        waiting.cancel()
+        await asyncio.wait([waiting])
     return _filled(sample, result)
 
 
 def keep_informative(args: Any, samples: Sequence[Any], **_: Any) -> Any:
-    """Keep groups whose rewards differ; slime's `--dynamic-sampling-filter-path`. Samples without a reward
-    get the mean of their group and are excluded from the loss (`remove_sample`)."""
+    """Keep groups whose rewards differ. Use it as slime's `--dynamic-sampling-filter-path`. Samples without a
+    reward get the mean of their group and are excluded from the loss (`remove_sample`)."""
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 
     keep, reason = settle(samples)
@@ -94,12 +95,12 @@ def keep_informative(args: Any, samples: Sequence[Any], **_: Any) -> Any:
 
 
 def settle(samples: Sequence[Any]) -> tuple[bool, str | None]:
-    """Return whether to keep a group, and the reason if not. Sets the missing rewards of its samples.
+    """Return True and None to keep a group, or False and the reason. Sets missing rewards of kept groups.
 
     Args:
-        samples: slime's samples, or lists of them if episodes are several rows.
+        samples: slime's samples. An episode with several rows is a list of samples.
     """
-    episodes = [one if isinstance(one, list) else [one] for one in samples]
+    episodes = [each if isinstance(each, list) else [each] for each in samples]
     rewards = [rows[-1].reward for rows in episodes]
     if spread(rewards) == 0:
         return False, "failed" if None in rewards and len(set(rewards)) == 1 else "equal_rewards"
@@ -111,7 +112,7 @@ def settle(samples: Sequence[Any]) -> tuple[bool, str | None]:
 
 
 def rows(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert task rows to rows of slime's data sets, to be written as JSONL."""
+    """Convert task rows to rows of slime's data sets, which are JSONL files."""
     return [
         {
             "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
@@ -123,11 +124,11 @@ def rows(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def as_slime(result: Result, index: int | None) -> list[dict[str, Any]]:
     """Convert an episode to the fields of slime's `Sample`s, one for each row. Rows of one episode share a
-    `rollout_id`, by which slime normalises their loss.
+    `rollout_id`, so that slime normalises their loss per episode.
 
     Args:
-        result: of the episode.
-        index: of the requested sample.
+        result: result of the episode.
+        index: index of slime's sample.
     """
     return [_fields(row, index) for row in rows_of(result)]
 
@@ -148,35 +149,35 @@ def _fields(row: Row, index: int | None) -> dict[str, Any]:
     }
 
 
-def _asked(
+def _parse_arguments(
     args: Any, sample: Any, params: Mapping[str, Any]
 ) -> tuple[GroupTemplate, dict[str, Any], Sampling]:
-    """Return the request: group template, task and sampling parameters."""
+    """Return the group template, the task and the sampling parameters."""
     limits = getattr(args, "prorl_limits", None)
-    asking = GroupTemplate(
+    template = GroupTemplate(
         args.prorl_url, args.prorl_environment, limits=AgentLimits.model_validate(limits) if limits else None
     )
-    return asking, from_text((sample.metadata or {}).get("task")), _sampling(params)
+    return template, from_text((sample.metadata or {}).get("task")), _sampling(params)
 
 
 def _filled(sample: Any, result: Result) -> Any:
-    made = [_fill(sample, fields) for fields in as_slime(result, sample.index)]
-    return made if len(made) > 1 else made[0]
+    filled = [_with_fields(sample, fields) for fields in as_slime(result, sample.index)]
+    return filled if len(filled) > 1 else filled[0]
 
 
-def _fill(sample: Any, fields: Mapping[str, Any]) -> Any:
+def _with_fields(sample: Any, fields: Mapping[str, Any]) -> Any:
     """Return a copy of the sample with these fields."""
-    made = type(sample).from_dict(sample.to_dict())
+    filled = type(sample).from_dict(sample.to_dict())
     for name, value in fields.items():
-        setattr(made, name, value)
-    made.status = type(sample).Status(fields["status"])
-    made.metadata = {**(sample.metadata or {}), **fields["metadata"]}
-    return made
+        setattr(filled, name, value)
+    filled.status = type(sample).Status(fields["status"])
+    filled.metadata = {**(sample.metadata or {}), **fields["metadata"]}
+    return filled
 
 
 def _sampling(params: Mapping[str, Any]) -> Sampling:
     names = {"temperature": "temperature", "top_p": "top_p", "max_new_tokens": "max_tokens"}
-    given = {mine: params[theirs] for theirs, mine in names.items() if params.get(theirs) is not None}
-    if given.get("top_p") == 0:
-        raise InputError("top_p is 0", hint="it is a share of the probability: 1 for all of it")
-    return Sampling(**given)
+    chosen = {mine: params[theirs] for theirs, mine in names.items() if params.get(theirs) is not None}
+    if chosen.get("top_p") == 0:
+        raise InputError("top_p is 0", hint="top_p is a share of the probability: 1 allows all tokens")
+    return Sampling(**chosen)

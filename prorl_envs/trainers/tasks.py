@@ -1,4 +1,4 @@
-"""Task rows in the data sets of trainers: as JSON text, since rows may have differing columns. Pure."""
+"""Task rows in the data sets of trainers. They are JSON text, since rows may have different columns. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ def to_text(task: Mapping[str, Any]) -> str:
 
 
 def from_text(text: Any) -> dict[str, Any]:
-    """Parse the text of `to_text`; a row that is already a mapping is copied.
+    """Parse the text of `to_text`. A row that is already a mapping is copied.
 
     Raises:
         InputError: the text is not a JSON object.
@@ -25,5 +25,5 @@ def from_text(text: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
-        raise InputError("there is no task row in it", hint="make the trainer's data set with prompts()")
+        raise InputError("the row contains no task", hint="create the data set with this adapter's function")
     return row

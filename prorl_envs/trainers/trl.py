@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` with rollouts by the rollout service (TRL 1.16, `rollout_func`).
+"""TRL's `GRPOTrainer` with rollouts of the rollout service (TRL 1.16, `rollout_func`).
 
     rollouts = TrlRollouts("http://127.0.0.1:8600", "bash", weights=upload)
     trainer = GRPOTrainer(
@@ -6,8 +6,8 @@
         reward_funcs=service_reward,
     )
 
-A sample that failed has no reward (None), not 0: TRL excludes it from its group's mean, and its mask is 0
-throughout. TRL takes one row for each sample, so episodes must not fork (`service.reasoning: keep`).
+A failed sample has the reward None, not 0: TRL excludes it from its group's mean, and its mask is all 0. TRL
+accepts one row per sample, so episodes must not fork (`service.reasoning: keep`).
 """
 
 import itertools
@@ -31,7 +31,7 @@ OVERSAMPLED = 3
 
 
 class Trainer(Protocol):
-    """Attributes of a `GRPOTrainer` that are read here."""
+    """Attributes of a `GRPOTrainer` that this module reads."""
 
     args: Any
     state: Any
@@ -43,27 +43,26 @@ class Trainer(Protocol):
 
 
 type UploadWeights = Callable[[Any, int], None]
-"""Puts the trainer's current weights into the service's model servers. Called in every process of the trainer
-with the trainer and the version, while no turn is sampled."""
+"""Function that sends the trainer's current weights to the service's model servers. It is called with the
+trainer and the version, in every process of the trainer, while no turn is sampled."""
 
 
 class TrlRollouts:
-    """A `rollout_func`: prompts in, one graded episode per prompt out.
+    """Implementation of TRL's `rollout_func`. It returns one graded episode for each prompt.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
-        environment: the service's environment that the tasks are of.
-        task: converts a prompt of the data set to the environment's task row. By default a prompt is the row
-            as JSON, as `prompts` makes it.
-        weights: puts the trainer's weights into the model servers, before rollouts with new weights are
-            requested; None if this happens elsewhere. With it no token is sampled by older weights.
-        mode: treatment of other clients' turns in flight meanwhile; the trainer's own are finished.
-        reserve: further task rows, for dynamic sampling (DAPO, arXiv 2503.14476): a training group whose
-            rewards are all equal is replaced by a group of the next of these rows, so that each step has as
-            many groups to learn from as the trainer's prompts make. If `OVERSAMPLED` times as many do not
-            suffice, groups of equal rewards fill up. None disables it.
-        sampling: sampling parameters. By default those of the trainer's configuration (`temperature`,
-            `top_p`), and at most `max_completion_length` tokens a turn.
+        environment: name of the tasks' environment at the service.
+        task: converts a prompt of the data set to a task row. By default the prompt is a row as JSON, as
+            `prompts` creates it.
+        weights: sends the trainer's weights to the model servers, before rollouts with new weights are
+            requested. So no token is sampled by older weights. None if another component sends them.
+        mode: handling of other clients' turns in flight during this. The trainer itself has none.
+        reserve: further task rows, for dynamic sampling (DAPO, arXiv 2503.14476). A training group with equal
+            rewards is replaced by a group of the next of these rows. Groups with equal rewards are returned
+            only if `OVERSAMPLED` times the number of wanted groups were not enough. None disables this.
+        sampling: sampling parameters. By default `temperature` and `top_p` of the trainer's configuration,
+            and at most `max_completion_length` tokens per turn.
         limits: limits of the agent loop; None uses the service's limits for the environment.
     """
 
@@ -79,7 +78,7 @@ class TrlRollouts:
         sampling: Sampling | None = None,
         limits: AgentLimits | None = None,
     ) -> None:
-        self._asking = GroupTemplate(url, environment, sampling, limits)
+        self._template = GroupTemplate(url, environment, sampling, limits)
         self._task = task or from_text
         self._weights = weights
         self._mode = mode
@@ -89,15 +88,15 @@ class TrlRollouts:
         self._uploaded = -1
 
     def __call__(self, prompts: Sequence[Any], trainer: Trainer) -> dict[str, list[Any]]:
-        """Run the rollouts of a step; each prompt is repeated once per wanted sample.
+        """Run the rollouts of a step. `prompts` contains a prompt once for each wanted sample.
 
         Returns:
-            `prompt_ids`, `completion_ids`, `logprobs`, `env_mask`: a list of ids (numbers, bits) for each
-                prompt, in order. `reward` (None if there is none), `status`, `stop_reason`, `turns`,
-                `job_id`, `weight_version`: one for each prompt; TRL passes them to the reward functions.
+            `prompt_ids`, `completion_ids`, `logprobs`, `env_mask`: for each prompt a list with a value per
+                token. `reward` (None without one), `status`, `stop_reason`, `turns`, `job_id`,
+                `weight_version`: one value for each prompt, which TRL passes to the reward functions.
 
         Raises:
-            InputError: a prompt is not a task; or groups of a step differ in size, with `reserve`.
+            InputError: a prompt is not a task. Or, with `reserve`, groups of a step differ in size.
             NothingScored: no episode has a reward.
             SeveralRows: an episode forked.
             QueueFull, Unavailable: the service stays full or unreachable.
@@ -105,19 +104,19 @@ class TrlRollouts:
         version = int(trainer.state.global_step)
         if self._weights is not None and version != self._uploaded:
             self._upload(self._weights, trainer, version)
-        most = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+        group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         name = f"step{version}/{next(self._calls)}/{trainer.accelerator.process_index}"
-        runs = list(_runs(prompts, most))
+        repeated = list(_repeated(prompts, group_size))
         groups = [
-            self._asking.group(f"{name}/{index}", self._task(prompt), samples, sampling=_sampling(trainer))
-            for index, (prompt, samples) in enumerate(runs)
+            self._template.group(f"{name}/{index}", self._task(prompt), samples, sampling=_sampling(trainer))
+            for index, (prompt, samples) in enumerate(repeated)
         ]
         if self._reserve is None or not trainer.model.training:
-            found = collect(self._client, groups)
+            result_groups = collect(self._client, groups)
         else:
             extra = itertools.islice(self._reserve, (OVERSAMPLED - 1) * len(groups))
-            found = collect_informative(self._client, name, groups, list(extra))
-        results = [result for group in found for result in group]
+            result_groups = collect_informative(self._client, name, groups, list(extra))
+        results = [result for group in result_groups for result in group]
         return as_trl(results, _end_token(trainer))
 
     def close(self) -> None:
@@ -125,8 +124,8 @@ class TrlRollouts:
         self._client.close()
 
     def _upload(self, weights: UploadWeights, trainer: Trainer, version: int) -> None:
-        """Upload the weights in all processes, as gathering them may need all; only the main process calls
-        the service."""
+        """Upload the weights. All processes take part, since gathering the weights may need all of them. Only
+        the main process calls the service."""
         if trainer.accelerator.is_main_process:
             with weights_change_sync(self._client, version, mode=self._mode):
                 trainer.accelerator.wait_for_everyone()
@@ -141,9 +140,8 @@ class TrlRollouts:
 
 
 def prompts(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Convert task rows to rows of a TRL data set, for `Dataset.from_list`. The environment supplies the
-    start of the conversation, so a prompt is only the task: as JSON, since rows may have differing
-    columns."""
+    """Convert task rows to rows of a TRL data set, for `Dataset.from_list`. A prompt is only the task row as
+    JSON, since the environment creates the initial messages."""
     return [{"prompt": to_text(task)} for task in tasks]
 
 
@@ -156,9 +154,8 @@ def service_reward(
     log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Return the rewards of the service's graders, None if there is none; a reward function for TRL. Adds the
-    job's id to TRL's table of completions (`prorl-envs show` displays the episode), and the share of each
-    status to its metrics."""
+    """Reward function for TRL: return the rewards of the service's graders. Adds the job id to TRL's table of
+    completions (`prorl-envs show` displays the episode), and the share of each status to its metrics."""
     if log_extra is not None and job_id:
         log_extra("job", list(job_id))
     if log_metric is not None and status:
@@ -171,17 +168,17 @@ def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
     """Convert results to the output of a `rollout_func`, in their order.
 
     Args:
-        results: of whole groups, one result for each prompt.
+        results: one result for each prompt; all results of a group are included.
         end_token: placeholder for the response of an episode without tokens; no loss uses it.
 
     Raises:
-        NothingScored, SeveralRows, NotContiguous.
+        NothingScored, SeveralRows, NotContiguous: see `__call__` and `one_row`.
     """
     rows = [one_row(result) for result in results]
-    _warn(rows)
-    known = {row.group_id: row.prompt_ids for row in rows if row.prompt_ids}
-    some = next(iter(known.values()), [end_token])
-    rows = [row.filled(known.get(row.group_id, some), end_token) for row in rows]
+    _log_failures(rows)
+    prompts_by_group = {row.group_id: row.prompt_ids for row in rows if row.prompt_ids}
+    default = next(iter(prompts_by_group.values()), [end_token])
+    rows = [row.filled(prompts_by_group.get(row.group_id, default), end_token) for row in rows]
     return {
         "prompt_ids": [row.prompt_ids for row in rows],
         "completion_ids": [row.response_ids for row in rows],
@@ -196,31 +193,31 @@ def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
     }
 
 
-def _warn(rows: Sequence[Row]) -> None:
-    """Log the failures.
+def _log_failures(rows: Sequence[Row]) -> None:
+    """Log how many episodes have no reward.
 
     Raises:
-        NothingScored: all episodes failed.
+        NothingScored: no episode has a reward.
     """
     failures = Counter(row.failure for row in rows if row.reward is None)
     if not failures:
         return
-    named = ", ".join(f"{kind or 'none'}: {count}" for kind, count in failures.most_common())
+    counts = ", ".join(f"{kind or 'none'}: {count}" for kind, count in failures.most_common())
     if failures.total() == len(rows):
         raise NothingScored(
-            f"none of {len(rows)} episodes has a reward ({named})",
-            hint="`prorl-envs show` or the service's log says why",
+            f"none of {len(rows)} episodes has a reward ({counts})",
+            hint="see `prorl-envs show`, or the service's log",
         )
-    logger.warning("%d of %d episodes have no reward (%s)", failures.total(), len(rows), named)
+    logger.warning("%d of %d episodes have no reward (%s)", failures.total(), len(rows), counts)
 
 
-def _runs(prompts: Sequence[Any], most: int) -> Iterable[tuple[Any, int]]:
-    """Group adjacent equal prompts, at most `most` in one group."""
-    for prompt, same in itertools.groupby(prompts):
-        left = len(list(same))
-        while left > 0:
-            yield prompt, min(left, most)
-            left -= most
+def _repeated(prompts: Sequence[Any], group_size: int) -> Iterable[tuple[Any, int]]:
+    """Yield adjacent equal prompts as one prompt and their number, which is at most `group_size`."""
+    for prompt, equal in itertools.groupby(prompts):
+        remaining = len(list(equal))
+        while remaining > 0:
+            yield prompt, min(remaining, group_size)
+            remaining -= group_size
 
 
 def _sampling(trainer: Trainer) -> Sampling:

@@ -1,4 +1,4 @@
-"""TRL's experimental `AsyncGRPOTrainer` with rollouts by the rollout service (TRL 1.16).
+"""TRL's experimental `AsyncGRPOTrainer` with rollouts of the rollout service (TRL 1.16).
 
     trainer = AsyncGRPOTrainer(
         model,
@@ -8,8 +8,8 @@
         weight_transfer=TrlWeightTransfer(url, send),
     )
 
-The worker keeps groups in flight while the trainer trains. It computes the advantages, passes the episodes of
-groups with differing rewards to the trainer, and drops the other groups. Groups that are too old when new
+While the trainer trains, the worker keeps groups in flight. It computes the advantages, passes the episodes
+of groups with differing rewards to the trainer, and drops all other groups. Groups that are too old when new
 weights arrive are cancelled at the service. `trl` is imported only for the type of the queue's items.
 """
 
@@ -42,19 +42,20 @@ TICK_S = 0.2
 
 
 class TrlAsyncWorker:
-    """A `rollout_worker`: fills `rollout_buffer` with `RolloutSample`s from its own thread. Single use.
+    """Implementation of TRL's `rollout_worker`. A thread fills `rollout_buffer` with `RolloutSample`s. It can
+    be started once.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
-        environment: the service's environment that the tasks are of.
-        tasks: its task rows; repeated in a new random order each time.
-        samples: episodes of a group.
+        environment: name of the tasks' environment at the service.
+        tasks: task rows of the environment; repeated without end, each time in a new random order.
+        samples: number of episodes in a group.
         groups: maximum number of groups in flight.
-        max_staleness: maximum age of a group, in versions between its start and the trainer's weights. Use
-            the `max_staleness` of `AsyncGRPOConfig`, by which TRL drops samples that arrive later.
-        equal: also pass groups whose rewards are all equal to the trainer; they carry no gradient.
-        buffer: maximum number of samples that wait for the trainer; a full buffer stops new groups.
-        sampling, limits: as the service takes them; None uses the service's. The temperature must be the
+        max_staleness: maximum number of versions between the start of a group and the trainer's weights. Use
+            the `max_staleness` of `AsyncGRPOConfig`, with which TRL drops samples that are too old.
+        equal: also pass groups with equal rewards to the trainer; they have no gradient.
+        buffer: maximum number of samples that wait for the trainer. No group starts while the buffer is full.
+        sampling, limits: settings of the groups; None uses the service's. The temperature must equal the
             trainer's.
         seed: seed of the order of tasks.
     """
@@ -78,7 +79,7 @@ class TrlAsyncWorker:
             raise InputError("there are no tasks", hint="give the environment's task rows")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(buffer)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(4096)
-        self._asking = GroupTemplate(url, environment, sampling, limits)
+        self._template = GroupTemplate(url, environment, sampling, limits)
         self._tasks = tasks
         self._samples = samples
         self._groups = groups
@@ -86,28 +87,28 @@ class TrlAsyncWorker:
         self._equal = equal
         self._seed = seed
         self._version = 0
-        self._under_way: dict[asyncio.Task[None], int] = {}
+        self._in_flight: dict[asyncio.Task[None], int] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._beat = time.monotonic()
+        self._last_heartbeat = time.monotonic()
 
     def start(self) -> None:
         """Start the thread. TRL calls this method when the servers have the trainer's first weights."""
         if self._thread is None:
-            self._beat = time.monotonic()
+            self._last_heartbeat = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Cancel all groups in flight, here and at the service, and wait for the cancellation. Idempotent."""
+        """Cancel all groups in flight, also at the service, and wait until they are cancelled. Idempotent."""
         if self._thread is None:
             return
-        while self._thread.is_alive() and self._main is None:  # its loop is about to run
+        while self._thread.is_alive() and self._main is None:  # the thread has not started its event loop yet
             self._thread.join(TICK_S)
         if self._thread.is_alive() and self._loop is not None and self._main is not None:
-            # Only once: a second cancellation would interrupt the cleanup.
+            # Cancelled only once, since a second cancellation would interrupt the cleanup.
             with contextlib.suppress(RuntimeError):  # the loop has already stopped
                 self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join()
@@ -117,53 +118,53 @@ class TrlAsyncWorker:
         """Record the version of the servers' weights, and cancel the groups that are too old for it."""
         self._version = model_version
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has stopped: check_health reports why
-                self._loop.call_soon_threadsafe(self._evict)
+            with contextlib.suppress(RuntimeError):  # the loop has stopped; `check_health` reports the reason
+                self._loop.call_soon_threadsafe(self._cancel_stale)
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise RuntimeError if the worker has failed, or sent no heartbeat for `stale_after_s` seconds."""
         if self._failure is not None:
             raise RuntimeError(f"the rollout worker has failed: {self._failure}") from self._failure
-        age = time.monotonic() - self._beat
+        age = time.monotonic() - self._last_heartbeat
         if age > stale_after_s:
-            raise RuntimeError(f"the rollout worker has given no sign of life for {age:.0f} s")
+            raise RuntimeError(f"the rollout worker has sent no heartbeat for {age:.0f} s")
 
     def _run(self) -> None:
         try:
             asyncio.run(self._work())
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - handed to the trainer's thread by check_health
-            logger.error("the rollout worker ends: %s", error)
+        except BaseException as error:  # noqa: BLE001 - `check_health` raises it in the trainer's thread
+            logger.error("the rollout worker has failed: %s", error)
             self._failure = error
 
     async def _work(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
-        async with Rollouts(self._asking.url) as rollouts:
+        async with Rollouts(self._template.url) as rollouts:
             try:
                 for number, task in enumerate(self._stream()):
-                    while len(self._under_way) >= self._groups or self.rollout_buffer.full():
-                        await self._some_end()
-                    self._begin(rollouts, number, task)
+                    while len(self._in_flight) >= self._groups or self.rollout_buffer.full():
+                        await self._wait_for_group()
+                    self._start_group(rollouts, number, task)
             finally:
-                for group in self._under_way:
+                for group in self._in_flight:
                     group.cancel()
-                if self._under_way:
-                    await asyncio.wait(self._under_way)
+                if self._in_flight:
+                    await asyncio.wait(self._in_flight)
 
-    async def _some_end(self) -> None:
-        """Wait until a group has finished, at most one tick.
+    async def _wait_for_group(self) -> None:
+        """Wait until a group has finished, for at most `TICK_S` seconds.
 
         Raises:
             ProrlError: a group failed.
         """
-        self._beat = time.monotonic()
-        if not self._under_way:
+        self._last_heartbeat = time.monotonic()
+        if not self._in_flight:
             await asyncio.sleep(TICK_S)
             return
-        done, _ = await asyncio.wait(self._under_way, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(self._in_flight, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
         for group in done:
-            del self._under_way[group]
+            del self._in_flight[group]
             if not group.cancelled() and (error := group.exception()) is not None:
                 raise error
 
@@ -172,26 +173,26 @@ class TrlAsyncWorker:
         while True:
             yield from order.sample(list(self._tasks), len(self._tasks))
 
-    def _begin(self, rollouts: Rollouts, number: int, task: Mapping[str, Any]) -> None:
+    def _start_group(self, rollouts: Rollouts, number: int, task: Mapping[str, Any]) -> None:
         version = self._version
         group = asyncio.create_task(self._group(rollouts, number, task, version))
-        self._under_way[group] = version
+        self._in_flight[group] = version
 
-    def _evict(self) -> None:
-        old = [
+    def _cancel_stale(self) -> None:
+        stale = [
             group
-            for group, version in self._under_way.items()
+            for group, version in self._in_flight.items()
             if self._version - version > self._max_staleness
         ]
-        for group in old:
+        for group in stale:
             group.cancel()
-        if old:
-            self._tell({"rollout/evicted_groups": float(len(old))})
+        if stale:
+            self._report({"rollout/evicted_groups": float(len(stale))})
 
     async def _group(self, rollouts: Rollouts, number: int, task: Mapping[str, Any], version: int) -> None:
-        results = await rollouts.group(self._asking.group(f"{number}", task, self._samples))
+        results = await rollouts.group(self._template.group(f"{number}", task, self._samples))
         rewards = [result.reward for result in results]
-        self._tell(
+        self._report(
             {
                 "rollout/failed": sum(reward is None for reward in rewards) / len(rewards),
                 "rollout/equal_groups": float(spread(rewards) == 0),
@@ -209,23 +210,22 @@ class TrlAsyncWorker:
             except queue.Full:
                 await asyncio.sleep(TICK_S)
 
-    def _tell(self, metrics: dict[str, float]) -> None:
+    def _report(self, metrics: dict[str, float]) -> None:
         if not self.metrics_queue.full():  # no other thread puts metrics
             self.metrics_queue.put_nowait(metrics)
 
 
 class TrlWeightTransfer:
-    """A `weight_transfer` that holds the service's turns while weights change, and announces the new version.
+    """Implementation of TRL's `weight_transfer`. It holds the service's turns while weights change, and
+    announces the new version. Versions are counted from 1, as in the trainer.
 
     Args:
         url: base URL of the service.
         send: sends the weights, `(name, tensor)` pairs, to the model servers: `send_weights` of TRL's
-            `WeightTransferClient` (NCCL), or your own.
+            `WeightTransferClient` (NCCL), or your own function.
         begin, end: called before the first and after the last transfer, such as `init_weight_transfer` and
             `destroy` of that client.
-        mode: treatment of turns in flight.
-
-    Versions are counted from 1, as in the trainer.
+        mode: handling of turns in flight.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class TrlWeightTransfer:
     ) -> None:
         self._client = connect_sync(url)
         self._send = send
-        self._init = begin
+        self._begin = begin
         self._end = end
         self._mode = mode
         self._versions = itertools.count(1)
@@ -247,11 +247,11 @@ class TrlWeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Prepare the first transfer."""
-        if self._init is not None:
-            self._init()
+        if self._begin is not None:
+            self._begin()
 
     def pause(self) -> None:
-        """Hold the service's turns. Raise ProrlError if the service did not hold them."""
+        """Hold the service's turns. Raise ProrlError on failure."""
         self._change.enter_context(weights_change_sync(self._client, next(self._versions), mode=self._mode))
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
@@ -263,8 +263,8 @@ class TrlWeightTransfer:
         self._change.close()
 
     def destroy(self) -> None:
-        """Close after the last transfer. After a failed transfer the turns stay held, because the weights are
-        unknown."""
+        """Close the connection after the last transfer. If a transfer failed, the turns stay held, because
+        the weights are unknown."""
         self._change.pop_all()
         if self._end is not None:
             self._end()
@@ -273,14 +273,13 @@ class TrlWeightTransfer:
 
 def as_samples(results: Sequence[Result], group_id: int, version: int) -> list[dict[str, Any]]:
     """Convert a group's results to the fields of `RolloutSample`s, with lists for arrays. Episodes without a
-    reward, and those that must not be trained on, are omitted.
+    reward or without tokens to train on are omitted. An episode with several rows becomes several samples
+    with the same advantage, since TRL's loss is a mean over tokens.
 
     Args:
-        results: of one group.
-        group_id: its number.
+        results: results of one group.
+        group_id: number of the group.
         version: version of the weights at the group's start, used if the servers name no versions.
-
-    An episode of several rows gives several samples of the same advantage: TRL's loss is a mean over tokens.
     """
     rewards = [result.reward for result in results]
     known = [reward for reward in rewards if reward is not None]

@@ -1,4 +1,4 @@
-"""verl (0.9): an agent loop whose episodes the rollout service runs.
+"""verl (0.9): agent loop whose episodes the rollout service runs.
 
 verl creates it from `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a YAML file such as
 
@@ -7,9 +7,9 @@ verl creates it from `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a
       url: http://127.0.0.1:8600
       environment: bash
 
-and passes it every sample of a data set that `rows` made. It works with both of verl's managers: the padded
-batch (`AgentLoopManager`) and TransferQueue (`AgentLoopManagerTQ`), where verl's own replay buffer filters
-groups, drops stale ones and refills. `verl` is imported for the output type and its managers only.
+and passes it every sample of a data set that `rows` created. It works with both of verl's managers: the
+padded batch (`AgentLoopManager`) and TransferQueue (`AgentLoopManagerTQ`), where verl's replay buffer filters
+groups, drops stale groups and replaces them. `verl` is imported only for the output type and its managers.
 """
 
 import asyncio
@@ -29,15 +29,14 @@ from prorl_envs.trainers.weights import weights_change, weights_change_sync
 
 
 class RolloutAgentLoop:
-    """One of verl's agent loops; verl creates one for every sample.
+    """Agent loop for verl, which creates a new one for every sample.
 
     Args:
-        trainer_config: verl's, with `config`; its lengths of prompt and response are the limits here.
+        trainer_config: verl's configuration object. Its prompt and response lengths apply here.
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
-        environment: the service's environment that the tasks are of.
-        attempts: attempts at an episode before its failure is raised to verl.
-        limits: limits of the agent loop, as the service takes them; by default verl's maximum number of
-            tokens.
+        environment: name of the tasks' environment at the service.
+        attempts: maximum number of attempts of an episode before verl gets its failure.
+        limits: limits of the agent loop, as in a group request; by default verl's maximum number of tokens.
         rest: further arguments that verl passes to every agent loop; ignored.
     """
 
@@ -53,30 +52,31 @@ class RolloutAgentLoop:
     ) -> None:
         rollout = trainer_config.config.actor_rollout_ref.rollout
         self._prompt_length, self._response_length = int(rollout.prompt_length), int(rollout.response_length)
-        bound = {"max_tokens": self._prompt_length + self._response_length}
-        self._limits = AgentLimits.model_validate(bound | dict(limits or {}))
+        max_tokens = {"max_tokens": self._prompt_length + self._response_length}
+        self._limits = AgentLimits.model_validate(max_tokens | dict(limits or {}))
         self._url, self._environment, self._attempts = url, environment, attempts
 
     async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
         """Run and grade one episode.
 
         Args:
-            sampling_params: verl's; temperature and top_p are used.
-            fields: fields of the data row; the task is in `extra_info`.
+            sampling_params: verl's sampling parameters, of which temperature and top_p are used.
+            fields: fields of the data row. The task is in `extra_info`.
 
         Returns:
-            an `AgentLoopOutput`; a list of them if the episode is several rows, which TransferQueue takes.
+            An `AgentLoopOutput`, or a list of them if the episode has several rows. TransferQueue accepts
+            lists.
 
         Raises:
-            EpisodeFailed: all attempts failed. TransferQueue then treats the group as a failure, which verl
-                evicts and refills; a failure is never a reward of 0.
-            InputError: the row carries no task, or the prompt is longer than verl's limit.
+            EpisodeFailed: all attempts failed. With TransferQueue, verl replaces the failed group. A failure
+                never becomes a reward of 0.
+            InputError: the row contains no task, or the prompt is longer than verl's limit.
             QueueFull, Unavailable: the service stays full or unreachable.
         """
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
         extra = fields.get("extra_info") or {}
-        asking = GroupTemplate(
+        template = GroupTemplate(
             self._url, self._environment, limits=self._limits, run=f"verl-{uuid4().hex[:16]}"
         )
         sampling = Sampling(
@@ -86,7 +86,7 @@ class RolloutAgentLoop:
         )
         name = "-".join(str(fields[key]) for key in ("uid", "session_id") if key in fields) or "sample"
         result = await (await shared(self._url)).episode(
-            asking, name, from_text(extra.get("task")), sampling=sampling, attempts=self._attempts
+            template, name, from_text(extra.get("task")), sampling=sampling, attempts=self._attempts
         )
         outputs = [
             AgentLoopOutput(**output)
@@ -98,11 +98,11 @@ class RolloutAgentLoop:
 def rows(
     tasks: Iterable[Mapping[str, Any]], *, environment: str, agent: str = "prorl"
 ) -> list[dict[str, Any]]:
-    """Convert task rows to rows of verl's data sets, to be written as Parquet.
+    """Convert task rows to rows of verl's data sets, which are Parquet files.
 
     Args:
-        tasks: the environment's rows.
-        environment: becomes the `data_source`, by which verl groups its metrics.
+        tasks: task rows of the environment.
+        environment: value of `data_source`, by which verl groups its metrics.
         agent: name of the agent loop in the YAML file.
     """
     return [
@@ -119,15 +119,15 @@ def rows(
 
 
 def as_verl(result: Result, prompt_length: int, response_length: int) -> list[dict[str, Any]]:
-    """Convert an episode to the fields of `AgentLoopOutput`s, one for each row. All carry the reward; verl
-    computes the advantage from the last.
+    """Convert an episode to the fields of `AgentLoopOutput`s, one for each row. All contain the reward; verl
+    computes the advantage from the last output.
 
     Args:
-        result: of an episode with a reward.
-        prompt_length, response_length: verl's limits. A longer response is cut, as verl does.
+        result: result of an episode, with a reward.
+        prompt_length, response_length: verl's limits. A longer response is cut, as in verl.
 
     Raises:
-        InputError: a prompt is longer.
+        InputError: a prompt is longer than `prompt_length`.
     """
     return [_output(row, result, prompt_length, response_length) for row in rows_of(result)]
 
@@ -135,10 +135,11 @@ def as_verl(result: Result, prompt_length: int, response_length: int) -> list[di
 def with_weight_announcements(
     update_weights: Callable[[int | None], Any], url: str, *, mode: InFlight = "finish"
 ) -> Callable[[int | None], Any]:
-    """Wrap verl's `update_weights`: hold the service's turns meanwhile, and announce its `global_steps` as
-    the version. Use: `manager.update_weights = with_weight_announcements(manager.update_weights, url)` of a
-    `CheckpointEngineManager`. Like that method, the wrapper returns an awaitable if an event loop is running,
-    and blocks otherwise.
+    """Wrap `update_weights` of verl's `CheckpointEngineManager`. The wrapper holds the service's turns during
+    the update, and announces `global_steps` as the weight version. Like the method, it returns an awaitable
+    if an event loop is running, and blocks otherwise.
+
+        manager.update_weights = with_weight_announcements(manager.update_weights, url)
 
     Raises:
         WeightUpdateFailed, Unavailable: see `weights_change`.
@@ -152,18 +153,18 @@ def with_weight_announcements(
             with connect_sync(url) as client, weights_change_sync(client, version, mode=mode):
                 return update_weights(global_steps)
 
-        async def updating() -> Any:
+        async def update_async() -> Any:
             async with connect(url) as client, weights_change(client, version, mode=mode):
                 outcome = update_weights(global_steps)
                 return await outcome if inspect.isawaitable(outcome) else outcome
 
-        return updating()
+        return update_async()
 
     return update
 
 
 def patch_weight_updates(url: str, *, mode: InFlight = "finish") -> None:
-    """Announce every update of weights in this process to the service, regardless of its caller in verl."""
+    """Announce every weight update in this process to the service, whichever part of verl starts it."""
     from verl.checkpoint_engine.base import CheckpointEngineManager
 
     update_weights = CheckpointEngineManager.update_weights
@@ -177,37 +178,38 @@ def patch_weight_updates(url: str, *, mode: InFlight = "finish") -> None:
 
 
 class RolloutManager:
-    """verl's TransferQueue manager with with_weight_announcements weight updates: the value of
-    `actor_rollout_ref.rollout.agent.agent_loop_manager_class`. It runs in the process of verl's trainer."""
+    """verl's TransferQueue manager, with announced weight updates. It is a value for
+    `actor_rollout_ref.rollout.agent.agent_loop_manager_class`, and runs in the process of verl's trainer."""
 
     @classmethod
     def create(cls, config: Any, **rest: Any) -> Any:
-        """Create verl's manager; the service's URL is that of the agent loop in `agent_loop_config_path`.
+        """Create verl's manager. The service's URL is that of the `RolloutAgentLoop` in the file
+        `agent_loop_config_path`.
 
         Raises:
-            InputError: the file names no `RolloutAgentLoop`.
+            InputError: the file has no `RolloutAgentLoop`.
         """
         from omegaconf import OmegaConf
         from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
         path = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
         loops = OmegaConf.load(path) if path else []
-        ours = [one.url for one in loops if str(one.get("_target_", "")).endswith(".RolloutAgentLoop")]
-        if not ours:
+        urls = [entry.url for entry in loops if str(entry.get("_target_", "")).endswith(".RolloutAgentLoop")]
+        if not urls:
             raise InputError(
                 f"{path} names no RolloutAgentLoop", hint="see examples/trainers/verl/agent.yaml"
             )
-        patch_weight_updates(ours[0])
+        patch_weight_updates(urls[0])
         return AgentLoopManagerTQ.create(config=config, **rest)
 
 
 def _output(row: Row, result: Result, prompt_length: int, response_length: int) -> dict[str, Any]:
     if len(row.prompt_ids) > prompt_length:
         raise InputError(
-            f"{row.job_id} has a prompt of {len(row.prompt_ids)} tokens, verl has room for {prompt_length}",
+            f"{row.job_id} has a prompt of {len(row.prompt_ids)} tokens; verl's limit is {prompt_length}",
             hint="raise data.max_prompt_length and rollout.prompt_length",
         )
-    numbers = [int(span.version) for span in row.versions if span.version.isdecimal()]
+    versions = [int(span.version) for span in row.versions if span.version.isdecimal()]
     cut = len(row.response_ids) > response_length
     return {
         "prompt_ids": row.prompt_ids,
@@ -222,8 +224,8 @@ def _output(row: Row, result: Result, prompt_length: int, response_length: int) 
             "compute_score": result.timings.eval_s,
         },
         "extra_fields": {
-            "min_global_steps": min(numbers, default=None),
-            "max_global_steps": max(numbers, default=None),
+            "min_global_steps": min(versions, default=None),
+            "max_global_steps": max(versions, default=None),
             "turn_scores": [],
             "tool_rewards": [],
             "job_id": row.job_id,

@@ -1,12 +1,12 @@
-"""Handshake of a weight update: hold the turns, change the weights, announce them, release the turns.
+"""Handshake of a weight update: hold the turns, change the weights, announce the version, release the turns.
 
     async with weights_change(client, version=step):
         await push_weights_into_my_servers()
 
-Within the block no turn starts, and none is in flight (or, with `keep`, the servers hold those that are).
-Jobs continue with everything else meanwhile: sandboxes start, tools run, graders grade. Holding fails no job
-and counts for no timeout. If the block fails, the weights of the servers are unknown, so the turns stay held,
-and the error is raised: repeat the update in another block, or stop the service.
+Within the block no turn starts, and no turn is in flight, unless the servers hold it (`keep`). Jobs continue
+with everything else: sandboxes start, tools run, graders grade. A hold fails no job, and timeouts do not
+count it. If the block fails, the weights of the servers are unknown. The turns then stay held, and the error
+is raised: repeat the update in another block, or stop the service.
 """
 
 import time
@@ -19,7 +19,7 @@ from prorl_envs.rollout.api.views import PauseView
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.sync import SyncRolloutClient
 
-#: Longest wait of one request for turns in flight, in seconds.
+#: Maximum seconds for which one request waits for turns in flight.
 WAIT_S = 20.0
 
 
@@ -40,28 +40,28 @@ async def weights_change(
 
     Args:
         client: client of the service.
-        version: version of the weights after the block. Only numbers allow staleness to be computed.
-        mode: treatment of turns in flight: `finish` waits for them; `abort` stops them, and they resume from
-            their sampled tokens with the new weights, or, with `resample`, start anew; `keep` has the servers
-            freeze them, if supported.
-        timeout_s: timeout for turns in flight, in seconds.
+        version: version of the weights after the block. Staleness can only be computed from numbers.
+        mode: handling of turns in flight. `finish` waits for them. `abort` stops them; they continue from
+            their sampled tokens with the new weights. `keep` freezes them in the servers, if supported.
+        resample: with `abort`, sample the stopped turns again from the start.
+        timeout_s: timeout for turns in flight in seconds.
 
     Raises:
-        WeightUpdateFailed: turns are still in flight after `timeout_s`; the weights are unchanged and the
-            turns are released. Or a server failed to resume.
+        WeightUpdateFailed: turns were still in flight after `timeout_s`, so the block did not run and the
+            turns were released. Or a server failed to resume.
         Conflict: the service's model is not a set of servers.
     """
-    end = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     try:
         view = await client.pause_model_servers(mode, resample=resample)
-        while not _still(view, mode):
-            _check_time(view, end)
+        while not _may_change(view, mode):
+            _check_time(view, deadline)
             view = await client.pause_model_servers(mode, resample=resample, wait_s=WAIT_S)
     except BaseException:  # the weights are unchanged
         await client.resume_model_servers()
         raise
     yield
-    _check_told(await client.resume_model_servers(str(version)))
+    _check_resumed(await client.resume_model_servers(str(version)))
 
 
 @contextmanager
@@ -74,35 +74,35 @@ def weights_change_sync(
     timeout_s: float = 1800.0,
 ) -> Iterator[None]:
     """Hold the turns like `weights_change`, for trainers without an event loop."""
-    end = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     try:
         view = client.pause_model_servers(mode, resample=resample)
-        while not _still(view, mode):
-            _check_time(view, end)
+        while not _may_change(view, mode):
+            _check_time(view, deadline)
             view = client.pause_model_servers(mode, resample=resample, wait_s=WAIT_S)
     except BaseException:  # the weights are unchanged
         client.resume_model_servers()
         raise
     yield
-    _check_told(client.resume_model_servers(str(version)))
+    _check_resumed(client.resume_model_servers(str(version)))
 
 
-def _still(view: PauseView, mode: InFlight) -> bool:
-    """Return true if the weights may change."""
-    frozen = mode == "keep" and all(told.supported and not told.problem for told in view.acknowledgements)
+def _may_change(view: PauseView, mode: InFlight) -> bool:
+    """Return True if the weights may change now."""
+    frozen = mode == "keep" and all(ack.supported and not ack.problem for ack in view.acknowledgements)
     return frozen or view.in_flight == 0
 
 
-def _check_time(view: PauseView, end: float) -> None:
-    """Raise WeightUpdateFailed if it is later than `end`."""
-    if time.monotonic() > end:
+def _check_time(view: PauseView, deadline: float) -> None:
+    """Raise WeightUpdateFailed if the deadline has passed."""
+    if time.monotonic() > deadline:
         raise WeightUpdateFailed(
-            f"{view.in_flight} turns are still in flight", hint="wait longer, or end them with mode abort"
+            f"{view.in_flight} turns are still in flight", hint="raise the timeout, or use mode abort"
         )
 
 
-def _check_told(view: PauseView) -> None:
+def _check_resumed(view: PauseView) -> None:
     """Raise WeightUpdateFailed if a server failed to resume."""
-    failed = [f"{told.url}: {told.problem}" for told in view.acknowledgements if told.problem]
+    failed = [f"{ack.url}: {ack.problem}" for ack in view.acknowledgements if ack.problem]
     if failed:
-        raise WeightUpdateFailed(f"not resumed: {'; '.join(failed)}", hint="is the server there?")
+        raise WeightUpdateFailed(f"not resumed: {'; '.join(failed)}", hint="is the server running?")
