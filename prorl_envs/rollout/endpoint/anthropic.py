@@ -75,7 +75,13 @@ class Messages:
 
     def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
         """See `Shape.tools`."""
-        return _tools(raw_tools)
+        items = () if raw_tools is None else objects(raw_tools, "tools")
+        # Tools without a schema run on Anthropic's own servers.
+        return [
+            tool(item.get("name"), item.get("description"), item["input_schema"])
+            for item in items
+            if item.get("input_schema") is not None
+        ]
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
@@ -215,16 +221,6 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> Message:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _tools(raw_tools: Any) -> list[ToolSpec]:
-    offered = () if raw_tools is None else objects(raw_tools, "tools")
-    # Tools without a schema run on Anthropic's own servers.
-    return [
-        tool(item.get("name"), item.get("description"), item["input_schema"])
-        for item in offered
-        if item.get("input_schema") is not None
-    ]
 
 
 def _head(number: int, request: EndpointRequest) -> JsonObject:

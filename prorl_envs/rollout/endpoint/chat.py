@@ -74,7 +74,13 @@ class ChatCompletions:
 
     def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
         """See `Shape.tools`."""
-        return _tools(raw_tools)
+        tools = []
+        for item in () if raw_tools is None else objects(raw_tools, "tools"):
+            function = item.get("function")
+            if item.get("type") != "function" or not isinstance(function, Mapping):
+                raise RequestRefused(RefusalReason.INVALID, "tools: only functions are supported")
+            tools.append(tool(function.get("name"), function.get("description"), function.get("parameters")))
+        return tools
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
@@ -192,16 +198,6 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _tools(raw_tools: Any) -> list[ToolSpec]:
-    tools = []
-    for item in () if raw_tools is None else objects(raw_tools, "tools"):
-        function = item.get("function")
-        if item.get("type") != "function" or not isinstance(function, Mapping):
-            raise RequestRefused(RefusalReason.INVALID, "tools: only functions are supported")
-        tools.append(tool(function.get("name"), function.get("description"), function.get("parameters")))
-    return tools
 
 
 def _head(kind: str, number: int, request: EndpointRequest) -> JsonObject:

@@ -90,7 +90,13 @@ class Responses:
 
     def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
         """See `Shape.tools`."""
-        return _tools(raw_tools)
+        tools = []
+        for item in () if raw_tools is None else objects(raw_tools, "tools"):
+            if item.get("type") == "function":
+                tools.append(tool(item.get("name"), item.get("description"), item.get("parameters")))
+            elif item.get("type") == "custom":
+                tools.append(tool(item.get("name"), item.get("description"), _FREE))
+        return tools
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
@@ -240,16 +246,6 @@ def _read(item: Mapping[str, Any]) -> Message | None:
 
 def _called(id_: str, name: str, arguments: Any) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call_of(id_, name, arguments)]}
-
-
-def _tools(raw_tools: Any) -> list[ToolSpec]:
-    tools = []
-    for item in () if raw_tools is None else objects(raw_tools, "tools"):
-        if item.get("type") == "function":
-            tools.append(tool(item.get("name"), item.get("description"), item.get("parameters")))
-        elif item.get("type") == "custom":
-            tools.append(tool(item.get("name"), item.get("description"), _FREE))
-    return tools
 
 
 def _free(request: EndpointRequest) -> frozenset[str]:

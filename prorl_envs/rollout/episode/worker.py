@@ -7,6 +7,7 @@ A cancellation is not converted.
 
 import logging
 from collections.abc import Coroutine, Mapping
+from dataclasses import KW_ONLY, dataclass
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import Node
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE = 4000
 
 
+@dataclass(eq=False)
 class Worker:
     """Runs stages of jobs on one node.
 
@@ -37,53 +39,44 @@ class Worker:
         close_s: timeout of a close in seconds.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        families: Mapping[str, stages.Family],
-        agent: Agent,
-        clock: Clock,
-        *,
-        grace_s: float,
-        close_s: float,
-    ) -> None:
-        self._node = node
-        self._families = families
-        self._agent = agent
-        self._clock = clock
-        self._grace_s = grace_s
-        self._close_s = close_s
+    node: Node
+    families: Mapping[str, stages.Family]
+    agent: Agent
+    clock: Clock
+    _: KW_ONLY
+    grace_s: float
+    close_s: float
 
     async def perform(self, job: Job, stage: Stage) -> Failure | None:
         """Run one stage and return its failure, or None. Add its active time to the job's."""
         limits = job.request.limits
         match stage:
             case Stage.INIT:
-                work = stages.init(job, self._node, self._families)
+                work = stages.init(job, self.node, self.families)
                 return await self._timed(job, stage, work, limits.init_s)
             case Stage.RUN:
-                work = stages.run(job, self._agent)
-                return await self._timed(job, stage, work, limits.run_s + self._grace_s)
+                work = stages.run(job, self.agent)
+                return await self._timed(job, stage, work, limits.run_s + self.grace_s)
             case Stage.EVAL:
                 return await self._timed(job, stage, stages.evaluate(job), limits.eval_s)
 
     async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
         """See `StageExecutor.step`."""
         if request is None:
-            work = caller_steps.render(job, self._agent)
+            work = caller_steps.render(job, self.agent)
         else:
-            work = caller_steps.take(job, self._agent, request)
-        return await self._timed(job, Stage.RUN, work, job.request.limits.run_s + self._grace_s)
+            work = caller_steps.take(job, self.agent, request)
+        return await self._timed(job, Stage.RUN, work, job.request.limits.run_s + self.grace_s)
 
     async def _timed(
         self, job: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float
     ) -> Failure | None:
         held = job.attempt.transcript.held  # time in which turns were held is not active time
-        started, held_before = self._clock.monotonic(), held.seconds()
+        started, held_before = self.clock.monotonic(), held.seconds()
         try:
             return await self._guard(job, stage, work, seconds)
         finally:
-            elapsed = self._clock.monotonic() - started
+            elapsed = self.clock.monotonic() - started
             job.active_s[stage] += elapsed - (held.seconds() - held_before)
 
     async def collect(self, job: Job) -> None:
@@ -92,7 +85,7 @@ class Worker:
     async def close(self, job: Job) -> bool:
         """Close the job's environment. Return False if that failed; closing the node then removes the
         remains."""
-        failure = await self._guard(job, Stage.EVAL, stages.close(job), self._close_s)
+        failure = await self._guard(job, Stage.EVAL, stages.close(job), self.close_s)
         if failure is not None:
             log.error("job %s: its environment failed to close: %s", job.id, printable(failure.message))
         return failure is None
@@ -103,7 +96,7 @@ class Worker:
         deadline = None
         try:
             held = job.attempt.transcript.held
-            async with ActiveTimeout(self._clock, seconds, held.seconds) as deadline:
+            async with ActiveTimeout(self.clock, seconds, held.seconds) as deadline:
                 await work
         except Exception as error:  # noqa: BLE001 - the one place where failures become data
             if deadline is not None and deadline.expired():

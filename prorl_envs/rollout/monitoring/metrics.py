@@ -5,6 +5,7 @@ Names and types follow https://prometheus.io/docs/practices/naming/.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -26,10 +27,12 @@ from prorl_envs.rollout.api.batches import BatchState, BatchView
 from prorl_envs.rollout.api.types import Result, Stage, Trajectory
 from prorl_envs.rollout.api.views import RouterView, StatusView
 from prorl_envs.rollout.batches.plan import GroupDecision
-from prorl_envs.rollout.monitoring.node_metrics import nodes, sandboxes, use_of
+from prorl_envs.rollout.monitoring.node_metrics import filled, nodes, sandboxes, use_of
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.scheduling.placement import HEAD
 from prorl_envs.rollout.store.base import UnreadResults
+
+_gauge, _counter = GaugeMetricFamily, CounterMetricFamily
 
 #: Content type of `Metrics.text`.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -62,11 +65,9 @@ class Metrics:
         connections: ConnectionCounts | None = None,
     ) -> None:
         self._registry = registry = CollectorRegistry()
+        decided = "Decided groups of batches, by verdict and by the reason why a group is not informative."
         self._groups = Counter(
-            "prorl_batch_groups_decided",
-            "Decided groups of batches, by verdict and by the reason why a group is not informative.",
-            ["verdict", "reason"],
-            registry=registry,
+            "prorl_batch_groups_decided", decided, ["verdict", "reason"], registry=registry
         )
         family = ["environment"]
         self._results = Counter(
@@ -79,20 +80,14 @@ class Metrics:
             registry=registry,
         )
         self._stops = Counter(
-            "prorl_agent_stops",
-            "Finished agent loops, by stop reason.",
-            [*family, "reason"],
-            registry=registry,
+            "prorl_agent_stops", "Agent loops, by stop reason.", [*family, "reason"], registry=registry
         )
         self._rewards = Summary("prorl_reward", "Rewards that graders gave.", family, registry=registry)
         self._queued = _seconds(
             "prorl_job_queued_seconds", "Seconds that a job waited for its stages.", family, registry
         )
         self._stages = _seconds(
-            "prorl_job_stage_seconds",
-            "Seconds that a job spent in a stage.",
-            [*family, "stage"],
-            registry,
+            "prorl_job_stage_seconds", "Seconds that a job spent in a stage.", [*family, "stage"], registry
         )
         self._calls = _seconds(
             "prorl_model_call_seconds", "Seconds of one call of a model server.", ["server"], registry
@@ -170,37 +165,29 @@ def _seconds(name: str, help_text: str, labels: list[str], registry: CollectorRe
     return Histogram(name, help_text, labels, buckets=_SECONDS, registry=registry)
 
 
+@dataclass(eq=False)
 class _ScrapeCollector(Collector):
     """Collector of values that are read on each scrape."""
 
-    def __init__(
-        self,
-        status: Callable[[], StatusView],
-        node: Callable[[], NodeUse],
-        batches: Callable[[], list[BatchView]],
-        unread: Callable[[], UnreadResults],
-        fleet: Fleet | None,
-        connections: ConnectionCounts,
-    ) -> None:
-        self._status = status
-        self._node = node
-        self._batches = batches
-        self._unread = unread
-        self._fleet = fleet
-        self._connections = connections
+    status: Callable[[], StatusView]
+    node: Callable[[], NodeUse]
+    batches: Callable[[], list[BatchView]]
+    unread: Callable[[], UnreadResults]
+    fleet: Fleet | None
+    connections: ConnectionCounts
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status()
+        status = self.status()
         yield from _service(status)
-        yield from _unread(self._unread())
-        yield from _http(self._connections)
+        yield from _unread(self.unread())
+        yield from _http(self.connections)
         yield from _model_servers(status)
-        heartbeats = self._fleet.heartbeats() if self._fleet is not None else {}
+        heartbeats = self.fleet.heartbeats() if self.fleet is not None else {}
         yield from sandboxes(
-            {HEAD: self._node(), **{name: use_of(heartbeat) for name, heartbeat in heartbeats.items()}}
+            {HEAD: self.node(), **{name: use_of(heartbeat) for name, heartbeat in heartbeats.items()}}
         )
-        yield from nodes(self._fleet.views() if self._fleet is not None else (), heartbeats)
-        yield from _batches(self._batches())
+        yield from nodes(self.fleet.views() if self.fleet is not None else (), heartbeats)
+        yield from _batches(self.batches())
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # without this method, registration calls `collect`, before the service exists
@@ -208,22 +195,14 @@ class _ScrapeCollector(Collector):
 
 def _service(status: StatusView) -> Iterator[Metric]:
     yield _gauge("prorl_up_seconds", "Seconds since the service's start.", status.uptime_s)
-    state = GaugeMetricFamily(
-        "prorl_service_state", "1 for the state that the service is in.", labels=["state"]
-    )
-    state.add_metric([status.state], 1)
-    yield state
+    help_text = "1 for the state that the service is in."
+    yield filled(_gauge("prorl_service_state", help_text, labels=["state"]), {status.state: 1})
     for field, help_text in _POOL.items():
-        pool = GaugeMetricFamily(f"prorl_pool_{field}", help_text, labels=["stage"])
-        for stage, view in status.pools.items():
-            pool.add_metric([stage], getattr(view, field))
-        yield pool
+        values = {stage: getattr(view, field) for stage, view in status.pools.items()}
+        yield filled(_gauge(f"prorl_pool_{field}", help_text, labels=["stage"]), values)
     yield _gauge("prorl_jobs_with_sandbox", "Jobs that hold a sandbox.", status.jobs_with_sandbox)
-    yield _gauge(
-        "prorl_max_jobs_with_sandbox",
-        "Maximum number of jobs that hold a sandbox.",
-        status.max_jobs_with_sandbox,
-    )
+    help_text = "Maximum number of jobs that hold a sandbox."
+    yield _gauge("prorl_max_jobs_with_sandbox", help_text, status.max_jobs_with_sandbox)
     yield _gauge(
         "prorl_unfinished_jobs", "Accepted jobs without a result or with an open sandbox.", status.unfinished
     )
@@ -242,12 +221,9 @@ def _unread(unread: UnreadResults) -> Iterator[Metric]:
 def _http(connections: ConnectionCounts) -> Iterator[Metric]:
     yield _gauge("prorl_http_connections", "Open connections to the HTTP server.", connections.open)
     yield _gauge("prorl_http_connections_limit", "Maximum number of connections.", connections.limit)
-    closed = CounterMetricFamily(
-        "prorl_http_connections_closed", "Connections that the server closed or refused.", labels=["reason"]
-    )
-    for reason in REASONS:
-        closed.add_metric([reason], connections.closed[reason])
-    yield closed
+    help_text = "Connections that the server closed or refused."
+    closed = _counter("prorl_http_connections_closed", help_text, labels=["reason"])
+    yield filled(closed, {reason: connections.closed[reason] for reason in REASONS})
 
 
 _POOL = {
@@ -263,10 +239,8 @@ def _model_servers(status: StatusView) -> Iterator[Metric]:
         "sessions": "Rollouts pinned to the server.",
     }
     for name, help_text in views.items():
-        family = GaugeMetricFamily(f"prorl_model_server_{name}", help_text, labels=["server"])
-        for server in status.model_servers:
-            family.add_metric([server.url], float(getattr(server, name)))
-        yield family
+        values = {server.url: float(getattr(server, name)) for server in status.model_servers}
+        yield filled(_gauge(f"prorl_model_server_{name}", help_text, labels=["server"]), values)
     family = GaugeMetricFamily(
         "prorl_model_server_state", "1 for the state that the server is in.", labels=["server", "state"]
     )
@@ -290,42 +264,21 @@ def _router(router: RouterView) -> Iterator[Metric]:
         if rate is not None:
             hits.add_metric([source], rate)
     yield hits
-    moves = CounterMetricFamily(
-        "prorl_router_rerouted_sessions", "Sessions that left a server.", labels=["reason"]
-    )
-    moves.add_metric(["rebalanced"], router.rebalanced)
-    moves.add_metric(["failed_over"], router.failed_over)
-    yield moves
-    yield _gauge(
-        "prorl_router_load_imbalance",
-        "Calls in flight of the busiest server, divided by the mean over all servers.",
-        router.load_imbalance,
-    )
+    moves = _counter("prorl_router_rerouted_sessions", "Sessions that left a server.", labels=["reason"])
+    yield filled(moves, {"rebalanced": router.rebalanced, "failed_over": router.failed_over})
+    help_text = "Calls in flight of the busiest server, divided by the mean over all servers."
+    yield _gauge("prorl_router_load_imbalance", help_text, router.load_imbalance)
     yield _gauge("prorl_router_paused", "1 while turns are held.", router.paused)
     yield _counter("prorl_router_paused_seconds", "Total seconds for which turns were held.", router.paused_s)
 
 
 def _batches(batches: list[BatchView]) -> Iterator[Metric]:
-    states = GaugeMetricFamily("prorl_batches", "Stored batches.", labels=["state"])
-    for state in BatchState:
-        states.add_metric([state], sum(batch.state is state for batch in batches))
-    yield states
+    states = {state.value: sum(batch.state is state for batch in batches) for state in BatchState}
+    yield filled(_gauge("prorl_batches", "Stored batches.", labels=["state"]), states)
     running = [batch for batch in batches if batch.state is BatchState.RUNNING]
     waiting = sum(batch.waiting_for_tasks for batch in running)
     yield _gauge("prorl_batches_without_tasks", "Running batches that wait for further tasks.", waiting)
-    groups = GaugeMetricFamily(
-        "prorl_batch_groups",
-        "Groups of the running batches: wanted, informative, in flight.",
-        labels=["state"],
-    )
-    for name in ("wanted", "informative", "in_flight"):
-        groups.add_metric([name], sum(getattr(batch, name) for batch in running))
-    yield groups
-
-
-def _gauge(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, help_text, value)
-
-
-def _counter(name: str, help_text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, help_text, value)
+    help_text = "Groups of the running batches: wanted, informative, in flight."
+    names = ("wanted", "informative", "in_flight")
+    groups = {name: sum(getattr(batch, name) for batch in running) for name in names}
+    yield filled(_gauge("prorl_batch_groups", help_text, labels=["state"]), groups)

@@ -23,6 +23,10 @@ _COUNTERS = {
     "prorl_sandboxes_from_pool": ("Sandboxes that were taken from the warm pool.", "from_pool"),
     "prorl_sandbox_failures": ("Sandboxes that failed to start.", "failed"),
 }
+_NODE_GAUGES = {
+    "prorl_node_jobs_with_sandbox": ("Jobs that hold a sandbox on the node.", "jobs_with_sandbox"),
+    "prorl_node_max_jobs_with_sandbox": ("Maximum number of these jobs.", "max_jobs_with_sandbox"),
+}
 _POOL = {
     "active": "Jobs in the stage on the node.",
     "waiting": "Jobs on the node that wait for the stage.",
@@ -36,18 +40,22 @@ def use_of(heartbeat: Mapping[str, float]) -> NodeUse:
     return NodeUse(**known)
 
 
+def filled[Family: (CounterMetricFamily, GaugeMetricFamily)](
+    family: Family, values: Mapping[str, float]
+) -> Family:
+    """Add the values to a family with one label, by the label's value."""
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
+
+
 def sandboxes(uses: Mapping[str, NodeUse]) -> Iterator[Metric]:
     """Yield the sandbox metrics of each machine or process, by name."""
-    for name, (help_text, key) in _GAUGES.items():
-        gauge = GaugeMetricFamily(name, help_text, labels=["node"])
-        for node, use in uses.items():
-            gauge.add_metric([node], getattr(use, key))
-        yield gauge
-    for name, (help_text, key) in _COUNTERS.items():
-        counter = CounterMetricFamily(name, help_text, labels=["node"])
-        for node, use in uses.items():
-            counter.add_metric([node], getattr(use, key))
-        yield counter
+    families = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+    for family_type, metrics in families:
+        for name, (help_text, key) in metrics.items():
+            values = {node: getattr(use, key) for node, use in uses.items()}
+            yield filled(family_type(name, help_text, labels=["node"]), values)
     help_text = "Seconds from the request for a sandbox until it is ready."
     ready = SummaryMetricFamily("prorl_sandbox_ready_seconds", help_text, labels=["node"])
     for node, use in uses.items():
@@ -76,31 +84,14 @@ def nodes(views: Iterable[NodeView], heartbeats: Mapping[str, Mapping[str, float
             for stage, pool in (view.pools or {}).items():
                 family.add_metric([view.name, stage], getattr(pool, key))
         yield family
-    jobs = GaugeMetricFamily(
-        "prorl_node_jobs_with_sandbox", "Jobs that hold a sandbox on the node.", labels=["node"]
-    )
-    max_jobs = GaugeMetricFamily(
-        "prorl_node_max_jobs_with_sandbox",
-        "Maximum number of jobs that hold a sandbox on the node.",
-        labels=["node"],
-    )
+    for name, (help_text, key) in _NODE_GAUGES.items():
+        values = {view.name: getattr(view, key) for view in with_pools}
+        yield filled(GaugeMetricFamily(name, help_text, labels=["node"]), values)
     attempts = CounterMetricFamily("prorl_node_attempts", "Attempts that ended on the node.", labels=["node"])
-    for view in with_pools:
-        jobs.add_metric([view.name], view.jobs_with_sandbox)
-        max_jobs.add_metric([view.name], view.max_jobs_with_sandbox)
-        attempts.add_metric([view.name], view.attempts)
-    yield from (jobs, max_jobs, attempts)
-    yield from _processes(heartbeats)
-
-
-def _processes(heartbeats: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
-    cpu = CounterMetricFamily(
-        "prorl_node_cpu_seconds", "Processor time of the node's process.", labels=["node"]
-    )
-    memory = GaugeMetricFamily(
-        "prorl_node_resident_memory_bytes", "Memory of the node's process.", labels=["node"]
-    )
-    for node, heartbeat in heartbeats.items():
-        cpu.add_metric([node], heartbeat.get("cpu_s", 0.0))
-        memory.add_metric([node], heartbeat.get("memory", 0.0))
-    yield from (cpu, memory)
+    yield filled(attempts, {view.name: view.attempts for view in with_pools})
+    help_text = "Processor time of the node's process."
+    cpu = CounterMetricFamily("prorl_node_cpu_seconds", help_text, labels=["node"])
+    yield filled(cpu, {node: heartbeat.get("cpu_s", 0.0) for node, heartbeat in heartbeats.items()})
+    help_text = "Memory of the node's process."
+    memory = GaugeMetricFamily("prorl_node_resident_memory_bytes", help_text, labels=["node"])
+    yield filled(memory, {node: heartbeat.get("memory", 0.0) for node, heartbeat in heartbeats.items()})

@@ -1,6 +1,7 @@
 """Admission control: limits of the job queue and quotas of tenants."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prorl_envs.rollout.api.errors import NotFound, QueueFull
 from prorl_envs.rollout.api.types import GroupRequest
@@ -12,6 +13,7 @@ type Quota = tuple[str, int]
 """Prefix of a tenant's ids, and the tenant's maximum number of unfinished jobs and open episodes."""
 
 
+@dataclass(eq=False)
 class AdmissionControl:
     """Admission control of a service.
 
@@ -22,13 +24,12 @@ class AdmissionControl:
         store: knows which groups exist.
     """
 
-    def __init__(self, queue: int, engine: Engine, episodes: InteractiveEpisodes, store: Store) -> None:
-        self.queue = queue
-        self._engine = engine
-        self._episodes = episodes
-        self._store = store
-        #: Maximum number of unfinished jobs and open episodes, by the prefix of a tenant's ids.
-        self.quotas: Mapping[str, int] = {}
+    queue: int
+    engine: Engine
+    episodes: InteractiveEpisodes
+    store: Store
+    #: Maximum number of unfinished jobs and open episodes, by the prefix of a tenant's ids.
+    quotas: Mapping[str, int] = field(default_factory=dict, init=False)
 
     def quota_of(self, name: str) -> Quota | None:
         """Return the quota of the tenant that owns this id; None if it has no quota."""
@@ -41,7 +42,7 @@ class AdmissionControl:
 
     def remaining(self, quota: Quota | None) -> int:
         """Return the number of jobs that may still be accepted under a quota."""
-        remaining = self.queue - len(self._engine.scheduler)
+        remaining = self.queue - len(self.engine.scheduler)
         if quota is not None:
             remaining = min(remaining, self._remaining_quota(quota))
         return max(0, remaining)
@@ -58,7 +59,7 @@ class AdmissionControl:
         new = 0
         for request in requests:
             try:
-                await self._store.group(request.id)
+                await self.store.group(request.id)
             except NotFound:
                 new += request.samples
         if new > room:
@@ -70,9 +71,9 @@ class AdmissionControl:
         Raises:
             QueueFull: the quota is used up.
         """
-        if quota is not None and name not in self._episodes and self._remaining_quota(quota) < 1:
+        if quota is not None and name not in self.episodes and self._remaining_quota(quota) < 1:
             raise QueueFull(f"the quota is {quota[1]} unfinished jobs and episodes", hint="try again later")
 
     def _remaining_quota(self, quota: Quota) -> int:
         prefix, limit = quota
-        return limit - self._engine.unfinished_of[prefix] - self._episodes.count(prefix)
+        return limit - self.engine.unfinished_of[prefix] - self.episodes.count(prefix)

@@ -29,21 +29,13 @@ def group_view(group: StoredGroup, engine: Engine) -> GroupView:
 def job_view(group: StoredGroup, sample: int, engine: Engine) -> JobView:
     """Return the view of one job of a group, by sample index."""
     job, outcome = job_id(group.request.id, sample), group.outcomes[sample]
-    if outcome is not None:
-        return JobView(
-            id=job,
-            group_id=group.request.id,
-            sample=sample,
-            state=outcome.state,
-            attempts=outcome.attempts,
-            reward=outcome.reward,
-            failure=outcome.failure,
-            cursor=outcome.cursor,
-        )
     return JobView(
         id=job,
         group_id=group.request.id,
         sample=sample,
-        state=engine.scheduler.state(job) or JobState.QUEUED,
-        attempts=engine.attempts(job),
+        state=outcome.state if outcome else engine.scheduler.state(job) or JobState.QUEUED,
+        attempts=outcome.attempts if outcome else engine.attempts(job),
+        reward=outcome.reward if outcome else None,
+        failure=outcome.failure if outcome else None,
+        cursor=outcome.cursor if outcome else None,
     )

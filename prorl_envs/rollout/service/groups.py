@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from prorl_envs.env.base import Task
 from prorl_envs.errors import InputError
@@ -20,6 +20,7 @@ from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.store.base import NewGroup, Store, StoredGroup
 
 
+@dataclass(eq=False)
 class Groups:
     """Groups of a service.
 
@@ -33,24 +34,14 @@ class Groups:
         notifier: wakes requests that wait for a result.
     """
 
-    def __init__(
-        self,
-        gate: ServiceGate,
-        environments: EnvironmentRegistry,
-        admission: AdmissionControl,
-        store: Store,
-        engine: Engine,
-        leases: Leases,
-        notifier: Notifier,
-    ) -> None:
-        self.environments = environments
-        self.admission = admission
-        self.leases = leases
-        self._gate = gate
-        self._store = store
-        self._engine = engine
-        self._notifier = notifier
-        self._reserved: Callable[[str], bool] = lambda _: False
+    gate: ServiceGate
+    environments: EnvironmentRegistry
+    admission: AdmissionControl
+    store: Store
+    engine: Engine
+    leases: Leases
+    notifier: Notifier
+    _reserved: Callable[[str], bool] | None = field(default=None, init=False)
 
     def reserve(self, reserved: Callable[[str], bool]) -> None:
         """Refuse submissions of callers whose id is reserved: `reserved` returns True for it."""
@@ -58,7 +49,7 @@ class Groups:
 
     def check_open(self) -> None:
         """See `ServiceGate.check_open`."""
-        self._gate.check_open()
+        self.gate.check_open()
 
     async def submit(
         self, requests: Sequence[GroupRequest], *, quota: Quota | None = None
@@ -84,7 +75,7 @@ class Groups:
         )
         fresh = await asyncio.shield(accepting)
         return [
-            group_view(_accepted(group), self._engine) if new else await self.group(group.request.id)
+            group_view(_accepted(group), self.engine) if new else await self.group(group.request.id)
             for group, new in zip(groups, fresh, strict=True)
         ]
 
@@ -113,19 +104,19 @@ class Groups:
             Conflict, QueueFull, Unavailable: see `submit`.
         """
         groups = [replace(group, request=self.environments.settled(group.request)) for group in groups]
-        async with self._gate.lock:
-            self._gate.check_open()
+        async with self.gate.lock:
+            self.gate.check_open()
             for group in groups:
-                if group.batch_id is None and self._reserved(group.request.id):
+                if group.batch_id is None and self._reserved and self._reserved(group.request.id):
                     raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")
             started_by = groups[0].batch_id if groups else None
             quota = quota or (self.admission.quota_of(started_by) if started_by else None)
             await self.admission.check([group.request for group in groups], quota)
-            fresh = await self._store.submit(groups)
+            fresh = await self.store.submit(groups)
             on_stored()
             for group, task, new in zip(groups, tasks, fresh, strict=True):
                 if new:
-                    self._engine.admit(group.request, task, batch_id=group.batch_id, share=share)
+                    self.engine.admit(group.request, task, batch_id=group.batch_id, share=share)
                     self.leases.grant("groups", group.request.id, group.request.lease_s)
         return fresh
 
@@ -141,10 +132,10 @@ class Groups:
         """
 
         async def look() -> tuple[GroupView, bool]:
-            view = group_view(await self._store.group(group_id), self._engine)
+            view = group_view(await self.store.group(group_id), self.engine)
             return view, view.complete
 
-        return await self._notifier.follow(look, group_id, wait_s)
+        return await self.notifier.follow(look, group_id, wait_s)
 
     async def job(self, job: str, *, wait_s: float = 0.0) -> JobView:
         """Return the state of a job.
@@ -159,13 +150,13 @@ class Groups:
         group_id, sample = split_job_id(job)
 
         async def look() -> tuple[JobView, bool]:
-            group = await self._store.group(group_id) if group_id else None
+            group = await self.store.group(group_id) if group_id else None
             if group is None or sample >= group.request.samples:
                 raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
-            view = job_view(group, sample, self._engine)
+            view = job_view(group, sample, self.engine)
             return view, view.state.final
 
-        return await self._notifier.follow(look, group_id, wait_s)
+        return await self.notifier.follow(look, group_id, wait_s)
 
     async def cancel_job(self, job: str) -> JobView:
         """Cancel a job in any state. Returns once its result is recorded; its sandbox is closed after that.
@@ -179,7 +170,7 @@ class Groups:
 
     async def cancel_jobs(self, jobs: Iterable[str]) -> None:
         """Cancel the unfinished jobs among `jobs`. Returns once their results are recorded."""
-        await self._engine.cancel(jobs)
+        await self.engine.cancel(jobs)
 
     async def cancel(self, group_id: str) -> GroupView:
         """Cancel the unfinished jobs of a group.
@@ -187,7 +178,7 @@ class Groups:
         Raises:
             NotFound: no such group.
         """
-        group = await self._store.group(group_id)
+        group = await self.store.group(group_id)
         await self.cancel_jobs(job_id(group_id, sample) for sample in range(group.request.samples))
         return await self.group(group_id)
 
@@ -210,7 +201,7 @@ class Groups:
         if not view.state.final:
             raise Conflict(f"job {job!r} is not finished", hint="cancel it first")
         group_id, sample = split_job_id(job)
-        request = (await self._store.group(group_id)).request
+        request = (await self.store.group(group_id)).request
         fields = request.model_dump(exclude_unset=True)
         fields |= {"id": f"{group_id}:retry-{sample}", "samples": 1}
         fields["metadata"] = {**request.metadata, "retry_of": job}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from prorl_envs.clock import Clock
@@ -28,6 +29,7 @@ class Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Lifecycle:
     """Starts and stops the work of a service.
 
@@ -40,51 +42,37 @@ class Lifecycle:
         clock: measures the waits.
     """
 
-    def __init__(
-        self,
-        gate: ServiceGate,
-        settings: ServiceSettings,
-        store: Store,
-        engine: Engine,
-        groups: Groups,
-        batches: Batches,
-        episodes: InteractiveEpisodes,
-        feed: ResultFeed,
-        model_servers: ModelServers,
-        monitors: Sequence[Closable],
-        clock: Clock,
-    ) -> None:
-        self._gate = gate
-        self._settings = settings
-        self._store = store
-        self._engine = engine
-        self._groups = groups
-        self._batches = batches
-        self._episodes = episodes
-        self._feed = feed
-        self._model_servers = model_servers
-        self._monitors = monitors
-        self._clock = clock
+    gate: ServiceGate
+    settings: ServiceSettings
+    store: Store
+    engine: Engine
+    groups: Groups
+    batches: Batches
+    episodes: InteractiveEpisodes
+    feed: ResultFeed
+    model_servers: ModelServers
+    monitors: Sequence[Closable]
+    clock: Clock
 
     async def start(self) -> None:
         """Resume the unfinished jobs of the store, each with a new attempt, and start to serve. Jobs that
         cannot continue fail, without an effect on other jobs."""
-        self._feed.newest = await self._store.newest()
-        await self._model_servers.restore()
-        unfinished = await self._store.unfinished()
-        await self._batches.restore()  # before the groups of batches produce results
-        leases = self._groups.leases
+        self.feed.newest = await self.store.newest()
+        await self.model_servers.restore()
+        unfinished = await self.store.unfinished()
+        await self.batches.restore()  # before the groups of batches produce results
+        leases = self.groups.leases
         for group in unfinished:
-            recovery = plan_recovery(group, self._groups.environments.load)
+            recovery = plan_recovery(group, self.groups.environments.load)
             for result in recovery.given_up:
-                self._engine.give_up(result)
+                self.engine.give_up(result)
             if recovery.task is not None:
-                share = self._batches.share(group.batch_id)
-                self._engine.readmit(group, recovery.task, recovery.samples, share=share)
+                share = self.batches.share(group.batch_id)
+                self.engine.readmit(group, recovery.task, recovery.samples, share=share)
                 leases.grant("groups", group.request.id, group.request.lease_s)
         # Only now: a group that was submitted during recovery would be among the unfinished groups as well.
-        self._gate.state = ServiceState.SERVING
-        self._batches.start()
+        self.gate.state = ServiceState.SERVING
+        self.batches.start()
         leases.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
@@ -94,19 +82,19 @@ class Lifecycle:
             drain_s: seconds for accepted jobs to finish. Remaining jobs are then cancelled; with a durable
                 store they are kept for the next start instead. Every sandbox is closed before this returns.
         """
-        if self._gate.state is ServiceState.STOPPED:
+        if self.gate.state is ServiceState.STOPPED:
             return
-        self._gate.stopping = True
-        async with self._gate.lock:  # groups that are being accepted are admitted first
-            self._gate.state = ServiceState.DRAINING
+        self.gate.stopping = True
+        async with self.gate.lock:  # groups that are being accepted are admitted first
+            self.gate.state = ServiceState.DRAINING
         try:
             await self._stop_batches()
-            async with self._clock.timeout(drain_s):
-                await self._engine.settled()
+            async with self.clock.timeout(drain_s):
+                await self.engine.settled()
         except TimeoutError:
-            log.info("stopping %d unfinished jobs", len(self._engine.scheduler))
+            log.info("stopping %d unfinished jobs", len(self.engine.scheduler))
         finally:  # also if the drain is cancelled
-            self._engine.cancel_all()
+            self.engine.cancel_all()
             await asyncio.shield(self._close())
 
     def pause(self, mode: Pause) -> None:
@@ -116,7 +104,7 @@ class Lifecycle:
             mode: which stages do not start.
         """
         log.warning("paused: %s", mode)
-        self._engine.pause(mode)
+        self.engine.pause(mode)
 
     async def drain(self, wait_s: float = 0.0) -> None:
         """Accept no more work until `resume`, and finish the accepted jobs. Idempotent.
@@ -127,14 +115,14 @@ class Lifecycle:
         Raises:
             Unavailable: the service has not started, or is stopping.
         """
-        async with self._gate.lock:  # groups that are being accepted are admitted first
-            self._gate.check_operable()
-            if self._gate.state is ServiceState.SERVING:
+        async with self.gate.lock:  # groups that are being accepted are admitted first
+            self.gate.check_operable()
+            if self.gate.state is ServiceState.SERVING:
                 log.warning("draining")
-                self._gate.state = ServiceState.DRAINING
+                self.gate.state = ServiceState.DRAINING
         with contextlib.suppress(TimeoutError):  # the caller sees from the status whether jobs remain
-            async with self._clock.timeout(wait_s):
-                await self._engine.settled()
+            async with self.clock.timeout(wait_s):
+                await self.engine.settled()
 
     def resume(self) -> None:
         """End a pause or a drain.
@@ -142,34 +130,34 @@ class Lifecycle:
         Raises:
             Unavailable: the service has not started, or is stopping.
         """
-        self._gate.check_operable()
+        self.gate.check_operable()
         log.warning("resumed")
-        self._gate.state = ServiceState.SERVING
-        self._engine.resume()
-        self._batches.freed()
+        self.gate.state = ServiceState.SERVING
+        self.engine.resume()
+        self.batches.freed()
 
     def resize(self, request: LimitsRequest) -> None:
         """Change the concurrency limits until the service stops. Work above a lowered limit continues."""
         changes = request.model_dump(exclude_none=True)
         log.warning("limits: %s", ", ".join(f"{name} {value}" for name, value in changes.items()))
-        self._settings = ServiceSettings.model_validate({**self._settings.model_dump(), **changes})
-        self._groups.admission.queue = self._settings.queue
-        self._engine.resize(StageLimits.of_settings(self._settings))
+        self.settings = ServiceSettings.model_validate({**self.settings.model_dump(), **changes})
+        self.groups.admission.queue = self.settings.queue
+        self.engine.resize(StageLimits.of_settings(self.settings))
 
     async def _stop_batches(self) -> None:
-        await self._batches.aclose()
-        await self._groups.leases.aclose()
+        await self.batches.aclose()
+        await self.groups.leases.aclose()
 
     async def _close(self) -> None:
         await self._stop_batches()  # again, since a cancellation may have interrupted the first call
         try:
-            async with self._clock.timeout(2 * self._settings.close_s):  # to interrupt a stage, then to close
-                await self._episodes.aclose()
-                await self._engine.settled()
+            async with self.clock.timeout(2 * self.settings.close_s):  # to interrupt a stage, then to close
+                await self.episodes.aclose()
+                await self.engine.settled()
         except TimeoutError:
             log.error(
-                "%d jobs do not stop; closing the node will stop their sandboxes", len(self._engine.scheduler)
+                "%d jobs do not stop; closing the node will stop their sandboxes", len(self.engine.scheduler)
             )
-        self._gate.state = ServiceState.STOPPED
-        for monitor in self._monitors:
+        self.gate.state = ServiceState.STOPPED
+        for monitor in self.monitors:
             await monitor.aclose()

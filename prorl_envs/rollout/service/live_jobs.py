@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from prorl_envs.clock import Clock
@@ -13,6 +14,7 @@ from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.job import Job
 
 
+@dataclass(eq=False)
 class LiveJobs:
     """Unfinished jobs of a service.
 
@@ -22,14 +24,13 @@ class LiveJobs:
         clock: measures how long stages run.
     """
 
-    def __init__(self, engine: Engine, memory: Callable[[], MemoryUse], clock: Clock) -> None:
-        self._engine = engine
-        self._memory = memory
-        self._clock = clock
+    engine: Engine
+    memory: Callable[[], MemoryUse]
+    clock: Clock
 
     def running(self, limit: int) -> list[JobLine]:
         """Return at most `limit` jobs: those whose stage has been running longest, longest first."""
-        jobs = (self._engine.jobs[job] for job in self._engine.running)
+        jobs = (self.engine.jobs[job] for job in self.engine.running)
         return [self._line(job) for job in heapq.nsmallest(limit, jobs, key=lambda job: job.started_at)]
 
     def page(self, *, prefix: str = "", states: Collection[JobState] = (), limit: int = 100) -> JobPage:
@@ -40,10 +41,10 @@ class LiveJobs:
             states: return only jobs in these states; empty for all.
             limit: maximum number of jobs.
         """
-        jobs, scheduler = self._engine.jobs, self._engine.scheduler
+        jobs, scheduler = self.engine.jobs, self.engine.scheduler
 
         def select() -> Iterator[Job]:
-            running = self._engine.running
+            running = self.engine.running
             for job in chain(running, (job for job in jobs if job not in running)):
                 state = scheduler.state(job)
                 if state is not None and job.startswith(prefix) and (not states or state in states):
@@ -60,13 +61,13 @@ class LiveJobs:
         Raises:
             NotFound: the job is not known, or has a result.
         """
-        known, state = self._engine.jobs.get(job), self._engine.scheduler.state(job)
+        known, state = self.engine.jobs.get(job), self.engine.scheduler.state(job)
         if known is None or state is None:
             raise NotFound(f"no unfinished job {job!r}", hint="a finished job has a result")
         return known.result(state)
 
     def _line(self, job: Job) -> JobLine:
-        active, now = job.id in self._engine.running, self._clock.monotonic()
+        active, now = job.id in self.engine.running, self.clock.monotonic()
         ledger, environment = job.attempt.transcript.ledger, job.attempt.environment
         sandbox = None if environment is None else environment.sandbox_id
         return JobLine(
@@ -74,12 +75,12 @@ class LiveJobs:
             group_id=job.request.id,
             environment=job.request.environment,
             task_id=job.task.id,
-            state=self._engine.scheduler.state(job.id) or JobState.CANCELLED,
+            state=self.engine.scheduler.state(job.id) or JobState.CANCELLED,
             active=active,
             attempts=job.attempts,
             since_s=now - (job.started_at if active else job.waiting_since),
             turns=0 if ledger is None else ledger.turns,
             tokens=0 if ledger is None else len(ledger),
             node=job.node,
-            memory_bytes=self._memory().busy.get(sandbox) if sandbox else None,
+            memory_bytes=self.memory().busy.get(sandbox) if sandbox else None,
         )

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
@@ -39,6 +40,7 @@ class _StoredServers(BaseModel):
     weight_version: str
 
 
+@dataclass(eq=False)
 class ModelServers:
     """Model servers of a service, which callers can add, remove, pause and resume.
 
@@ -51,38 +53,37 @@ class ModelServers:
         clock: measures timeouts.
     """
 
-    def __init__(self, model: ModelClient, store: Store, clock: Clock) -> None:
-        self._model = model
-        self._store = store
-        self._clock = clock
-        self._added: dict[str, str] = {}  # by base URL, the URL as the caller gave it
+    model: ModelClient
+    store: Store
+    clock: Clock
+    _added: dict[str, str] = field(default_factory=dict, init=False)  # by base URL, the URL from the caller
 
     async def restore(self) -> None:
         """Add the servers that callers of the previous service had added."""
-        text = await self._store.get_value(_STORE_KEY)
-        if text is None or not isinstance(self._model, ModelPool):
+        text = await self.store.get_value(_STORE_KEY)
+        if text is None or not isinstance(self.model, ModelPool):
             return
         kept = _StoredServers.model_validate_json(text)
         if kept.servers:
             log.info("model servers added to the previous service: %s", ", ".join(kept.servers))
-            self._model.restore(kept.servers, kept.weight_version)
+            self.model.restore(kept.servers, kept.weight_version)
             self._added = {split_protocol(url)[1]: url for url in kept.servers}
 
     def can_sample(self) -> bool:
         """Return True unless the model is a pool in which no server accepts turns."""
-        return not isinstance(self._model, ModelPool) or any(
-            server.state is not ServerHealth.DRAINING for server in server_views(self._model)
+        return not isinstance(self.model, ModelPool) or any(
+            server.state is not ServerHealth.DRAINING for server in server_views(self.model)
         )
 
     def router(self) -> RouterView | None:
         """Return the view of the router; None if the model is not a pool."""
-        return router_view(self._model) if isinstance(self._model, ModelPool) else None
+        return router_view(self.model) if isinstance(self.model, ModelPool) else None
 
     def all(self) -> ModelServerList:
         """Return the servers in use; an empty list if the model is not a pool."""
-        if not isinstance(self._model, ModelPool):
+        if not isinstance(self.model, ModelPool):
             return ModelServerList(servers=[])
-        return ModelServerList(servers=server_views(self._model), paused=self._model.paused)
+        return ModelServerList(servers=server_views(self.model), paused=self.model.paused)
 
     async def add(self, request: ModelServerRequest) -> ModelServerList:
         """Add a server and send it a health check. A server that does not answer is added too, and receives
@@ -100,7 +101,7 @@ class ModelServers:
         self._added.setdefault(base, url)
         await self._save()
         with contextlib.suppress(TimeoutError):  # the pool continues to check the server
-            async with self._clock.timeout(PROBE_S):
+            async with self.clock.timeout(PROBE_S):
                 await pool.check(base)
         return self.all()
 
@@ -144,12 +145,12 @@ class ModelServers:
 
     async def _save(self) -> None:
         kept = _StoredServers(servers=list(self._added.values()), weight_version=self._pool().weight_version)
-        await self._store.put_value(_STORE_KEY, kept.model_dump_json())
+        await self.store.put_value(_STORE_KEY, kept.model_dump_json())
 
     def _pool(self) -> ModelPool:
-        if not isinstance(self._model, ModelPool):
+        if not isinstance(self.model, ModelPool):
             raise Conflict("the model of this service is fixed", hint="start it with model servers")
-        return self._model
+        return self.model
 
 
 def server_views(pool: ModelPool) -> list[ModelServerView]:

@@ -1,6 +1,7 @@
 """Stream of stored results in the order of their cursors: pages for readers, and calls of observers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from prorl_envs.rollout.api.types import ALL, Result, Selection
 from prorl_envs.rollout.api.views import ResultPage
@@ -9,6 +10,7 @@ from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.store.base import Store
 
 
+@dataclass(eq=False)
 class ResultFeed:
     """Stream of a service's stored results.
 
@@ -21,12 +23,11 @@ class ResultFeed:
         newest: cursor of the newest stored result.
     """
 
-    def __init__(self, store: Store, readers: ReadTracker, notifier: Notifier) -> None:
-        self.newest = 0
-        self.readers = readers
-        self._store = store
-        self._notifier = notifier
-        self._observers: list[Callable[[Result], None]] = []
+    store: Store
+    readers: ReadTracker
+    notifier: Notifier
+    newest: int = field(default=0, init=False)
+    _observers: list[Callable[[Result], None]] = field(default_factory=list, init=False)
 
     def subscribe(self, *observers: Callable[[Result], None]) -> None:
         """Call these functions, in this order, with each result that is stored from now on."""
@@ -38,7 +39,7 @@ class ResultFeed:
         for observe in self._observers:
             observe(result)
         self.readers.check()
-        self._notifier.notify(EVERYTHING, result.group_id)
+        self.notifier.notify(EVERYTHING, result.group_id)
 
     async def page(
         self,
@@ -68,20 +69,20 @@ class ResultFeed:
         async def look() -> tuple[ResultPage, bool]:
             nonlocal after
             # `newest` is read before the results, so that the query covers all results up to it.
-            newest = await self._store.newest() if only != ALL else 0
-            found = await self._store.results(after, limit, only=only)
+            newest = await self.store.newest() if only != ALL else 0
+            found = await self.store.results(after, limit, only=only)
             after = found[-1].cursor if found else max(after, newest)
             return ResultPage(results=found, next=after), bool(found)
 
-        page = await self._notifier.follow(look, EVERYTHING, wait_s)
+        page = await self.notifier.follow(look, EVERYTHING, wait_s)
         if acknowledge:
             self.readers.sent(only, start, page)
         return page
 
     async def read(self, result: Result) -> None:
         """Mark a result as read."""
-        self._store.acknowledge([result.cursor])
+        self.store.acknowledge([result.cursor])
 
     async def acknowledge(self, after: int, up_to: int, only: Selection = ALL) -> None:
         """Mark the stored results after `after`, up to and including `up_to`, as read."""
-        self._store.acknowledge(await self._store.cursors(after, up_to, only))
+        self.store.acknowledge(await self.store.cursors(after, up_to, only))

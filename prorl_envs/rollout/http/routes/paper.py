@@ -10,6 +10,7 @@ are intended. `/stop` cancels rollouts of `/process` only. A cancelled rollout i
 import math
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -171,31 +172,29 @@ def _add_routes(app: FastAPI, paper: "_Paper", servers: ModelServers) -> None:
     @app.post("/add_llm_server", **described)
     async def paper_add_llm_server(body: LlmServerRequest) -> PaperAnswer:
         """Add a model server."""
-        with _dialect():
+        with _paper_errors():
             await servers.add(ModelServerRequest.model_construct(url=body.address))
         return PaperAnswer(status=f"added {body.address}")
 
     @app.post("/clear_llm_server", **described)
     async def paper_clear_llm_server() -> PaperAnswer:
         """Remove all model servers."""
-        with _dialect():
+        with _paper_errors():
             for server in servers.all().servers:
                 if server.state is not ServerHealth.DRAINING:
                     await servers.remove(server.url, wait_s=0.0)
         return PaperAnswer(status="cleared")
 
 
-class _dialect:
-    """Context manager that converts the service's errors to `PaperError`."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ProrlError):
-            wire = to_wire(error)
-            status = 400 if wire.error is InputError else wire.status
-            raise PaperError(status, str(error), 5 if status in (429, 503) else 0) from error
+@contextmanager
+def _paper_errors() -> Iterator[None]:
+    """Convert the service's errors in the block to `PaperError`."""
+    try:
+        yield
+    except ProrlError as error:
+        wire = to_wire(error)
+        status = 400 if wire.error is InputError else wire.status
+        raise PaperError(status, str(error), 5 if status in (429, 503) else 0) from error
 
 
 class _Paper:
@@ -226,7 +225,7 @@ class _Paper:
 
     async def cancel(self, name: str) -> None:
         self._check_running()
-        with _dialect():
+        with _paper_errors():
             await self._service.cancel_group(_group_id(name))
 
     async def read(self, result: Result) -> None:
@@ -238,7 +237,7 @@ class _Paper:
             raise PaperError(503, "there is no model server; add one first", 5)
         # A row of a merged table has a null or, from pandas, a NaN in the columns of other data sets.
         instance = {key: value for key, value in body.instance.items() if not _is_missing(value)}
-        with _dialect():
+        with _paper_errors():
             group = self._group(body, instance)
             self._pending[group.id] = self._pending.get(group.id, 0) + 1
             try:
