@@ -95,12 +95,7 @@ def carried() -> dict[str, str]:
 
 @contextmanager
 def continued(job: str, headers: dict[str, str]) -> Iterator[None]:
-    """Use the span of another machine as parent span. Tasks created in this block inherit it.
-
-    Args:
-        job: id of the job.
-        headers: return value of `carried` on the other machine.
-    """
+    """Use the span of another machine, from `carried`, as parent. Tasks created in the block inherit it."""
     span = trace.get_current_span(_propagator.extract(headers, context=Context()))
     with _stage_context(job), trace.use_span(span):
         yield

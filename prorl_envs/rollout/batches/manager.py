@@ -8,7 +8,7 @@ decisions again.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
@@ -27,6 +27,7 @@ from prorl_envs.rollout.store.base import PAGE_TOKENS, Store, StoredBatch, token
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Batches:
     """All stored batches.
 
@@ -38,25 +39,20 @@ class Batches:
         lock: held while batches change, so that submissions of callers happen before or after a change.
     """
 
-    def __init__(
-        self,
-        groups: BatchGroups,
-        store: Store,
-        settings: ServiceSettings,
-        clock: Clock,
-        lock: asyncio.Lock,
-    ) -> None:
-        self._observers: list[Callable[[GroupDecision], None]] = []
-        self._groups = groups
-        self._store = store
-        self._settings = settings
-        self._clock = clock
-        self._lock = lock
-        self._batches: dict[str, Batch] = {}
-        self._owners: dict[str, Batch] = {}  # by group id
-        self._worker = BatchWorker(groups, clock, self._owners.__setitem__)
-        self._change = asyncio.Event()
-        self._stopped = False
+    groups: BatchGroups
+    store: Store
+    settings: ServiceSettings
+    clock: Clock
+    lock: asyncio.Lock
+    _observers: list[Callable[[GroupDecision], None]] = field(default_factory=list, init=False)
+    _batches: dict[str, Batch] = field(default_factory=dict, init=False)
+    _owners: dict[str, Batch] = field(default_factory=dict, init=False)  # by group id
+    _change: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stopped: bool = field(default=False, init=False)
+    _worker: BatchWorker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._worker = BatchWorker(self.groups, self.clock, self._owners.__setitem__)
 
     def on_decision(self, observe: Callable[[GroupDecision], None]) -> None:
         """Call `observe` with each decision on a group."""
@@ -66,7 +62,7 @@ class Batches:
 
     async def restore(self) -> None:
         """Load the batches from the store. A batch that cannot continue is cancelled."""
-        for stored, groups in await self._store.batches():
+        for stored, groups in await self.store.batches():
             batch = self._add(stored)
             record.restore(batch.plan, stored, groups)
             self._owners |= dict.fromkeys(batch.plan.groups, batch)
@@ -80,7 +76,7 @@ class Batches:
                     plan = self._batches[started_by_batch].plan
                     plan.started = max(plan.started, index + 1)
             if not batch.plan.state.over:
-                self._groups.leases.grant("batches", batch.id, batch.request.lease_s)
+                self.groups.leases.grant("batches", batch.id, batch.request.lease_s)
                 await self._check_rest(batch)
 
     def start(self) -> None:
@@ -141,7 +137,6 @@ class Batches:
         """Return the progress of a batch.
 
         Args:
-            batch_id: id of the batch.
             wait_s: maximum seconds to wait until the batch is finished or needs tasks.
 
         Raises:
@@ -170,7 +165,6 @@ class Batches:
         """Return results of the informative groups, in the order in which the groups were decided.
 
         Args:
-            batch_id: id of the batch.
             after: number of results to skip. The caller confirms that it has read them.
             limit: maximum number of results.
             wait_s: maximum seconds to wait for the first result while the batch is running.
@@ -185,7 +179,7 @@ class Batches:
         page: list[Result] = []
         tokens = 0
         for group_id, sample in plan.chosen[after : after + limit]:
-            result = await self._store.result(job_id(group_id, sample))
+            result = await self.store.result(job_id(group_id, sample))
             tokens += token_count(result)
             if page and tokens > PAGE_TOKENS:
                 break
@@ -201,7 +195,7 @@ class Batches:
         if count > len(plan.chosen):  # the reader cannot have received so many
             return
         chosen = plan.chosen[batch.read : count]
-        self._store.acknowledge([plan.groups[group].ended[sample].cursor for group, sample in chosen])
+        self.store.acknowledge([plan.groups[group].ended[sample].cursor for group, sample in chosen])
         batch.read = max(batch.read, count)
         if plan.state.over and count == len(plan.chosen) and not batch.read_to_the_end:
             batch.read_to_the_end = True
@@ -213,7 +207,7 @@ class Batches:
         if batch.read_to_the_end:
             carriable = {group.id for group in batch.plan.carriable}
             groups = (group for name, group in batch.plan.groups.items() if name not in carriable)
-            self._store.acknowledge([ended.cursor for group in groups for ended in group.ended.values()])
+            self.store.acknowledge([ended.cursor for group in groups for ended in group.ended.values()])
 
     # Events of the service.
 
@@ -237,7 +231,7 @@ class Batches:
                     observe(decision)
             if batch.read_to_the_end and result.group_id not in {group.id for group in batch.plan.carriable}:
                 # A sample that the batch cancelled, or did not choose: no reader will receive its result.
-                self._store.acknowledge([result.cursor])
+                self.store.acknowledge([result.cursor])
             self._changed(batch)
 
     def freed(self) -> None:
@@ -247,22 +241,22 @@ class Batches:
     # Changes that hold the lock. Each runs in its own task, so that a disconnected caller does not cancel it.
 
     async def _submit(self, request: BatchRequest, quota: tuple[str, int] | None) -> None:
-        async with self._lock:
+        async with self.lock:
             known = self._batches.get(request.id)
             if known is not None:
                 if known.request != request:
                     raise Conflict(f"batch {request.id!r} is known with another request", hint="use a new id")
                 return
-            self._groups.check_open()
-            for prefix, limit in (("", self._settings.batches), *([quota] if quota else [])):
+            self.groups.check_open()
+            for prefix, limit in (("", self.settings.batches), *([quota] if quota else [])):
                 if (running := self._running(prefix)) >= limit:
                     raise QueueFull(
                         f"{running} batches are running, which is the maximum", hint="try again later"
                     )
             source = self._source(request)
             stored = record.new(request, source)
-            await self._store.open_batch(stored)
-            self._groups.leases.grant("batches", request.id, request.lease_s)
+            await self.store.open_batch(stored)
+            self.groups.leases.grant("batches", request.id, request.lease_s)
             batch = self._add(stored)
             if source is not None:
                 batch.plan.adopt(source.plan.pass_on(stored.carried))
@@ -273,7 +267,7 @@ class Batches:
             await self._drop_oldest()
 
     async def _extend(self, batch_id: str, body: BatchTasks) -> None:
-        async with self._lock:
+        async with self.lock:
             batch = self._batch(batch_id)
             stored = batch.stored
             known = batch.rows[body.first : body.first + len(body.tasks)]
@@ -285,27 +279,27 @@ class Batches:
                 if new:
                     raise Conflict(f"the task stream of batch {batch_id!r} has ended", hint="use a new batch")
                 return
-            if len(batch.rows) + len(new) > (limit := self._settings.batch_tasks):
+            if len(batch.rows) + len(new) > (limit := self.settings.batch_tasks):
                 raise InputError(f"a batch has at most {limit} tasks", hint="see service.batch_tasks")
             closed = not body.stream_open
-            await self._store.extend_batch(batch_id, len(batch.rows), new, closed=closed)
+            await self.store.extend_batch(batch_id, len(batch.rows), new, closed=closed)
             batch.stored = replace(stored, appended=(*stored.appended, *new), closed=closed)
             batch.rows.extend(new)
             batch.plan.add_tasks(len(new), closed=closed)
             self._changed(batch)
 
     async def _cancel(self, batch_id: str) -> None:
-        async with self._lock:
+        async with self.lock:
             batch = self._batch(batch_id)
             plan = batch.plan
             if batch.stored.cancelled_at is None and (plan.carriable or not plan.state.over):
                 await self._cancel_plan(batch)
                 self._acknowledge_rest(batch)
                 self._changed(batch)
-        await self._groups.cancel_jobs(unneeded(plan))
+        await self.groups.cancel_jobs(unneeded(plan))
 
     async def _cancel_plan(self, batch: Batch) -> None:
-        at = await self._store.cancel_batch(batch.id)
+        at = await self.store.cancel_batch(batch.id)
         batch.stored = replace(batch.stored, cancelled_at=at)
         batch.plan.cancel(at)
 
@@ -335,14 +329,14 @@ class Batches:
         """Drop the oldest batches in excess of `retention.max_batches`. Only idle batches count and are
         dropped, and only if their results are read."""
         idle = [batch for batch in self._batches.values() if batch.idle]
-        excess = len(idle) - self._settings.retention.max_batches
+        excess = len(idle) - self.settings.retention.max_batches
         for batch in idle:
             if excess <= 0:
                 break
             if await self._is_unread(batch):
                 continue
             excess -= 1
-            await self._store.drop_batch(batch.id)
+            await self.store.drop_batch(batch.id)
             del self._batches[batch.id]
             for group in batch.plan.groups:
                 self._owners.pop(group, None)
@@ -353,7 +347,7 @@ class Batches:
         chosen = {plan.groups[group].ended[sample].cursor for group, sample in plan.chosen}
         if batch.read_to_the_end or not chosen:
             return False
-        return not chosen.isdisjoint(await self._store.cursors(min(chosen) - 1, max(chosen), unread=True))
+        return not chosen.isdisjoint(await self.store.cursors(min(chosen) - 1, max(chosen), unread=True))
 
     # Helpers.
 
@@ -364,8 +358,8 @@ class Batches:
         )
 
     def _check_bounds(self, request: BatchRequest) -> None:
-        settings = self._settings
-        quota = self._groups.admission.quota_of(request.id)
+        settings = self.settings
+        quota = self.groups.admission.quota_of(request.id)
         bounds = {
             "groups": (request.groups, settings.batch_groups, "service.batch_groups"),
             "in_flight": (request.in_flight or 1, settings.batch_groups, "service.batch_groups"),
@@ -381,7 +375,7 @@ class Batches:
     async def _check_tasks(self, request: BatchRequest, tasks: Sequence[BatchTask], first: int) -> None:
         for index, row in enumerate(tasks, first):
             try:
-                self._groups.environments.load(record.group_request(request, row, index))
+                self.groups.environments.load(record.group_request(request, row, index))
             except InputError as error:
                 raise InputError(f"task {index}: {error.message}", hint=error.hint) from error
             if index % 32 == 0:
@@ -404,7 +398,7 @@ class Batches:
 
     async def _until(self, condition: Callable[[], bool], wait_s: float) -> None:
         try:
-            async with self._clock.timeout(wait_s):
+            async with self.clock.timeout(wait_s):
                 while not condition() and not self._stopped:
                     await self._change.wait()
         except TimeoutError:

@@ -43,8 +43,7 @@ class SampleOutcome:
 
     Args:
         cursor: cursor of the sample's result. Outcomes are handled in the order of their cursors.
-        reward: the reward, or None.
-        failure: the failure kind if there is no reward, else "".
+        reward: the reward, or None; then `failure` is the failure kind.
     """
 
     cursor: int
@@ -63,10 +62,8 @@ class GroupDecision:
     """Decision on a group.
 
     Args:
-        verdict: the decision.
         reason: reason why the group is not informative, or "".
-        samples: samples with a reward when the group was decided, ascending.
-        rewards: rewards of these samples.
+        samples: samples with a reward when the group was decided, ascending; `rewards`: their rewards.
     """
 
     verdict: GroupOutcome

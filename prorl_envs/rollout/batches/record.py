@@ -23,8 +23,6 @@ class Batch:
     """Batch with its plan and its tasks.
 
     Args:
-        stored: the stored form of the batch.
-        plan: the batch plan.
         rows: the tasks of the stream so far.
         read: number of chosen results, see `BatchPlan.chosen`, that the reader has confirmed.
         read_to_the_end: True if the reader has confirmed all chosen results and no further will follow.
@@ -89,12 +87,7 @@ def group_request(batch: BatchRequest, row: BatchTask, index: int) -> GroupReque
 
 
 def new(request: BatchRequest, source: Batch | None) -> StoredBatch:
-    """Return the stored form of a new batch.
-
-    Args:
-        request: the batch request.
-        source: the batch whose groups are carried over, or None.
-    """
+    """Return the stored form of a new batch. `source` is the batch whose groups are carried over, if any."""
     leftover = source.plan.carriable if source else []
     carried = [
         group.id for group in leftover if fresh_enough(group, request.weight_version, request.max_staleness)
@@ -109,13 +102,7 @@ def new(request: BatchRequest, source: Batch | None) -> StoredBatch:
 
 
 def restore(plan: BatchPlan, batch: StoredBatch, stored: Sequence[StoredGroup]) -> None:
-    """Repeat all decisions of a batch from the stored results, in the order of their cursors.
-
-    Args:
-        plan: the new plan of the batch, with its tasks.
-        batch: the stored batch.
-        stored: the stored groups of the batch.
-    """
+    """Repeat all decisions of a batch in its new plan, from the results of its stored groups."""
     groups = []
     for group in stored:
         ended = {

@@ -49,7 +49,6 @@ def lines_of[T: BaseModel](path: Path, parse: Callable[[bytes], T]) -> Iterator[
     """Yield the objects in a JSONL file, or the error messages of invalid lines, each with `path:line`.
 
     Args:
-        path: the file.
         parse: parses a line; raises ValidationError if the line is invalid.
 
     Raises:

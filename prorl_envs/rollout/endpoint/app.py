@@ -101,17 +101,15 @@ class EndpointApp:
         if path.endswith("/count_tokens"):
             await _respond(send, 200, {"input_tokens": session.count_tokens(request)})
             return
-        disconnected = asyncio.create_task(_until_disconnect(receive))
+        gone = asyncio.create_task(_until_disconnect(receive))
         try:
             if request.stream:
-                await _stream_answer(
-                    session, request, shape.stream(request, next(_numbers)), disconnected, send
-                )
+                await _stream_answer(session, request, shape.stream(request, next(_numbers)), gone, send)
             else:
-                answer = await _answer_unless_gone(disconnected, asyncio.create_task(session.call(request)))
+                answer = await _answer_unless(gone, asyncio.create_task(session.call(request)))
                 await _respond(send, 200, shape.write(answer, request))
         finally:
-            disconnected.cancel()
+            gone.cancel()
 
     def _get_response(self, path: str) -> dict[str, Any]:
         """Return the response to a GET request: the health, or the only model.
@@ -176,9 +174,7 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _answer_unless_gone(
-    disconnected: asyncio.Task[None], call: asyncio.Task[EndpointAnswer]
-) -> EndpointAnswer:
+async def _answer_unless(gone: asyncio.Task[None], call: asyncio.Task[EndpointAnswer]) -> EndpointAnswer:
     """Return the answer of a call. If the client closes the connection before, cancel the call.
 
     Raises:
@@ -186,7 +182,7 @@ async def _answer_unless_gone(
         _Gone: the client closed the connection.
     """
     try:
-        await asyncio.wait({disconnected, call}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({gone, call}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
             raise _Gone
         if call.cancelled():
@@ -200,7 +196,7 @@ async def _stream_answer(
     session: ModelSession,
     request: EndpointRequest,
     stream: AnswerStream,
-    disconnected: asyncio.Task[None],
+    gone: asyncio.Task[None],
     send: Send,
 ) -> None:
     """Stream an answer. A refusal before the first event is sent as an ordinary error response."""
@@ -221,19 +217,17 @@ async def _stream_answer(
         while not call.done():
             changed = asyncio.create_task(live.changed.wait())
             try:
-                await asyncio.wait({disconnected, call, changed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({gone, call, changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
-            if disconnected.done():
+            if gone.done():
                 raise _Gone
             if not call.done():
                 live.changed.clear()
                 if any(new_text := live.new_text()):
                     await send_events(_events(stream, *new_text))
-                await asyncio.wait(
-                    {disconnected, call}, timeout=_MIN_EVENT_S, return_when=asyncio.FIRST_COMPLETED
-                )
-        answer = await _answer_unless_gone(disconnected, call)
+                await asyncio.wait({gone, call}, timeout=_MIN_EVENT_S, return_when=asyncio.FIRST_COMPLETED)
+        answer = await _answer_unless(gone, call)
         rest = live.parser.remaining(answer.turn) if live.parser else ("", "")
         await send_events(_events(stream, *rest) + stream.end(answer))
     except RequestRefused as refused:

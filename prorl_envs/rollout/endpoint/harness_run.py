@@ -59,7 +59,7 @@ async def play(
         await model.aclose()
         await listener.aclose()
         agent.forget(settings["session"])
-    return _stop_reason(environment.harness.exits, model, done, limits.run_s)
+    return _outcome(environment.harness.exits, model, done, limits.run_s)
 
 
 async def _wait_for_exit(
@@ -86,7 +86,7 @@ async def _wait_for_exit(
     return running.result() if running.done() else None
 
 
-def _stop_reason(
+def _outcome(
     exits: frozenset[int], model: ModelSession, done: Completed | None, seconds: float
 ) -> StopReason:
     exit_text = _exit_text(done, seconds)

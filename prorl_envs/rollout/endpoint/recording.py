@@ -190,14 +190,8 @@ class Recording:
         self, state: _State, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]
     ) -> tuple[Context, int] | None:
         """Return the context of a state with new messages appended, and the number of ids that it has in
-        common with the state. Return None if the chat template cannot render the new messages.
-
-        Args:
-            state: the state.
-            messages: messages of the state, and new messages.
-            known: number of messages of the state.
-            tools: available tools.
-        """
+        common with the state. Return None if the chat template cannot render the new messages. The first
+        `known` of the messages are those of the state."""
         ids, new = state.context.fork(), messages[known:]
         try:
             if all(message["role"] != "assistant" for message in new):

@@ -124,10 +124,8 @@ class _History:
     """Conversation of a request.
 
     Args:
-        shape: interface of the request.
         items: items of the request, each as JSON.
-        parsed: parsed messages of the items.
-        keys: keys of the messages.
+        parsed: parsed messages of the items; `keys`: their keys.
         size: number of bytes of all items.
     """
 
@@ -177,9 +175,7 @@ class _ToolsEntry:
     """Tools of a request.
 
     Args:
-        shape: interface of the request.
         raw_tools: the tools as JSON.
-        tools: the parsed tools.
         key: key of the tools.
     """
 

@@ -214,10 +214,9 @@ def parse_body[BodyT](data: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def as_item(role: str, content: msgspec.Raw | str) -> bytes:
-    """Return content that a request has outside its conversation, such as instructions, as a JSON item.
+    """Return content from outside a request's conversation, such as instructions, as an item in JSON.
 
     Args:
-        role: role of the item.
         content: JSON, or a text.
     """
     return msgspec.json.encode({"role": role, "content": content})

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ class StageExecutor(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Engine:
     """Engine of unfinished jobs, with the asyncio tasks that work on them.
 
@@ -66,32 +68,26 @@ class Engine:
         announce: called with each result when it is stored, in the order of the cursors.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: StageExecutor,
-        store: Store,
-        clock: Clock,
-        announce: Callable[[Result], None],
-    ) -> None:
-        self.scheduler = scheduler
-        self.finished: Counter[JobState] = Counter()
-        self.failures: Counter[FailureKind] = Counter()
-        self.unfinished_of: Counter[str] = Counter()  # by the first part of the id, see `_owner`
-        self.retries = 0
-        self.close_failures = 0
-        self.internal_errors = 0
-        self._executor = executor
-        self._store = store
-        self._clock = clock
-        self._announce = announce
-        self._freed: list[Callable[[], None]] = []
-        self._jobs: dict[str, Job] = {}
-        self._stages: dict[str, asyncio.Task[Failure | None]] = {}
-        self._records: dict[str, asyncio.Task[None]] = {}
-        self._grants: dict[str, asyncio.Future[str]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._leaving = False  # True during a shutdown that keeps unfinished jobs for the next start
+    scheduler: Scheduler
+    executor: StageExecutor
+    store: Store
+    clock: Clock
+    announce: Callable[[Result], None]
+    finished: Counter[JobState] = field(default_factory=Counter, init=False)
+    failures: Counter[FailureKind] = field(default_factory=Counter, init=False)
+    #: Number of unfinished jobs by the first part of the id, see `_owner`.
+    unfinished_of: Counter[str] = field(default_factory=Counter, init=False)
+    retries: int = field(default=0, init=False)
+    close_failures: int = field(default=0, init=False)
+    internal_errors: int = field(default=0, init=False)
+    _freed: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _jobs: dict[str, Job] = field(default_factory=dict, init=False)
+    _stages: dict[str, asyncio.Task[Failure | None]] = field(default_factory=dict, init=False)
+    _records: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _grants: dict[str, asyncio.Future[str]] = field(default_factory=dict, init=False)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    #: True during a shutdown that keeps unfinished jobs for the next start.
+    _leaving: bool = field(default=False, init=False)
 
     def on_free(self, notify: Callable[[], None]) -> None:
         """Call `notify` whenever a job leaves the engine."""
@@ -103,12 +99,9 @@ class Engine:
         """Admit a new group.
 
         Args:
-            request: the group.
-            task: the group's task.
-            batch_id: the batch that starts the group, if any.
-            share: scheduling share of the group's jobs.
+            batch_id: the batch that starts the group, if any; `share`: scheduling share of the group's jobs.
         """
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         samples = range(request.samples)
         self._admit([Job(request, sample, task, now, batch_id=batch_id) for sample in samples], share)
 
@@ -116,7 +109,7 @@ class Engine:
         self, group: StoredGroup, task: Task, samples: Iterable[int], *, share: Share = COMMON
     ) -> None:
         """Admit jobs that an earlier service accepted and did not finish. Their earlier attempts count."""
-        now, attempts, failures = self._clock.monotonic(), group.attempts, group.failures
+        now, attempts, failures = self.clock.monotonic(), group.attempts, group.failures
         started_by_batch = group.started_by_batch
         jobs = [
             Job(group.request, i, task, now, attempts[i], failures[i], started_by_batch, readmitted=True)
@@ -197,7 +190,7 @@ class Engine:
 
     def cancel_all(self) -> None:
         """Stop every job. With a durable store they get no result, so that the next start resumes them."""
-        self._leaving = self._store.durable
+        self._leaving = self.store.durable
         for job_id in list(self._jobs):
             self._apply(self.scheduler.cancel(job_id))
 
@@ -254,7 +247,7 @@ class Engine:
                         grant.set_result(decision.node)
 
     def _start_stage(self, job: Job, stage: Stage) -> None:
-        job.started_at = self._clock.monotonic()
+        job.started_at = self.clock.monotonic()
         job.queued_s += job.started_at - job.waiting_since
         job.attempts += stage is Stage.INIT
         task = self._spawn(self._perform(job, stage))
@@ -267,8 +260,8 @@ class Engine:
                 # A job that crashes every service that starts it must be detected, so its starts are stored
                 # at once.
                 at_once = job.readmitted or job.failures > 0
-                await self._persist(partial(self._store.started, job.id, job.failures, at_once=at_once))
-            failure = await self._executor.perform(job, stage)
+                await self._persist(partial(self.store.started, job.id, job.failures, at_once=at_once))
+            failure = await self.executor.perform(job, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)
             return failure
@@ -276,7 +269,7 @@ class Engine:
     def _stage_ended(self, job: Job, task: asyncio.Task[Failure | None]) -> None:
         """Report the outcome of a stage to the scheduler."""
         del self._stages[job.id]
-        job.waiting_since = self._clock.monotonic()
+        job.waiting_since = self.clock.monotonic()
         if task.cancelled():  # by the engine, or because the event loop stops; both count as a cancellation
             self._apply(self.scheduler.cancel(job.id))
             self._apply(self.scheduler.ended(job.id))
@@ -296,7 +289,7 @@ class Engine:
 
     async def _conclude(self, job: Job, state: JobState) -> None:
         """Build the job's result and record it."""
-        await self._executor.collect(job)
+        await self.executor.collect(job)
         if state is JobState.CANCELLED:
             job.cancelled()
         result = job.result(state)
@@ -305,7 +298,7 @@ class Engine:
 
     async def _record(self, job_id: str, result: Result) -> None:
         try:
-            stored = await self._persist(partial(self._store.record, result))
+            stored = await self._persist(partial(self.store.record, result))
         except Unavailable as error:
             log.error("the result of job %s is lost; the next start runs it again: %s", job_id, error)
             self._forget_if_gone(job_id)
@@ -313,7 +306,7 @@ class Engine:
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
-        self._announce(stored)
+        self.announce(stored)
         self._forget_if_gone(job_id)
 
     async def _persist[T](self, write: Callable[[], Awaitable[T]]) -> T:
@@ -330,18 +323,18 @@ class Engine:
                 if self._leaving:
                     raise
                 log.error("trying again in %g s: %s", STORE_PAUSE_S, error)
-            await self._clock.sleep(STORE_PAUSE_S)
+            await self.clock.sleep(STORE_PAUSE_S)
 
     async def _close(self, job: Job) -> None:
         """Close the attempt's environment, after the job's result, if there is one, is stored."""
         if record := self._records.get(job.id):
             await asyncio.wait([record])
-        if not await self._executor.close(job):
+        if not await self.executor.close(job):
             self.close_failures += 1
         decisions = self.scheduler.closed(job.id)
         if job.id in self.scheduler:  # the job gets another attempt
             job.new_attempt()
-            job.waiting_since = self._clock.monotonic()
+            job.waiting_since = self.clock.monotonic()
             self.retries += 1
         self._apply(decisions)
         self._forget_if_gone(job.id)

@@ -89,8 +89,7 @@ async def answering(
 
     Args:
         app: the ASGI application.
-        host: address to bind.
-        port: TCP port; 0 takes a free port.
+        host: address to bind; `port`: TCP port, 0 takes a free port.
         bound: a socket returned by `bind`, which is closed on leaving; None binds `host` and `port`.
         limits: limits of connections and their requests.
         counts: connection counts, which the server updates.
@@ -184,8 +183,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind an address. Connections are refused until the socket is passed to `serving` or `answering`.
 
     Args:
-        host: address to bind.
-        port: TCP port; 0 takes a free port.
+        host: address to bind; `port`: TCP port, 0 takes a free port.
 
     Raises:
         InputError: the address cannot be bound.

@@ -47,23 +47,10 @@ class Metrics:
     """Metrics of `/metrics`.
 
     Args:
-        status: returns the current status of the service.
-        node: returns the number and state of the sandboxes on the service's machine.
-        batches: returns the stored batches.
-        unread: returns the numbers of unread and dropped results.
-        fleet: further nodes, or None.
-        connections: connection counts of the HTTP server.
+        current: collects the values that are read on each scrape.
     """
 
-    def __init__(
-        self,
-        status: Callable[[], StatusView],
-        node: Callable[[], NodeUse],
-        batches: Callable[[], list[BatchView]],
-        unread: Callable[[], UnreadResults],
-        fleet: Fleet | None = None,
-        connections: ConnectionCounts | None = None,
-    ) -> None:
+    def __init__(self, current: Collector) -> None:
         self._registry = registry = CollectorRegistry()
         decided = "Decided groups of batches, by verdict and by the reason why a group is not informative."
         self._groups = Counter(
@@ -110,9 +97,7 @@ class Metrics:
         self._drift = Counter(
             "prorl_drift_tokens", "Prompt tokens that differed from the recorded ones.", registry=registry
         )
-        registry.register(
-            _ScrapeCollector(status, node, batches, unread, fleet, connections or ConnectionCounts())
-        )
+        registry.register(current)
         ProcessCollector(registry=registry)
 
     def observe(self, result: Result) -> None:
@@ -166,8 +151,17 @@ def _seconds(name: str, help_text: str, labels: list[str], registry: CollectorRe
 
 
 @dataclass(eq=False)
-class _ScrapeCollector(Collector):
-    """Collector of values that are read on each scrape."""
+class ScrapeCollector(Collector):
+    """Collector of values that are read on each scrape.
+
+    Args:
+        status: returns the current status of the service.
+        node: returns the number and state of the sandboxes on the service's machine.
+        batches: returns the stored batches.
+        unread: returns the numbers of unread and dropped results.
+        fleet: further nodes, or None.
+        connections: connection counts of the HTTP server.
+    """
 
     status: Callable[[], StatusView]
     node: Callable[[], NodeUse]

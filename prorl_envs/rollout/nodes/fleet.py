@@ -182,7 +182,6 @@ class Fleet:
 
         Args:
             name: name of the node. A suffix is added if another node has or had this name.
-            handle: access to the node.
 
         Raises:
             InputError: the node does not meet the terms, or cannot prepare itself.

@@ -25,11 +25,9 @@ class Terms:
     Args:
         environments: names of the environments that a node must have.
         fingerprint: fingerprint of the head's tokenizer and chat template. A node's must be equal.
-        tokenizer: folder or Hub name of the model's tokenizer.
-        model: name of the model, or "".
+        tokenizer: folder or Hub name of the model's tokenizer; `model`: name of the model, or "".
         protocol: protocol of model servers whose URL names none.
-        tool_format: format in which the model writes tool calls.
-        reasoning: whether later prompts keep the reasoning of earlier turns.
+        tool_format: format of the model's tool calls; `reasoning`: handling of earlier turns' reasoning.
         heartbeat_s: seconds between two `usage` calls of the head.
         heartbeat_timeout_s: the head considers a node lost after this number of seconds without an answer;
             a node considers the head lost after this number of seconds without a call.
@@ -73,15 +71,10 @@ class StageOrder:
     """Request to run a stage.
 
     Args:
-        order: number of the attempt on the node.
-        stage: the stage.
         attempt: number of the job's attempt, from 1.
-        sample: index of the job in its group.
-        request: the group, for INIT; else None.
+        request: the group, for INIT; else None. `sample`: index of the job in the group.
         trace: context of the stage's span, as W3C trace headers.
-        caller: a caller drives RUN, and this request is for one step. If `step` is None, the prompt is
-            rendered.
-        step: the caller's step.
+        caller: a caller drives RUN, and this request is for one `step`. Without it, render the prompt.
     """
 
     order: int
@@ -115,8 +108,6 @@ class TurnRequested:
     """Request for a model server that samples a turn, or a part of a turn.
 
     Args:
-        turn: number of the turn on the node.
-        session: session of the turn.
         tokens: length of the prompt in tokens.
     """
 
@@ -147,8 +138,7 @@ class ServerChoice:
     """Model server that the router chose for a turn.
 
     Args:
-        url: base URL, as in trajectories.
-        address: URL with the protocol as prefix, if the server was added with one.
+        url: base URL, as in trajectories; `address`: the URL with its protocol, if it was added with one.
         version: last version of the server's weights that the head knows.
     """
 
@@ -162,7 +152,6 @@ class TurnOutcome:
     """Outcome of one call of a model server, without its tokens.
 
     Args:
-        finish_reason: see `Sampled`.
         version: version of the newest weights that sampled tokens of the call.
         cached: number of prompt tokens in the server's cache; None if unknown.
         error: reason why the call failed, or None.
@@ -244,9 +233,7 @@ class NodeHandle(Protocol):
         """Sample a turn on a model server. The tokens stay on the node.
 
         Args:
-            turn: number of the turn.
             call: number of this call among the calls of the turn, from 1.
-            server: the model server.
         """
         ...
 
@@ -255,8 +242,6 @@ class NodeHandle(Protocol):
         stopped.
 
         Args:
-            turn: number of the turn.
-            call: number of the last call to cancel.
             error: if given, the turn fails with this error, since no server can sample it. Otherwise the turn
                 is routed again.
         """

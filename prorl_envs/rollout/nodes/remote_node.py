@@ -58,8 +58,7 @@ class RemoteNode:
     Attributes:
         reason: reason why the node was lost, or "".
         usage: values of the last heartbeat, see `NodeUsage`.
-        orders: numbers of the attempts on the node.
-        finished: number of attempts that were closed on the node.
+        orders: numbers of the attempts on the node; `finished`: number of attempts that were closed there.
     """
 
     name: str

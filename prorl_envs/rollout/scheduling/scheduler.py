@@ -206,12 +206,7 @@ class Scheduler:
         return self._fill(entry.place)
 
     def failed(self, job: str, *, retryable: bool) -> list[Decision]:
-        """Handle a failed stage of a job.
-
-        Args:
-            job: id of the job.
-            retryable: another attempt may succeed.
-        """
+        """Handle a failed stage of a job. `retryable`: another attempt may succeed."""
         entry = self._leave_stage(job)
         if entry.phase is _Phase.STOPPING:
             return [self._close(entry), *self._fill(entry.place)]

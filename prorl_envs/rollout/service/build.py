@@ -16,7 +16,7 @@ from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.episode.worker import Worker
 from prorl_envs.rollout.monitoring.dashboard_state import DashboardSnapshot, DashboardState
-from prorl_envs.rollout.monitoring.metrics import Metrics
+from prorl_envs.rollout.monitoring.metrics import Metrics, ScrapeCollector
 from prorl_envs.rollout.monitoring.sandbox_memory import SandboxMemory
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.scheduling.placement import StageLimits
@@ -104,7 +104,11 @@ def build_service(
 
     dashboard = DashboardState(clock, store, snapshot, settings.retention.max_results)
     connections = ConnectionCounts()
-    metrics = Metrics(status.read, lambda: node.use, batches.views, lambda: store.unread, fleet, connections)
+    metrics = Metrics(
+        ScrapeCollector(
+            status.read, lambda: node.use, batches.views, lambda: store.unread, fleet, connections
+        )
+    )
 
     groups.reserve(batches.owns)
     leases.on_expiry("groups", groups.cancel)

@@ -91,7 +91,6 @@ class Groups:
         """Store all groups, or none of them, and start the new ones.
 
         Args:
-            groups: the groups.
             tasks: the task of each group.
             quota: see `submit`.
             share: scheduling share of the groups' jobs.

@@ -9,7 +9,7 @@ because the service cannot repeat the caller's steps.
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ class _OpenEpisode:
         return f"episode {self.request.id}"
 
 
+@dataclass(eq=False)
 class InteractiveEpisodes:
     """Open episodes that callers drive.
 
@@ -75,27 +76,18 @@ class InteractiveEpisodes:
         idle_s: seconds without a request after which an episode is closed.
     """
 
-    def __init__(
-        self,
-        executor: StageExecutor,
-        agent: Agent,
-        engine: Engine,
-        clock: Clock,
-        *,
-        max_open: int,
-        idle_s: float,
-    ) -> None:
-        self.failures = 0
-        self.internal_errors = 0
-        self._executor = executor
-        self._agent = agent
-        self._engine = engine
-        self._clock = clock
-        self._max_open = max_open
-        self._idle_s = idle_s
-        self._open: dict[str, _OpenEpisode] = {}
-        self._models: dict[str, ModelSession] = {}
-        self._ends: set[asyncio.Task[None]] = set()
+    executor: StageExecutor
+    agent: Agent
+    engine: Engine
+    clock: Clock
+    _: KW_ONLY
+    max_open: int
+    idle_s: float
+    failures: int = field(default=0, init=False)
+    internal_errors: int = field(default=0, init=False)
+    _open: dict[str, _OpenEpisode] = field(default_factory=dict, init=False)
+    _models: dict[str, ModelSession] = field(default_factory=dict, init=False)
+    _ends: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -118,9 +110,9 @@ class InteractiveEpisodes:
         """
         known = self._open.get(request.id)
         if known is None:
-            if len(self._open) >= self._max_open:
+            if len(self._open) >= self.max_open:
                 hint = "close an episode, or submit groups, which wait in the queue"
-                raise QueueFull(f"{self._max_open} episodes are open, which is the maximum", hint=hint)
+                raise QueueFull(f"{self.max_open} episodes are open, which is the maximum", hint=hint)
             known = self._new(request, task)
         elif known.request != request:
             raise Conflict(f"episode {request.id!r} is known with another request", hint="use a new id")
@@ -170,9 +162,9 @@ class InteractiveEpisodes:
                 raise OutOfOrder("the episode is driven by tokens", hint="open the endpoint before any step")
             episode.by_tokens = False
             job = episode.job
-            episode.model = ModelSession(self._agent, job.attempt.transcript, **job.settings)
+            episode.model = ModelSession(self.agent, job.attempt.transcript, **job.settings)
             self._models[episode.model.key] = episode.model
-        episode.last_used = self._clock.monotonic()
+        episode.last_used = self.clock.monotonic()
         return episode.model
 
     def model(self, key: str) -> ModelSession | None:
@@ -212,8 +204,8 @@ class InteractiveEpisodes:
     # Operations.
 
     def _new(self, request: EpisodeRequest, task: Task) -> _OpenEpisode:
-        now = self._clock.monotonic()
-        idle_s = min(request.idle_s or self._idle_s, self._idle_s)
+        now = self.clock.monotonic()
+        idle_s = min(request.idle_s or self.idle_s, self.idle_s)
         episode = _OpenEpisode(request, Job(request.as_group(), 0, task, now), idle_s, now)
         self._open[request.id] = episode
         self._start_work(episode, self._init(episode))
@@ -222,15 +214,15 @@ class InteractiveEpisodes:
 
     async def _init(self, episode: _OpenEpisode) -> None:
         job = episode.job
-        job.node = await self._engine.reserve(episode.guest, here=episode.request.endpoint)
+        job.node = await self.engine.reserve(episode.guest, here=episode.request.endpoint)
         episode.state = EpisodeState.INIT
-        job.queued_s = self._clock.monotonic() - job.waiting_since
+        job.queued_s = self.clock.monotonic() - job.waiting_since
         job.attempts = 1
         try:
-            failure = await self._executor.perform(job, Stage.INIT)
+            failure = await self.executor.perform(job, Stage.INIT)
         finally:
-            self._engine.prepared(episode.guest)
-        failure = failure or await self._executor.step(job, None)
+            self.engine.prepared(episode.guest)
+        failure = failure or await self.executor.step(job, None)
         if failure is not None:
             await self._fail(episode, failure)
             return
@@ -240,7 +232,7 @@ class InteractiveEpisodes:
         episode.state = EpisodeState.READY
 
     async def _run(self, episode: _OpenEpisode, step: StepRequest) -> None:
-        failure = await self._executor.step(episode.job, step)
+        failure = await self.executor.step(episode.job, step)
         if failure is not None:
             await self._fail(episode, failure)
             return
@@ -250,7 +242,7 @@ class InteractiveEpisodes:
         episode.state = EpisodeState.READY if progress.last.stop_reason is None else EpisodeState.STOPPED
 
     async def _evaluate(self, episode: _OpenEpisode) -> None:
-        failure = await self._executor.perform(episode.job, Stage.EVAL)
+        failure = await self.executor.perform(episode.job, Stage.EVAL)
         if failure is not None:
             await self._fail(episode, failure)
             return
@@ -259,7 +251,7 @@ class InteractiveEpisodes:
         self._release(episode)
 
     async def _fail(self, episode: _OpenEpisode, failure: Failure) -> None:
-        await self._executor.collect(episode.job)
+        await self.executor.collect(episode.job)
         self._set_failed(episode, failure)
 
     def _set_failed(self, episode: _OpenEpisode, failure: Failure) -> None:
@@ -286,10 +278,10 @@ class InteractiveEpisodes:
 
     async def _close(self, episode: _OpenEpisode) -> None:
         await self._close_model(episode)
-        self._agent.forget(episode.job.session)
-        if not await self._executor.close(episode.job):
-            self._engine.close_failures += 1
-        self._engine.release(episode.guest)
+        self.agent.forget(episode.job.session)
+        if not await self.executor.close(episode.job):
+            self.engine.close_failures += 1
+        self.engine.release(episode.guest)
 
     def _end(self, episode: _OpenEpisode) -> asyncio.Task[None]:
         del self._open[episode.request.id]
@@ -310,16 +302,16 @@ class InteractiveEpisodes:
         while True:
             if episode.state.busy and episode.work is not None:
                 await asyncio.wait([episode.work])
-                episode.last_used = self._clock.monotonic()
+                episode.last_used = self.clock.monotonic()
             if episode.model is not None:
-                now = self._clock.monotonic()
+                now = self.clock.monotonic()
                 episode.last_used = max(
                     episode.last_used, now if episode.model.calls else episode.model.last_used
                 )
-            seconds_left = episode.last_used + episode.idle_s - self._clock.monotonic()
+            seconds_left = episode.last_used + episode.idle_s - self.clock.monotonic()
             if seconds_left <= 0:
                 break
-            await self._clock.sleep(seconds_left)
+            await self.clock.sleep(seconds_left)
         log.warning("episode %s: no request for %g s; it is closed", episode.request.id, episode.idle_s)
         episode.idle_watch = None  # this task itself, which must not be cancelled
         self._end(episode)
@@ -339,15 +331,15 @@ class InteractiveEpisodes:
     async def _wait_and_view(
         self, episode: _OpenEpisode, wait_s: float, *, prompt: bool = False
     ) -> EpisodeView:
-        episode.last_used = self._clock.monotonic()
+        episode.last_used = self.clock.monotonic()
         if episode.state.busy and episode.work is not None and wait_s > 0:
             try:
-                async with self._clock.timeout(wait_s):
+                async with self.clock.timeout(wait_s):
                     await asyncio.wait([episode.work])
             except TimeoutError:
                 pass  # the returned state shows that the operation is still running
             self._get(episode.request.id)  # raises NotFound if the episode was closed meanwhile
-            episode.last_used = self._clock.monotonic()
+            episode.last_used = self.clock.monotonic()
         return EpisodeView(
             id=episode.request.id,
             environment=episode.request.environment,

@@ -85,8 +85,7 @@ class StoredBatch:
     Args:
         request: the submitted request, with the first tasks.
         tenant: name of the batch's lane in the queue.
-        carried: ids of groups taken over from `request.carry_from`.
-        dropped: number of groups of `request.carry_from` that were too old.
+        carried: groups taken over from `request.carry_from`; `dropped`: number of groups that were too old.
         appended: tasks that were appended later.
         closed: no more tasks will follow.
         cancelled_at: cursor of the newest result when the batch was cancelled; None if it was not cancelled.
@@ -106,8 +105,7 @@ class UnreadResults:
     """Stored results that no reader has acknowledged.
 
     Args:
-        results: number of unread results.
-        tokens: number of tokens in their trajectories.
+        results: number of unread results; `tokens`: number of tokens in their trajectories.
         dropped: number of unread results that the store has dropped; always 0 in a durable store.
     """
 
@@ -144,18 +142,13 @@ class Store(Protocol):
         ...
 
     async def group(self, group_id: str) -> StoredGroup:
-        """Return a group.
-
-        Raises:
-            NotFound: no such group.
-        """
+        """Return a group. Raises NotFound if there is no such group."""
         ...
 
     async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
         """Count a started attempt of a job.
 
         Args:
-            job_id: id of the job.
             failures: number of earlier attempts that failed. The other earlier attempts were interrupted.
             at_once: return once the attempt is stored. Otherwise it is stored soon, with the next write. If
                 the service is killed before that, the attempt is not counted.
@@ -225,11 +218,8 @@ class Store(Protocol):
         ...
 
     async def result(self, job_id: str) -> Result:
-        """Return the result of a job.
-
-        Raises:
-            NotFound: there is no such job, it is not finished, or its result is no longer stored.
-        """
+        """Return the result of a job. Raises NotFound if the job is unknown or unfinished, or its result is
+        no longer stored."""
         ...
 
     async def unfinished(self) -> list[StoredGroup]:

@@ -50,25 +50,21 @@ from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, ope
 from prorl_envs.rollout.store.summaries import SearchHits
 from prorl_envs.viewer.summary import Summary
 
-#: Rows per query when the oldest results are dropped. Usually one result exceeds the limits.
-_TRIM_ROWS = 16
-#: Maximum number of such queries in one transaction. 50,000 drops take 5 s, and other writes wait for them.
-_MAX_TRIMS = 64
+#: Rows per query when the oldest results are dropped; usually one result exceeds the limits. Maximum number
+#: of such queries in one transaction: 50,000 drops take 5 s, and other writes wait for them.
+_TRIM_ROWS, _MAX_TRIMS = 16, 64
 #: Value of `SqlStore._oldest` if no result was read: cursor, tokens and time that never exceed a limit.
 _NOTHING_READ = (math.inf, math.inf, math.inf)
 #: Number of drops after which the oldest rows of `dropped_results` are removed. A row takes some 60 bytes.
 _FORGET_EVERY = 1_000
 #: Weight of one acknowledged result, and maximum number of acknowledged results in one statement.
 _ACKNOWLEDGED_WEIGHT, _ACKNOWLEDGED_AT_ONCE = 16.0, 500
-#: Maximum weight of a transaction that runs on the event loop. A weight of 1 is the time to pack one token;
-#: the maximum takes some 3 ms.
-_MAX_LOOP_WEIGHT = 16_384
-#: Weight of one submitted group.
-_GROUP_WEIGHT = 1_024
-#: Seconds for which a write without a waiting caller waits for other writes, to share their transaction.
-_JOIN_S = 0.05
-#: Seconds before such a write is tried again after its transaction failed.
-_RETRY_S = 1.0
+#: Maximum weight of a transaction that runs on the event loop (some 3 ms), and weight of a submitted group. A
+#: weight of 1 is the time to pack one token.
+_MAX_LOOP_WEIGHT, _GROUP_WEIGHT = 16_384, 1_024
+#: Seconds for which a write without a waiting caller waits for other writes, to share their transaction, and
+#: seconds before it is tried again after its transaction failed.
+_JOIN_S, _RETRY_S = 0.05, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class _Write:
     work: Callable[[], Any]
     future: asyncio.Future[Any] | None
     weight: float
-    separate: bool
+    alone: bool
 
 
 class SqlStore:
@@ -93,11 +89,9 @@ class SqlStore:
 
     Args:
         name: name of the database in errors.
-        db: connection that writes.
-        view: connection that reads; may be `db`.
+        db: connection that writes; `view`: connection that reads, which may be `db`.
         resources: closes both connections and releases the database.
-        max_results: number of results to keep.
-        max_tokens: number of tokens to keep, in all results together.
+        max_results, max_tokens: number of results to keep, and of tokens in all of them together.
         ttl_s: seconds for which results are kept; None means no limit. It is checked when a result is stored
             or acknowledged.
         now: returns seconds since 1970. The default is not affected by clock changes while the process runs.
@@ -129,19 +123,17 @@ class SqlStore:
         self._max_tokens = max_tokens
         self._ttl_s = ttl_s
         self._now = now or steady_time()
-        #: Cursor of the newest result, and number of tokens of all results up to it. None if unknown: then it
-        #: is read from the database.
+        #: Cursor of the newest result, and number of tokens of all results up to it. None if unknown.
         self._last: tuple[int, int] | None = None
-        #: Oldest result that may be dropped: its cursor, the number of tokens before it, and the time of its
-        #: record. None if unknown.
+        #: Oldest result that may be dropped: cursor, number of tokens before it, and time. None if unknown.
         self._oldest: tuple[float, float, float] | None = None
         #: State of the current transaction: recorded results, change of `unread`, and whether further results
         #: must be dropped.
         self._recorded: list[Result] = []
         self._unread_change = UnreadResults()
         self._more_to_drop = False
-        self._dropped = 0  # greatest cursor of a dropped result
-        self._drops = 0  # number of dropped results
+        #: Greatest cursor of a dropped result, and number of dropped results.
+        self._dropped, self._drops = 0, 0
         self._recent = Recent()
         self._waiting: list[_Write] = []
         self._deferred = False  # the last transaction deferred writes in favour of separate ones
@@ -158,7 +150,7 @@ class SqlStore:
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         weight = len(groups) * _GROUP_WEIGHT
-        return await self._write(partial(self._submit, groups), weight=weight, separate=True)
+        return await self._write(partial(self._submit, groups), weight=weight, alone=True)
 
     async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
         work = partial(self._started, job_id, failures)
@@ -247,28 +239,25 @@ class SqlStore:
 
     # Between the event loop and the threads.
 
-    async def _write[T](
-        self, work: Callable[[], T], *, weight: float = math.inf, separate: bool = False
-    ) -> T:
+    async def _write[T](self, work: Callable[[], T], *, weight: float = math.inf, alone: bool = False) -> T:
         """Run `work` in the next transaction. Returns once the transaction is on the disk. If the caller is
         cancelled while it waits, the write may or may not happen.
 
         Args:
-            work: executes the statements, and returns the return value.
             weight: estimated cost, see `_MAX_LOOP_WEIGHT`.
-            separate: do not share the transaction with other writes that callers wait for, so that this write
-                is fast. The others are deferred to the next transaction, but not again.
+            alone: do not share the transaction with other writes that callers wait for, so that this write is
+                fast. The others are deferred to the next transaction, but not again.
         """
         self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Write(work, future, weight, separate))
+        self._waiting.append(_Write(work, future, weight, alone))
         self._commit_soon()
         return await future
 
     def _write_with_others(self, work: Callable[[], Any], *, weight: float = 0.0) -> None:
         """Run `work` in a transaction that starts soon. Run it again later if the database fails."""
         self._check_open()
-        self._waiting.append(_Write(work, None, weight, separate=False))
+        self._waiting.append(_Write(work, None, weight, alone=False))
         self._commit_later()
 
     def _commit_soon(self) -> None:
@@ -290,9 +279,9 @@ class SqlStore:
         """Start a transaction with the waiting writes."""
         loop = asyncio.get_running_loop()
         batch, self._waiting = self._waiting, []
-        if not self._deferred and any(write.separate for write in batch):
-            self._waiting = [write for write in batch if write.future is not None and not write.separate]
-            batch = [write for write in batch if write.future is None or write.separate]
+        if not self._deferred and any(write.alone for write in batch):
+            self._waiting = [write for write in batch if write.future is not None and not write.alone]
+            batch = [write for write in batch if write.future is None or write.alone]
         self._deferred = bool(self._waiting)
 
         def notify_loop(done: Future[list[Any]]) -> None:
@@ -517,15 +506,8 @@ class SqlStore:
             self._oldest = _NOTHING_READ
 
     def _exceeds(self, cursor: float, before: float, at: float, newest: int, total: int) -> bool:
-        """Return True if a result exceeds the limits.
-
-        Args:
-            cursor: cursor of the result.
-            before: number of tokens of all results before it.
-            at: time of its record, in seconds since 1970.
-            newest: cursor of the newest result.
-            total: number of tokens of all results.
-        """
+        """Return True if a result exceeds the limits. `before`: number of tokens of all results before it;
+        `at`: time of its record; `newest`: cursor of the newest result; `total`: tokens of all results."""
         return cursor < newest and (
             newest - cursor >= self._max_results
             or total - before > self._max_tokens

@@ -13,13 +13,11 @@ from prorl_envs.rollout.service.service import RolloutService
 
 def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
     """Add the routes."""
-    max_wait_s = settings.max_wait_s
-    Wait = Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False, description="Seconds to wait.")]
+    max_s = settings.max_wait_s
+    Wait = Annotated[float, Query(ge=0, le=max_s, allow_inf_nan=False, description="Seconds to wait.")]
 
     @app.post("/v1/episodes", response_model=EpisodeView)
-    async def start_episode(
-        body: EpisodeRequest, caller: CurrentCaller, wait_s: Wait = max_wait_s
-    ) -> Response:
+    async def start_episode(body: EpisodeRequest, caller: CurrentCaller, wait_s: Wait = max_s) -> Response:
         """Start an episode that the caller drives. It does not survive the service, and is closed after
         `idle_s` seconds without a request."""
         caller.check_ids(body.id)
@@ -32,14 +30,14 @@ def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings
 
     @app.post("/v1/episodes/{episode_id:path}/run", response_model=EpisodeView)
     async def run_episode(
-        episode_id: str, body: Annotated[StepRequest, Body()], wait_s: Wait = max_wait_s
+        episode_id: str, body: Annotated[StepRequest, Body()], wait_s: Wait = max_s
     ) -> Response:
         """Run a step: `tool_calls`; or `ids`, an answer that the caller's model sampled; or `agent`, which
         runs the service's own agent loop."""
         return _json(await service.episodes.step(episode_id, body, wait_s=wait_s))
 
     @app.post("/v1/episodes/{episode_id:path}/eval", response_model=EpisodeView)
-    async def evaluate_episode(episode_id: str, wait_s: Wait = max_wait_s) -> Response:
+    async def evaluate_episode(episode_id: str, wait_s: Wait = max_s) -> Response:
         """Grade an episode, and close its sandbox."""
         return _json(await service.episodes.evaluate(episode_id, wait_s=wait_s))
 
