@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written_has_one_remedy(
     if named == "HOME":
         monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv(named, str(state))
-    with pytest.raises(InputError, match="cannot be kept") as caught, stored_token(TOKEN, ADDRESS):
+    with pytest.raises(InputError, match="cannot be written") as caught, stored_token(TOKEN, ADDRESS):
         pass
     assert caught.value.hint.startswith(f"set {named} to ")
 
@@ -261,7 +261,7 @@ def test_a_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir(mode=0o700)
     folder.parent.mkdir(parents=True)
     folder.symlink_to(tmp_path / "other")
-    with pytest.raises(InputError, match="cannot be kept"), stored_token(TOKEN, ADDRESS):
+    with pytest.raises(InputError, match="cannot be written"), stored_token(TOKEN, ADDRESS):
         pass
     assert list((tmp_path / "other").iterdir()) == []
 
