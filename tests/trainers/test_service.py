@@ -75,7 +75,7 @@ def test_groups_without_a_gradient_are_replaced_from_the_reserve() -> None:
         asked = [row["prompt"] for row in prompts(given) for _ in range(4)]
         try:
             output = rollouts(asked, trl_trainer(samples=4))
-            with pytest.raises(InputError, match="alike"):
+            with pytest.raises(InputError, match="groups of a batch differ"):
                 rollouts(asked[:7], trl_trainer(samples=4))
             filled = rollouts(asked[4:] * 2, trl_trainer(samples=4))  # and the reserve is empty
             toy.until_read()  # also those of the groups that were replaced
