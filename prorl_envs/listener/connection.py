@@ -24,10 +24,8 @@ class ConnectionLimits:
     """Limits of one listener.
 
     Args:
-        connections: maximum number of open connections, further limited to half of the process's file
-            descriptors.
-        head_s: maximum seconds for a head, from the start of the connection, or from the first byte of a
-            later request.
+        connections: maximum number of open connections, at most half of the process's file descriptors.
+        head_s: maximum seconds for a head, from the connection's start or a later request's first byte.
         body_s: maximum seconds from the end of the head to the end of the body.
         keep_alive_s: maximum seconds for which a connection may idle between two requests.
         refuse: if every connection has a request, a further client receives 503 (True) or waits (False).

@@ -143,8 +143,7 @@ def json_object(reply: HttpReply, failure: type[RolloutFailure]) -> JsonObject:
     """Return the JSON object of an answer.
 
     Raises:
-        RolloutFailure: the answer is cut, not a JSON object, nested too deeply or contains NaN. The class is
-            `failure`.
+        RolloutFailure: of class `failure`: the answer is cut, not a JSON object, too deep or contains NaN.
     """
     if reply.cut:
         raise failure(f"the server's answer is longer than {len(reply.body)} bytes")

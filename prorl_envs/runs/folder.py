@@ -277,8 +277,7 @@ def submissions(folder: RunFolder, session: str = "") -> list[Submission]:
         folder: folder of the run.
         session: name of the session of a resumed run. The missing samples of a group are then submitted under
             a new id, since the service may know the group already. With a sampling seed each sample is
-            submitted alone, since the service adds a sample's index to the seed. "" submits the run's groups
-            unchanged.
+            submitted alone, since the service adds its index to the seed. "" submits the groups unchanged.
     """
     needed = []
     for group, missing in folder.missing():

@@ -56,8 +56,7 @@ class OpenRlhfEpisodes:
     async def execute(
         self, prompt: str, label: Any, sampling_params: Any, max_length: int, llm_engine: Any
     ) -> dict[str, Any]:
-        """Run one episode, and return it in the format of OpenRLHF's executors. If this call is cancelled, it
-        closes the episode.
+        """Run one episode, and return it in OpenRLHF's format. Cancelling this call closes the episode.
 
         Args:
             prompt: the task row as JSON.

@@ -45,8 +45,7 @@ CHECK_S = 30.0
 
 
 class Rollouts:
-    """Client that requests groups, and returns each result to the call that requested its group. An async
-    context manager.
+    """Async context manager that requests groups, and returns each result to the call that requested it.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
@@ -81,8 +80,7 @@ class Rollouts:
         await self.client.aclose()
 
     async def group(self, request: GroupRequest, *, timeout_s: float | None = None) -> list[Result]:
-        """Submit a group, and return the results of its samples in order. If this call stops early, the group
-        is cancelled.
+        """Submit a group, and return its results in order. If this call stops early, the group is cancelled.
 
         Args:
             request: request for the group.

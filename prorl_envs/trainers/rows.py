@@ -110,9 +110,8 @@ class Row:
         return replace(self, mask=[0] * len(self.mask), logprobs=[0.0] * len(self.mask))
 
     def filled(self, prompt_ids: Sequence[int], token: int) -> "Row":
-        """Return a non-empty row, for trainers that require a row for every sample. A row that trains is
-        unchanged. Any other row gets a response of one token without loss, and `prompt_ids` if its prompt is
-        empty."""
+        """Return a row for trainers that require one for every sample. If this row cannot be trained on, its
+        response becomes `token` without loss, and an empty prompt becomes `prompt_ids`."""
         if self.trains:
             return self
         return replace(

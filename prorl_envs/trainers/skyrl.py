@@ -4,9 +4,8 @@
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return RolloutGenerator("http://127.0.0.1:8600", "bash", end_token=tokenizer.eos_token_id)
 
-SkyRL requires a number as every reward. A failed episode gets the mean of its group and a mask of 0. So it
-neither changes the advantages of other episodes nor has a gradient. `skyrl` is not imported, since inputs and
-outputs are dicts.
+SkyRL requires a number as every reward. A failed episode gets the mean of its group and a mask of 0, so it
+does not affect the advantages of others. Inputs and outputs are dicts, so `skyrl` is not imported.
 """
 
 import asyncio
@@ -52,8 +51,7 @@ class RolloutGenerator:
         self._calls = itertools.count()
 
     async def generate(self, input_batch: Mapping[str, Any], **_: Any) -> dict[str, Any]:
-        """Convert a `GeneratorInput` to a `GeneratorOutput` in the same order. If this call is cancelled, it
-        cancels its groups.
+        """Return a `GeneratorOutput` in the order of the input. Cancelling this call cancels its groups.
 
         Raises:
             InputError: a row contains no task, or the service refuses it.

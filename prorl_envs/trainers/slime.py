@@ -42,8 +42,7 @@ async def generate(
     """Run one episode. Use it as slime's `--custom-generate-function-path`.
 
     Args:
-        args: slime's arguments, with `prorl_url`, `prorl_environment` and optionally `prorl_limits` (a
-            mapping).
+        args: slime's arguments, with `prorl_url`, `prorl_environment` and optionally `prorl_limits`, a dict.
         sample: slime's sample. Its `metadata` contains the task, as `rows` writes it.
         sampling_params: only temperature, top_p and max_new_tokens are used.
         evaluation: request a failed episode again, since slime runs no filter in an evaluation.

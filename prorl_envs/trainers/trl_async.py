@@ -42,8 +42,7 @@ TICK_S = 0.2
 
 
 class TrlAsyncWorker:
-    """Implementation of TRL's `rollout_worker`. A thread fills `rollout_buffer` with `RolloutSample`s. It can
-    be started once.
+    """TRL's `rollout_worker`. A thread fills `rollout_buffer` with `RolloutSample`s. Can be started once.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
@@ -263,8 +262,7 @@ class TrlWeightTransfer:
         self._change.close()
 
     def destroy(self) -> None:
-        """Close the connection after the last transfer. If a transfer failed, the turns stay held, because
-        the weights are unknown."""
+        """Close the connection. After a failed transfer turns stay held, because the weights are unknown."""
         self._change.pop_all()
         if self._end is not None:
             self._end()

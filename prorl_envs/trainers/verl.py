@@ -64,8 +64,7 @@ class RolloutAgentLoop:
             fields: fields of the data row. The task is in `extra_info`.
 
         Returns:
-            An `AgentLoopOutput`, or a list of them if the episode has several rows. TransferQueue accepts
-            lists.
+            An `AgentLoopOutput`, or a list of them for several rows, which TransferQueue accepts.
 
         Raises:
             EpisodeFailed: all attempts failed. With TransferQueue, verl replaces the failed group. A failure
@@ -183,8 +182,7 @@ class RolloutManager:
 
     @classmethod
     def create(cls, config: Any, **rest: Any) -> Any:
-        """Create verl's manager. The service's URL is that of the `RolloutAgentLoop` in the file
-        `agent_loop_config_path`.
+        """Create verl's manager. The service is that of the `RolloutAgentLoop` in `agent_loop_config_path`.
 
         Raises:
             InputError: the file has no `RolloutAgentLoop`.

@@ -190,8 +190,7 @@ class AgentLoop:
     """One run of the agent loop.
 
     Callers either run all turns with `finish`, or one at a time: `turn` samples from the model, `answer`
-    takes an answer that the caller sampled. The time limit starts with the constructor. It does not run
-    between `sleep` and `wake`.
+    takes a caller's answer. The time limit starts with the constructor, and stops from `sleep` to `wake`.
 
     Args: those of `Agent.play`, and `prompt_ids`, the rendered prompt.
     """
@@ -441,8 +440,7 @@ def _characters(messages: Sequence[Message]) -> int:
 
 
 async def run_in_thread_if_long[T](characters: int, work: Callable[[], T]) -> T:
-    """Run `work`, which tokenises this number of characters. Run it in a thread if it would block the event
-    loop for milliseconds."""
+    """Run `work`, which tokenises this number of characters; in a thread if it takes milliseconds."""
     return work() if characters < LONG else await asyncio.to_thread(work)
 
 
@@ -489,6 +487,5 @@ def openai_call(call: ToolCall) -> dict[str, Any]:
 
 
 def unicode(text: str) -> str:
-    """Replace characters that UTF-8 cannot encode: model output may have them, and results are sent as
-    UTF-8."""
+    """Replace characters that UTF-8 cannot encode. Model output may contain them; results are UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -90,8 +90,7 @@ class BatchRequest(_Wire):
             lane of this batch's own.
         weight: this tenant's share of the pools, relative to other tenants.
         priority: jobs of a higher priority always run first.
-        lease_s: seconds without a request about the batch after which its unfinished jobs are cancelled. See
-            `GroupRequest`.
+        lease_s: unfinished jobs are cancelled after this many seconds without a request, see `GroupRequest`.
         metadata: returned with every group and result.
     """
 
@@ -243,8 +242,7 @@ class SelectedGroup(_Wire):
 
 
 class SelectedGroups(_Wire):
-    """Informative groups of a batch, in the order of their decision. Groups may follow until `state` is
-    final."""
+    """Informative groups of a batch, in the order of decision. More may follow until `state` is final."""
 
     state: BatchState
     groups: list[SelectedGroup]

@@ -133,8 +133,7 @@ class SandboxesView(_View):
     """Sandboxes of the service's own machine.
 
     Args:
-        open: sandboxes that are not closed; `warm`: open sandboxes in the warm pool; `busy`: all other open
-            sandboxes.
+        open: sandboxes that are not closed; `warm`: those in the warm pool; `busy`: all other sandboxes.
         starting: sandboxes that are starting; `waiting`: sandboxes whose start waits for other starts.
         handed_out: sandboxes handed out so far; `from_pool`: number of these that came from the warm pool;
             `failed`: requests for a sandbox that failed.

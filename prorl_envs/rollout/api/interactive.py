@@ -48,8 +48,7 @@ class EpisodeRequest(_Wire):
         limits: limits of the episode. `run_s` counts only the seconds of steps, not the time between them.
         idle_s: seconds without a request after which the episode is closed; None, or a value above the
             service's limit, takes the service's limit.
-        endpoint: the caller will open the episode's model endpoint. The episode then runs on the service's
-            own machine.
+        endpoint: the caller will open the model endpoint. The episode then runs on the service's machine.
     """
 
     id: JobId
@@ -201,8 +200,7 @@ class EpisodeView(_Wire):
         prompt: initial prompt, once it exists; only in the responses to start and lookup requests.
         last: outcome of the last step.
         failure: the failure, if any. There is no further attempt.
-        result: the result in the format of jobs, with reward, evidence and tokens; present after grading or a
-            failure.
+        result: after grading or a failure, the result in the format of jobs: reward, evidence and tokens.
     """
 
     id: str

@@ -177,8 +177,7 @@ class TurnRecord(_Wire):
             changed; `tools_s`: seconds of the tool calls that followed.
         version_spans: if several versions sampled the turn, the span of each version, as indices relative to
             `start`.
-        cached_tokens: prompt tokens that the server found in its cache; None if the server does not report
-            this number.
+        cached_tokens: prompt tokens that the server found in its cache; None if it does not report them.
         token_exact: False if the server returned text, so that the ids are only a tokenisation of this text.
     """
 

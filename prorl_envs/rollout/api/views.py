@@ -116,8 +116,7 @@ class ModelServerView(_View):
         protocol: vllm, sglang, llamacpp or openai; "" until the protocol is detected.
         weight_version: last known version of the server's weights; "" if unknown.
         turns: number of calls that the server has received.
-        limit: maximum number of calls in flight, learnt from the server's overload errors; None means no
-            limit.
+        limit: maximum number of calls in flight, learnt from the server's overload errors; None: no limit.
     """
 
     url: str

@@ -1,8 +1,7 @@
 """Batch manager: applies requests of callers and events of the service to the batches.
 
-Plans receive results in the order of their cursors, when they are stored. The progress of a batch is not
-stored, only its groups and their results. A restarted service reads these, and its plans make the same
-decisions again.
+Plans receive results in the order of their cursors, when they are stored. Only the groups and results of a
+batch are stored, not its progress. A restarted service reads them, and its plans decide the same again.
 """
 
 import asyncio

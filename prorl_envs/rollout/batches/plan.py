@@ -5,8 +5,7 @@ slowest samples (the asynchronous DAPO of ProRL Agent, arXiv 2603.18815):
 
 - Replenishment: a group that is decided to be uninformative is replaced at once, and more groups may be in
   flight than are still missing.
-- Early termination: samples that a decided group does not need, and groups that the batch does not need, are
-  cancelled.
+- Early termination: unneeded samples of decided groups, and unneeded groups of the batch, are cancelled.
 - Carry-over: groups in flight when the batch is complete may continue, and count for a later batch.
 
 The state of a plan follows from stored data: the batch, its groups, and their outcomes in the order of their

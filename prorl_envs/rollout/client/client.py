@@ -86,8 +86,7 @@ class RolloutClient:
 
     Args:
         url: base URL of the service.
-        token: bearer token. None reads the token file of a service of the same user on this machine; "" sends
-            no token.
+        token: bearer token. None reads the token file of the user's service on this machine; "" sends none.
         timeout_s: timeout of a request in seconds, in addition to a requested wait.
         attempts: maximum number of tries if the connection fails or the service is full or unavailable.
         pause_s: seconds before the second try. The pause doubles each time, up to `max_pause_s`. A longer
@@ -173,8 +172,7 @@ class RolloutClient:
         return await self._call(JobView, "DELETE", f"/v1/jobs/{_segment(job_id)}")
 
     async def result(self, job_id: str) -> Result:
-        """Return the result of a job. Raises NotFound if the job is unknown or unfinished, or its result is
-        no longer stored."""
+        """Return the result of a job. Raises NotFound for unknown and unfinished jobs and dropped results."""
         return await self._call(Result, "GET", f"/v1/jobs/{_segment(job_id)}/result")
 
     async def job_token(self, job_id: str) -> str:
@@ -222,8 +220,7 @@ class RolloutClient:
         this method.
 
         Args:
-            after, up_to: cursors. Results after `after`, up to and including `up_to`, are marked; None marks
-                up to the newest.
+            after, up_to: cursors. Marks the results from `after + 1` to `up_to`; None marks up to the newest.
             only: filter for results.
         """
         ids = sorted(only.groups)
@@ -674,8 +671,7 @@ def _error(response: httpx.Response) -> ProrlError:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of a `Retry-After` header; 0 if it is missing or a date, which our service never
-    sends."""
+    """Return the seconds of a `Retry-After` header; 0 if it is missing or a date (our service sends none)."""
     return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0.0
 
 

@@ -1,5 +1,4 @@
-"""RUN stage with a harness in the sandbox. The harness calls the rollout's model endpoint on the sandbox's
-loopback."""
+"""RUN stage with a harness in the sandbox, which calls the model endpoint on the sandbox's loopback."""
 
 import asyncio
 import hmac

@@ -125,8 +125,7 @@ class Recording:
     def _recorded_answers(
         self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes
     ) -> Iterator[tuple[int, _State]]:
-        """Yield the index and the state of each recorded answer with which the conversation matches. The last
-        answer comes first."""
+        """Yield the index and state of each recorded answer in the conversation, the last answer first."""
         for index in range(len(messages) - 2, -1, -1):
             if messages[index]["role"] == "assistant" and (
                 state := self._states.get(tools_key + keys[index])
@@ -144,8 +143,7 @@ class Recording:
             asked_at, now: time of the request and of the answer, in monotonic seconds.
 
         Returns:
-            The parsed answer, with tool call ids that are unique in the rollout, and all messages of the
-            conversation.
+            The parsed answer, with tool call ids that are unique in the rollout, and the whole conversation.
         """
         number, self.turns = self.turns, self.turns + 1
         row = self._row_for(pending, number, asked_at)
@@ -175,8 +173,7 @@ class Recording:
         self._unfinished.append(row)
 
     def _row_for(self, pending: Pending, number: int, asked_at: float) -> _Row:
-        """Return a row that ends with the prompt: the parent's row if the prompt continues it, else a new
-        row."""
+        """Return a row that ends with the prompt: the parent's if the prompt continues it, else a new one."""
         parent = pending.parent
         if parent is not None and pending.shared == len(parent.context) == len(parent.row.ledger):
             parent.row.ledger.tools_took(max(asked_at - parent.ended_at, 0.0))

@@ -214,8 +214,7 @@ class ResponsesStream:
 
 
 def _read(item: Mapping[str, Any]) -> Message | None:
-    """Return an item of a conversation as a message, or as a part of a message. Return None for an item
-    without content."""
+    """Return an item of a conversation as a message or as a part of one; None for an item without content."""
     kind = item.get("type", "message")
     match kind:
         case "message":

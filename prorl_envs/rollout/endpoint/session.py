@@ -160,8 +160,7 @@ class ModelSession:
         self.exhausted.set()
 
     def count_refused(self) -> None:
-        """Count a refused or cancelled request. Stop the session if there are more than a working agent would
-        cause."""
+        """Count a refused or cancelled request. Stop the session after too many of them."""
         self.refused += 1
         if self.refused >= self.bounds.refused:
             self.end(StopReason.TURN_LIMIT)

@@ -140,8 +140,7 @@ class AnswerStream(Protocol):
         ...
 
     def end(self, answer: EndpointAnswer) -> bytes:
-        """Return events for the tool calls, and the final events. All text must be sent before, with
-        `reasoning` and `content`."""
+        """Return events for the tool calls, and the final events, after `reasoning` and `content`."""
         ...
 
     def fail(self, refusal: RequestRefused) -> bytes:

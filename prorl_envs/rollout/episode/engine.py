@@ -34,8 +34,7 @@ STORE_PAUSE_S = 1.0
 
 
 class StageExecutor(Protocol):
-    """Interface that runs stages on the node named by `job.node`: `Worker` on this machine, `Fleet` on other
-    nodes."""
+    """Interface that runs stages on the node `job.node`: `Worker` on this machine, `Fleet` on other nodes."""
 
     async def perform(self, job: Job, stage: Stage) -> Failure | None:
         """Run one stage. Return its failure, or None. Even if it is cancelled, this returns only when no part
@@ -257,8 +256,7 @@ class Engine:
     async def _perform(self, job: Job, stage: Stage) -> Failure | None:
         with tracing.in_stage(job.id, job.span, stage, job.attempts) as span:
             if stage is Stage.INIT:
-                # A job that crashes every service that starts it must be detected, so its starts are stored
-                # at once.
+                # Each start is stored at once, to detect a job that crashes every service that starts it.
                 at_once = job.readmitted or job.failures > 0
                 await self._persist(partial(self.store.started, job.id, job.failures, at_once=at_once))
             failure = await self.executor.perform(job, stage)

@@ -83,8 +83,7 @@ class Worker:
         """Do nothing, since the attempt's state is in this process."""
 
     async def close(self, job: Job) -> bool:
-        """Close the job's environment. Return False if that failed; closing the node then removes the
-        remains."""
+        """Close the job's environment. Return False if that failed; closing the node removes it then."""
         failure = await self._guard(job, Stage.EVAL, stages.close(job), self.close_s)
         if failure is not None:
             log.error("job %s: its environment failed to close: %s", job.id, printable(failure.message))

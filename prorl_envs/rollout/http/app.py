@@ -67,13 +67,11 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
 
     Args:
         service: the service, which the caller starts and stops.
-        settings: tokens, maximum sizes and waits. Without a token every user of the machine has access, on
-            loopback.
+        settings: tokens, maximum sizes and waits. Without a token every local user has access, on loopback.
         logins: browser sessions; None creates an empty set.
 
     Raises:
-        InputError: the host is not loopback and there is no token, or `paper_sources` names an unknown
-            environment.
+        InputError: no token on a host that is not loopback, or an unknown environment in `paper_sources`.
     """
     require_token(settings)
     tokens = TokenStore(settings, logins)

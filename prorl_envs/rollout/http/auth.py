@@ -122,8 +122,7 @@ class TokenStore:
         return found or self._job_caller(token)
 
     def job_token(self, job: str) -> str:
-        """Return a token that permits reading and cancelling one job. Valid until the operator's token
-        changes.
+        """Return a token to read and cancel one job. It is valid until the operator's token changes.
 
         Raises:
             Conflict: the operator has no token, from which job tokens are derived.

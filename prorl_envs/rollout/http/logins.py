@@ -32,8 +32,7 @@ class Logins:
 
 
 def cookie_name(port: int) -> str:
-    """Return the name of the session cookie. It contains the port, because all ports of a host receive the
-    same cookies."""
+    """Return the name of the session cookie, with the port: all ports of a host receive the same cookies."""
     return f"prorl_session_{port}"
 
 

@@ -47,8 +47,7 @@ def error_response(error: ProrlError) -> JSONResponse:
 
 
 class TokenGuard:
-    """Middleware that rejects requests without a valid token, and stores the caller in the request
-    (`auth.caller_of`).
+    """Middleware that rejects requests without a valid token, and stores the caller (`auth.caller_of`).
 
     A service without any token is bound to loopback only. Then two headers are checked. The Host header must
     be a loopback name: a malicious web page whose own host name resolves to 127.0.0.1 cannot send it. The
@@ -141,8 +140,7 @@ class BodyLimit:
 
 
 class _BodyTooLarge(BaseException):
-    """Signal that a body is over the limit. It is not an `Exception`, which FastAPI would catch and report as
-    a malformed body."""
+    """Body over the limit. Not an `Exception`, since FastAPI would report it as a malformed body."""
 
 
 def _is_open(path: str) -> bool:

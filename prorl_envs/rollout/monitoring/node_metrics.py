@@ -1,7 +1,6 @@
 """Metrics of each machine and process: its sandboxes, and the jobs of a node.
 
-A node is not scraped: the head asks for its values at every heartbeat, and exports them with the label
-`node`.
+Nodes are not scraped: the head requests their values at every heartbeat, and exports them by `node`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -274,8 +274,7 @@ class Fleet:
         return None
 
     def _name(self, requested: str) -> str:
-        """Return a name that no node has had. Attempts are bound to a node by its name, so no later node may
-        have the same name."""
+        """Return a name that no node has had, since attempts are bound to a node by its name."""
         base = "".join(c if c.isalnum() or c in "-_." else "-" for c in requested[:100]) or "node"
         name, number = base, 1
         while name in self._names:
@@ -296,8 +295,7 @@ class Fleet:
         self._attached_engine.lost(node.name, node.failure(Stage.RUN))
 
     async def _interrupt(self, order: _Order, performing: asyncio.Task[StageOutcome]) -> None:
-        """Interrupt a stage, and wait until no part of it runs any more. A cancellation of this call has no
-        effect."""
+        """Interrupt a stage, and wait until no part of it runs, even if this call is cancelled."""
         node = order.node
 
         async def interrupt() -> None:

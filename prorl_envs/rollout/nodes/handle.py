@@ -94,8 +94,7 @@ class StageOutcome:
     Args:
         seconds: active seconds of the stage, or of the step.
         failure: failure of the stage, or None.
-        report: report of the attempt. It is complete if the attempt is graded; otherwise it has neither
-            messages nor tokens.
+        report: report of the attempt. It has messages and tokens only if the attempt is graded.
     """
 
     seconds: float
@@ -183,8 +182,7 @@ class NodeUsage:
     """Current resource usage of a node.
 
     Args:
-        values: the fields of `env.node.NodeUse`, and `pid`, `cpu_s` and `memory` (bytes) of the node's
-            process.
+        values: the fields of `env.node.NodeUse`, and the process's `pid`, `cpu_s` and `memory` (bytes).
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -238,8 +236,7 @@ class NodeHandle(Protocol):
         ...
 
     async def stop_turn(self, turn: int, call: int, error: ModelError | None = None) -> None:
-        """Cancel the calls of a turn up to number `call`, and discard their tokens. Returns once they have
-        stopped.
+        """Stop the calls of a turn up to number `call`, and discard their tokens. Returns when all stopped.
 
         Args:
             error: if given, the turn fails with this error, since no server can sample it. Otherwise the turn

@@ -166,8 +166,7 @@ class Scheduler:
 
         Args:
             jobs: in the order in which they are served.
-            failures: number of attempts that failed before, by job id. They count against the limit of
-                attempts.
+            failures: number of earlier failed attempts, by job id. They count against the maximum attempts.
             share: share of the jobs' owner.
 
         Raises:
@@ -290,8 +289,7 @@ class Scheduler:
         self._nodes.leave(node)
         return decisions
 
-    # Guests: environments driven by an external caller. They count towards the limits of INIT and of
-    # sandboxes, as jobs do.
+    # Guests: environments driven by an external caller. Like jobs, they count towards INIT and sandboxes.
 
     def reserve(self, guest: str, *, here: bool = False) -> list[Decision]:
         """Reserve an environment for a guest. Guests come before every job that waits for INIT.

@@ -54,8 +54,7 @@ def build_service(
     """Build the rollout service of one machine. The caller starts and stops it.
 
     Args:
-        node: starts this machine's sandboxes. The service closes each sandbox that it starts, but not the
-            node.
+        node: starts this machine's sandboxes. The service closes its sandboxes, but not the node.
         environments: environment classes by name.
         renderer: the model's tokenizer and chat template.
         model: client of the model servers. The service does not close it.

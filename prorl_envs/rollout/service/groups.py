@@ -44,7 +44,7 @@ class Groups:
     _reserved: Callable[[str], bool] | None = field(default=None, init=False)
 
     def reserve(self, reserved: Callable[[str], bool]) -> None:
-        """Refuse submissions of callers whose id is reserved: `reserved` returns True for it."""
+        """Refuse groups with an id for which `reserved` returns True, except groups of batches."""
         self._reserved = reserved
 
     def check_open(self) -> None:

@@ -131,8 +131,7 @@ class InteractiveEpisodes:
 
         Raises:
             NotFound: no such episode.
-            OutOfOrder: the episode is not ready, this is not its next step, or tokens and tool calls are
-                mixed.
+            OutOfOrder: the episode is not ready, expects another step, or mixes tokens and tool calls.
             InputError: the step has more tokens than fit into the context.
         """
         episode = self._get(name)

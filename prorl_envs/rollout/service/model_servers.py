@@ -92,8 +92,7 @@ class ModelServers:
         Raises:
             InputError: the URL is invalid.
             Conflict: this service's model is not a pool.
-            Unavailable: the server was added but could not be stored, so a restart would lose it. The caller
-                should repeat the request.
+            Unavailable: the server was added but not stored: a restart loses it, unless it is added again.
         """
         url = f"{request.protocol}+{request.url}" if request.protocol else request.url
         pool = self._pool()

@@ -29,8 +29,7 @@ from prorl_envs.rollout.store.base import Store
 class RolloutService:
     """Rollout service: accepts groups, runs their jobs through the stages, and stores the results.
 
-    The service must be started, used and stopped in one event loop. Its methods call the attributes below,
-    which document them.
+    The service must be started, used and stopped in one event loop. Its methods call the attributes below.
 
     Attributes:
         settings: the settings that the service was built with.

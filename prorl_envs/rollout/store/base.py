@@ -179,8 +179,7 @@ class Store(Protocol):
         Args:
             after: return results after this cursor; 0 starts with the oldest.
             limit: maximum number of results.
-            max_tokens: maximum number of tokens of all results together. The first result is returned
-                regardless of its size.
+            max_tokens: maximum number of tokens of all results, except that one result is always returned.
             only: filter for results.
 
         Raises:
@@ -218,8 +217,7 @@ class Store(Protocol):
         ...
 
     async def result(self, job_id: str) -> Result:
-        """Return the result of a job. Raises NotFound if the job is unknown or unfinished, or its result is
-        no longer stored."""
+        """Return the result of a job. Raises NotFound for unknown and unfinished jobs and dropped results."""
         ...
 
     async def unfinished(self) -> list[StoredGroup]:
@@ -245,8 +243,7 @@ class Store(Protocol):
         ...
 
     async def drop_batch(self, batch_id: str) -> None:
-        """Delete a batch. Its groups become groups without a batch, which are stored as long as their
-        results."""
+        """Delete a batch, but not its groups. They are then stored as long as their results."""
         ...
 
     async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
@@ -255,8 +252,7 @@ class Store(Protocol):
         ...
 
     async def put_value(self, name: str, value: str) -> None:
-        """Store a value under a name, in place of the previous value. Used for state that a restarted service
-        needs."""
+        """Store a value under a name, in place of the previous value, for a restarted service."""
         ...
 
     async def get_value(self, name: str) -> str | None:

@@ -19,8 +19,7 @@ from prorl_envs.viewer.summary import Summary, summary_of_body
 class StoredEpisodes:
     """Results of a store in the order of their cursors. Implements `viewer.episodes.EpisodeSource`.
 
-    Results that the service drops stay in the list, but can no longer be opened. This class writes nothing
-    and holds no lock.
+    Results that the service drops stay in the list, but cannot be opened. Writes nothing, holds no lock.
 
     Args:
         name: name of the store.

@@ -28,8 +28,7 @@ class Rows(Protocol):
 
 
 class DbConnection(Protocol):
-    """Subset of `sqlite3.Connection` that the store uses. A `with` block commits on success and rolls back on
-    errors."""
+    """Subset of `sqlite3.Connection` that the store uses. A `with` block commits, or rolls back on errors."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Rows: ...
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
@@ -60,8 +59,7 @@ def search(view: DbConnection, text: str, after: int, limit: int, only: Selectio
 def bodies(
     view: DbConnection, after: int, limit: int, only: Selection = ALL
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the cursor, the number of tokens and the compressed JSON of at most `limit` results after a
-    cursor."""
+    """Yield cursor, number of tokens and compressed JSON of at most `limit` results after a cursor."""
     where, values = condition(only)
     while limit > 0:
         rows = view.execute(

@@ -84,8 +84,7 @@ class SqlStore:
     if they are older than `ttl_s`. A durable store drops only results that were read. A complete group is
     dropped with its last result.
 
-    Every method raises `Unavailable` if the database cannot be read or written. A write that raises an error
-    has changed nothing.
+    Every method raises `Unavailable` if the database cannot be used. A failed write changes nothing.
 
     Args:
         name: name of the database in errors.
@@ -127,8 +126,7 @@ class SqlStore:
         self._last: tuple[int, int] | None = None
         #: Oldest result that may be dropped: cursor, number of tokens before it, and time. None if unknown.
         self._oldest: tuple[float, float, float] | None = None
-        #: State of the current transaction: recorded results, change of `unread`, and whether further results
-        #: must be dropped.
+        #: State of the transaction: recorded results, change of `unread`, whether results are left to drop.
         self._recorded: list[Result] = []
         self._unread_change = UnreadResults()
         self._more_to_drop = False
@@ -346,8 +344,7 @@ class SqlStore:
         return self._finish(self._begin(works))
 
     def _begin(self, works: Sequence[Callable[[], Any]]) -> list[Any] | BaseException:
-        """Begin a transaction and run `works`. Return their outcomes, or the error for which the transaction
-        must be rolled back."""
+        """Begin a transaction and run `works`. Return their outcomes, or an error that needs a rollback."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             return [_value_or_refusal(work) for work in works]

@@ -93,8 +93,7 @@ _OF_SEVERAL_MACHINES = frozenset(
 
 _STORE_HINT = "--store, or service.store: a file on a local disk, a PostgreSQL database, or memory"
 
-#: Window in bytes of the small compressor. A larger window does not improve the compression of content up to
-#: this size.
+#: Window in bytes of the small compressor. Content up to this size gains nothing from a larger window.
 _SMALL_WINDOW = 8192
 
 
@@ -102,8 +101,7 @@ def lock(path: Path) -> int:
     """Lock a store, and return the descriptor that holds the lock. The kernel releases the lock when the
     process exits, for whatever reason.
 
-    The lock is on a file beside the store, because closing another descriptor of the store itself would
-    release SQLite's own locks.
+    The lock is on a file beside the store: closing a descriptor of the store would release SQLite's locks.
 
     Raises:
         InputError: the store is locked by another service, or cannot be locked.
@@ -269,8 +267,7 @@ def rename_batch_fields(request: bytes) -> bytes:
 
 
 def pack(result: Result) -> tuple[bytes | None, ...]:
-    """Return the columns `body`, `ids`, `loss_mask` and `logprobs` of a result. The body is JSON without the
-    arrays of the trajectory."""
+    """Return the columns `body`, `ids`, `loss_mask` and `logprobs` of a result. `body` omits the arrays."""
     body = body_of(result)
     trajectory = result.trajectory
     if trajectory is None:
@@ -315,8 +312,7 @@ def _pack_integers(values: Sequence[int]) -> bytes:
 
 
 def _pack_reals(values: list[float]) -> bytes:
-    """Pack numbers in single precision if this is exact for all of them, otherwise in double precision,
-    compressed."""
+    """Pack numbers, compressed, in single precision if this is exact for all, otherwise in double."""
     single = array("f", values)
     return _deflate_array(single if single.tolist() == values else array("d", values))
 

@@ -45,9 +45,8 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
         limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
     ) -> Response:
-        """Return the results of the samples to train on: those of informative groups, in the order of the
-        groups' decisions. Waits up to `wait_s` seconds for the first result. The last page of a finished
-        batch is empty."""
+        """Return the results to train on: those of informative groups, in the order of decision. Waits up to
+        `wait_s` seconds for the first result. The last page of a finished batch is empty."""
         page = await batches.results(batch_id, after, limit=limit, wait_s=wait_s)
         return Response(page.model_dump_json(), media_type="application/json")
 
@@ -56,8 +55,7 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
         batch_id: str,
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
     ) -> BatchView:
-        """Return the progress of a batch. Waits up to `wait_s` seconds until the batch is finished or needs
-        tasks."""
+        """Return the progress of a batch. Waits up to `wait_s` seconds until it ends or needs tasks."""
         return await batches.view(batch_id, wait_s=wait_s)
 
     @app.delete("/v1/batches/{batch_id:path}")
@@ -71,8 +69,7 @@ def _of(caller: Caller, request: BatchRequest) -> BatchRequest:
 
     Raises:
         Forbidden: the caller may not set this id, tenant, weight or priority.
-        NotFound: the batch in `carry_from` belongs to another caller. The error does not reveal whether it
-            exists.
+        NotFound: the batch in `carry_from` is another caller's. The error does not reveal whether it exists.
     """
     if not caller.tenant:
         return request

@@ -61,8 +61,7 @@ def _add_logins(app: FastAPI, logins: Logins) -> None:
 
 
 def _add_pages(app: FastAPI) -> None:
-    """Add the routes of pages, scripts and styles. They reveal nothing about the service, so they need no
-    token."""
+    """Add the routes of pages, scripts and styles. They need no token: they reveal nothing of the service."""
 
     @app.get("/dashboard", include_in_schema=False)
     async def to_dashboard() -> Response:

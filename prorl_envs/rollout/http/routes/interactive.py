@@ -49,6 +49,5 @@ def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings
 
 
 def _json(view: EpisodeView) -> Response:
-    """Return the response for a view. The view is serialised without a second validation, since it may
-    contain a long trajectory."""
+    """Return the response for a view. A view may be long, so it is serialised without a second validation."""
     return Response(view.model_dump_json(), media_type="application/json")

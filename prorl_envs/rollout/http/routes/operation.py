@@ -29,8 +29,7 @@ def add_operation(app: FastAPI, service: RolloutService, settings: ServerSetting
 
     @app.post("/v1/pause")
     async def pause(body: ServicePauseRequest | None = None) -> StatusView:
-        """Accept groups, but start no stages. Deadlines do not count this time. Lasts until `resume`, or
-        until the service stops."""
+        """Accept groups, but start no stages, until `resume` or a restart. Deadlines exclude this time."""
         service.pause((body or ServicePauseRequest()).mode)
         return service.status()
 

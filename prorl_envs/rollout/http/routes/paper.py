@@ -49,11 +49,10 @@ class ProcessRequest(BaseModel):
     """Request for one rollout.
 
     Args:
-        instance: a data row. `data_source` names the environment (see `paper_sources`); `trajectory_id` is
-            returned in the response.
-        sampling_params: sampling parameters. Only `temperature`, `top_p`, `max_tokens` or
-            `max_output_tokens`, `seed` and `max_iterations` are used. Others are ignored and not stored, also
-            an API key.
+        instance: a data row. `data_source` names the environment, see `paper_sources`; the response repeats
+            `trajectory_id`.
+        sampling_params: only `temperature`, `top_p`, `max_tokens` or `max_output_tokens`, `seed` and
+            `max_iterations` are used. Other parameters, such as an API key, are ignored and not stored.
         job_id: the caller's id of the rollout. A second request with this id gets the same rollout.
     """
 

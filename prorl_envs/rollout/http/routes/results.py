@@ -124,8 +124,7 @@ async def _lines(pages: AsyncIterator[ResultPage]) -> AsyncIterator[str]:
 
 
 async def _events(pages: AsyncIterator[ResultPage]) -> AsyncIterator[str]:
-    """Yield server-sent events (HTML standard, section 9.2). Each result is one `data` line, since its JSON
-    has no line breaks."""
+    """Yield server-sent events (HTML standard, section 9.2). A result is JSON in one `data` line."""
     async for page in pages:
         for result in page.results:
             yield f"id: {result.cursor}\nevent: result\ndata: {result.model_dump_json()}\n\n"
@@ -136,8 +135,7 @@ async def _events(pages: AsyncIterator[ResultPage]) -> AsyncIterator[str]:
 async def _pages(
     service: RolloutService, after: int, only: Selection, *, acknowledge: bool
 ) -> AsyncIterator[ResultPage]:
-    """Yield pages of results. Each is read when the client has taken the previous one. Empty pages are
-    heartbeats."""
+    """Yield pages of results, each after the client took the previous one. Empty pages are heartbeats."""
     start = after
     while True:
         stopped = service.state is ServiceState.STOPPED

@@ -26,9 +26,8 @@ def add_search(app: FastAPI, service: RolloutService) -> None:
         after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_RESULTS)] = MAX_RESULTS,
     ) -> SearchPage:
-        """Return the jobs whose result contains a text in one of its strings, exactly as written. Tokens are
-        not searched. One request searches at most `limit` results. Repeat it with `after` set to `next` until
-        `next` no longer changes."""
+        """Return the jobs whose result contains exactly this text in one of its strings, not in its tokens.
+        A request searches at most `limit` results. Repeat it with `after=next` until `next` is unchanged."""
         async with search_lock:
             hits = await service.store.search(text, after, limit, only=Selection(prefix=caller.prefix))
         return SearchPage(jobs=hits.jobs, next=hits.next)
