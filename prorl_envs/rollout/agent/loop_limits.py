@@ -35,8 +35,8 @@ class RepeatDetector:
         outcomes = [message["content"] for message in observations]
         self._turns.append(json.dumps([actions, outcomes], sort_keys=True))
         turns = list(self._turns)
-        same = len(set(turns[-self._limit :])) == 1 and len(turns) >= self._limit
-        return same or (len(turns) == 2 * self._limit and turns[2:] == turns[:-2])
+        repeated = len(set(turns[-self._limit :])) == 1 and len(turns) >= self._limit
+        return repeated or (len(turns) == 2 * self._limit and turns[2:] == turns[:-2])
 
 
 def cut(text: str, limit: int) -> str:

@@ -298,9 +298,9 @@ class Batches:
         await self.groups.cancel_jobs(unneeded(plan))
 
     async def _cancel_plan(self, batch: Batch) -> None:
-        at = await self.store.cancel_batch(batch.id)
-        batch.stored = replace(batch.stored, cancelled_at=at)
-        batch.plan.cancel(at)
+        cancelled_at = await self.store.cancel_batch(batch.id)
+        batch.stored = replace(batch.stored, cancelled_at=cancelled_at)
+        batch.plan.cancel(cancelled_at)
 
     def _source(self, request: BatchRequest) -> Batch | None:
         if request.carry_from is None:

@@ -241,17 +241,17 @@ class BatchPlan:
             unneeded.discard(sample)
             if not unneeded:
                 del self._unneeded[group_id]
-        if group_id not in self._open or self._over(outcome.cursor):
+        if group_id not in self._open or self._finished_before(outcome.cursor):
             return None
         decision = judge(self.rules, group)
         if decision is not None:
             self._decide(group, decision)
         return decision
 
-    def cancel(self, at: int) -> None:
-        """Cancel the batch. Outcomes after the cursor `at` no longer decide groups."""
+    def cancel(self, cursor: int) -> None:
+        """Cancel the batch. Outcomes after this cursor no longer decide groups."""
         if self._cancelled_at is None:
-            self._cancelled_at = at
+            self._cancelled_at = cursor
         self._discard_leftover()
 
     def pass_on(self, names: Iterable[str]) -> list[PlannedGroup]:
@@ -301,7 +301,7 @@ class BatchPlan:
         self.chosen += ((group.id, sample) for sample in decision.samples)
         self._discard_leftover()
 
-    def _over(self, cursor: int) -> bool:
+    def _finished_before(self, cursor: int) -> bool:
         """Return True if the batch was finished before the result with this cursor."""
         if len(self.selected) >= self.rules.groups:
             return True

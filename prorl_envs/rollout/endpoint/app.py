@@ -101,15 +101,15 @@ class EndpointApp:
         if path.endswith("/count_tokens"):
             await _respond(send, 200, {"input_tokens": session.count_tokens(request)})
             return
-        gone = asyncio.create_task(_until_disconnect(receive))
+        closed = asyncio.create_task(_until_disconnect(receive))
         try:
             if request.stream:
-                await _stream_answer(session, request, shape.stream(request, next(_numbers)), gone, send)
+                await _stream_answer(session, request, shape.stream(request, next(_numbers)), closed, send)
             else:
-                answer = await _answer_unless(gone, asyncio.create_task(session.call(request)))
+                answer = await _answer_unless(closed, asyncio.create_task(session.call(request)))
                 await _respond(send, 200, shape.write(answer, request))
         finally:
-            gone.cancel()
+            closed.cancel()
 
     def _get_response(self, path: str) -> dict[str, Any]:
         """Return the response to a GET request: the health, or the only model.
@@ -174,7 +174,7 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _answer_unless(gone: asyncio.Task[None], call: asyncio.Task[EndpointAnswer]) -> EndpointAnswer:
+async def _answer_unless(closed: asyncio.Task[None], call: asyncio.Task[EndpointAnswer]) -> EndpointAnswer:
     """Return the answer of a call. If the client closes the connection before, cancel the call.
 
     Raises:
@@ -182,7 +182,7 @@ async def _answer_unless(gone: asyncio.Task[None], call: asyncio.Task[EndpointAn
         _Gone: the client closed the connection.
     """
     try:
-        await asyncio.wait({gone, call}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({closed, call}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
             raise _Gone
         if call.cancelled():
@@ -196,7 +196,7 @@ async def _stream_answer(
     session: ModelSession,
     request: EndpointRequest,
     stream: AnswerStream,
-    gone: asyncio.Task[None],
+    closed: asyncio.Task[None],
     send: Send,
 ) -> None:
     """Stream an answer. A refusal before the first event is sent as an ordinary error response."""
@@ -217,17 +217,17 @@ async def _stream_answer(
         while not call.done():
             changed = asyncio.create_task(live.changed.wait())
             try:
-                await asyncio.wait({gone, call, changed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({closed, call, changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
-            if gone.done():
+            if closed.done():
                 raise _Gone
             if not call.done():
                 live.changed.clear()
                 if any(new_text := live.new_text()):
                     await send_events(_events(stream, *new_text))
-                await asyncio.wait({gone, call}, timeout=_MIN_EVENT_S, return_when=asyncio.FIRST_COMPLETED)
-        answer = await _answer_unless(gone, call)
+                await asyncio.wait({closed, call}, timeout=_MIN_EVENT_S, return_when=asyncio.FIRST_COMPLETED)
+        answer = await _answer_unless(closed, call)
         rest = live.parser.remaining(answer.turn) if live.parser else ("", "")
         await send_events(_events(stream, *rest) + stream.end(answer))
     except RequestRefused as refused:

@@ -51,14 +51,14 @@ async def play(
     endpoint = Endpoint(port=listener.port, key=model.key)
     running = asyncio.create_task(environment.run_harness(prompt, endpoint, timeout_s=limits.run_s))
     try:
-        done = await _wait_for_exit(agent, model, transcript, running, limits.run_s)
+        completed = await _wait_for_exit(agent, model, transcript, running, limits.run_s)
     finally:
         running.cancel()
         await asyncio.wait({running})
         await model.aclose()
         await listener.aclose()
         agent.forget(settings["session"])
-    return _outcome(environment.harness.exits, model, done, limits.run_s)
+    return _outcome(environment.harness.exits, model, completed, limits.run_s)
 
 
 async def _wait_for_exit(
@@ -86,9 +86,9 @@ async def _wait_for_exit(
 
 
 def _outcome(
-    exits: frozenset[int], model: ModelSession, done: Completed | None, seconds: float
+    exits: frozenset[int], model: ModelSession, completed: Completed | None, seconds: float
 ) -> StopReason:
-    exit_text = _exit_text(done, seconds)
+    exit_text = _exit_text(completed, seconds)
     log.debug("a harness %s", exit_text)
     if model.failure is not None:
         raise model.failure
@@ -97,9 +97,9 @@ def _outcome(
         raise AgentFault(f"the harness made no model call, and {exit_text}", hint=hint)
     if model.limit is not None:
         return model.limit
-    if done is None or done.timed_out:
+    if completed is None or completed.timed_out:
         return StopReason.TIME_LIMIT
-    if done.exit_code in exits:
+    if completed.exit_code in exits:
         return StopReason.FINISHED
     if model.context_full:
         return StopReason.TOKEN_LIMIT
@@ -108,12 +108,12 @@ def _outcome(
     )
 
 
-def _exit_text(done: Completed | None, seconds: float) -> str:
+def _exit_text(completed: Completed | None, seconds: float) -> str:
     """Return a description of the harness's exit, with the end of its output."""
-    if done is None:
+    if completed is None:
         return f"did not exit in {seconds:g} s"
-    status = "did not exit in time" if done.timed_out else f"exited with status {done.exit_code}"
-    output = printable(done.output[-_QUOTED:].decode("utf-8", "replace")).strip()
+    status = "did not exit in time" if completed.timed_out else f"exited with status {completed.exit_code}"
+    output = printable(completed.output[-_QUOTED:].decode("utf-8", "replace")).strip()
     return f"{status}: {output}" if output else f"{status}, without output"
 
 

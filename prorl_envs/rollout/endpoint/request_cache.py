@@ -138,8 +138,8 @@ class _History:
     def common(self, items: Sequence[bytes]) -> int:
         """Return the number of equal items at the start."""
         count = 0
-        for own, other in zip(self.items, items, strict=False):
-            if own != other:
+        for known_item, item in zip(self.items, items, strict=False):
+            if known_item != item:
                 break
             count += 1
         return count

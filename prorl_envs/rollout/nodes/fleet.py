@@ -63,7 +63,7 @@ class Fleet:
         self._pool = pool
         self._terms = terms
         self._clock = clock or SystemClock()
-        self._here: StageExecutor | None = None
+        self._local: StageExecutor | None = None
         self._engine: Engine | None = None
         self._is_attached = asyncio.Event()
         self._nodes: dict[str, RemoteNode] = {}
@@ -76,14 +76,14 @@ class Fleet:
         self._closed = False
         pool.watch(self._hold)
 
-    def attach(self, here: StageExecutor, engine: Engine) -> None:
+    def attach(self, local: StageExecutor, engine: Engine) -> None:
         """Attach the fleet to a service.
 
         Args:
-            here: runs stages on the service's own machine.
+            local: runs stages on the service's own machine.
             engine: is notified when nodes join or are lost.
         """
-        self._here, self._engine = here, engine
+        self._local, self._engine = local, engine
         self._is_attached.set()
 
     @property
@@ -343,9 +343,9 @@ class Fleet:
 
     @property
     def _local(self) -> StageExecutor:
-        if self._here is None:
+        if self._local is None:
             raise AssertionError("attach comes first")
-        return self._here
+        return self._local
 
     @property
     def _attached_engine(self) -> Engine:

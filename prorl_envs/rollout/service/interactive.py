@@ -377,7 +377,6 @@ _BUG = Failure(
 )
 
 
-def _check_state(episode: _OpenEpisode, *wanted: EpisodeState) -> None:
-    if episode.state not in wanted:
-        allowed = " or ".join(wanted)
-        raise OutOfOrder(f"the episode is {episode.state}; it must be {allowed}")
+def _check_state(episode: _OpenEpisode, *allowed: EpisodeState) -> None:
+    if episode.state not in allowed:
+        raise OutOfOrder(f"the episode is {episode.state}; it must be {' or '.join(allowed)}")

@@ -63,11 +63,11 @@ class ModelServers:
         text = await self.store.get_value(_STORE_KEY)
         if text is None or not isinstance(self.model, ModelPool):
             return
-        kept = _StoredServers.model_validate_json(text)
-        if kept.servers:
-            log.info("model servers added to the previous service: %s", ", ".join(kept.servers))
-            self.model.restore(kept.servers, kept.weight_version)
-            self._added = {split_protocol(url)[1]: url for url in kept.servers}
+        stored = _StoredServers.model_validate_json(text)
+        if stored.servers:
+            log.info("model servers added to the previous service: %s", ", ".join(stored.servers))
+            self.model.restore(stored.servers, stored.weight_version)
+            self._added = {split_protocol(url)[1]: url for url in stored.servers}
 
     def can_sample(self) -> bool:
         """Return True unless the model is a pool in which no server accepts turns."""
@@ -143,8 +143,9 @@ class ModelServers:
         return view
 
     async def _save(self) -> None:
-        kept = _StoredServers(servers=list(self._added.values()), weight_version=self._pool().weight_version)
-        await self.store.put_value(_STORE_KEY, kept.model_dump_json())
+        version = self._pool().weight_version
+        stored = _StoredServers(servers=list(self._added.values()), weight_version=version)
+        await self.store.put_value(_STORE_KEY, stored.model_dump_json())
 
     def _pool(self) -> ModelPool:
         if not isinstance(self.model, ModelPool):

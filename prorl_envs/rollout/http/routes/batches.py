@@ -21,7 +21,7 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
     @app.post("/v1/batches")
     async def submit_batch(body: BatchRequest, caller: CurrentCaller) -> BatchView:
         """Request a number of informative groups from a stream of tasks. Idempotent by id."""
-        return await batches.submit(_of(caller, body), quota=caller.batches)
+        return await batches.submit(_with_tenant(caller, body), quota=caller.batches)
 
     @app.get("/v1/batches")
     async def get_batches(caller: CurrentCaller) -> BatchList:
@@ -64,7 +64,7 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
         return await batches.cancel(batch_id)
 
 
-def _of(caller: Caller, request: BatchRequest) -> BatchRequest:
+def _with_tenant(caller: Caller, request: BatchRequest) -> BatchRequest:
     """Return a batch request with its caller's tenant. All batches of a tenant share one lane in the queue.
 
     Raises:
