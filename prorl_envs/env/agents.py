@@ -89,13 +89,13 @@ class _Tool:
 
     def translated(self, call: ToolCall) -> ToolCall | str:
         """Return the equivalent call of the family's own tool, or an error message for the model."""
-        given = dict(call.arguments)
-        for name, value in given.items():
+        values = dict(call.arguments)
+        for name, value in values.items():
             properties = self.spec.parameters["properties"]
             if name in properties and properties[name].get("type") == "boolean" and isinstance(value, str):
-                given[name] = _BOOLEANS.get(value.lower(), value)  # some agents write booleans as text
+                values[name] = _BOOLEANS.get(value.lower(), value)  # some agents write booleans as text
         # An ignored argument may have any type. So may an answer, because the family parses it itself.
-        read = {name: value for name, value in given.items() if self.arguments.get(name, "") is not None}
+        read = {name: value for name, value in values.items() if self.arguments.get(name, "") is not None}
         checked = dict.fromkeys(read, "") if self.finishes else read
         if wrong := complaint(self.spec, checked):
             return wrong
@@ -105,8 +105,8 @@ class _Tool:
         """Translate a reference call of the family's own tool into a call of this tool. An argument that this
         tool lacks is kept, so that a replay refuses it."""
         names = {own: offered for offered, own in self.arguments.items()}
-        given = {names.get(name, name): value for name, value in call.arguments.items()}
-        return ReferenceCall(tool=self.spec.name, arguments=given)
+        values = {names.get(name, name): value for name, value in call.arguments.items()}
+        return ReferenceCall(tool=self.spec.name, arguments=values)
 
 
 def with_tools(base: type[Environment[Any]], offers: Offers, where: str) -> type[Environment[Any]]:

@@ -95,8 +95,8 @@ def same_numbers(
 
 def same_text(text: str, expected: str, *, ignore_case: bool) -> bool:
     """Return true if both are the same words; runs of white space count as one space."""
-    left, right = " ".join(text.split()), " ".join(expected.split())
-    return left.casefold() == right.casefold() if ignore_case else left == right
+    given, wanted = " ".join(text.split()), " ".join(expected.split())
+    return given.casefold() == wanted.casefold() if ignore_case else given == wanted
 
 
 def same_expression(
@@ -119,17 +119,17 @@ def same_expression(
     Raises:
         ExpressionError: `expected` cannot be parsed, or is undefined on most of the domain.
     """
-    right = parse_expression(expected, variables)
+    reference = parse_expression(expected, variables)
     draw = random.Random(seed)
     points = [{name: draw.uniform(*domain) for name in variables} for _ in range(_POINTS)]
-    defined = [(point, value) for point in points if (value := right.measure(point)) is not None]
+    defined = [(point, value) for point in points if (value := reference.measure(point)) is not None]
     if len(defined) < _MIN_DEFINED:
         raise ExpressionError(f"{expected!r} is undefined on most of {domain}")
     try:
-        left = parse_expression(text, variables)
+        answer = parse_expression(text, variables)
     except ExpressionError:
         return False
-    return all(_agree(left, point, value) for point, value in defined)
+    return all(_agree(answer, point, value) for point, value in defined)
 
 
 def _agree(answer: Expression, point: dict[str, float], expected: Measured) -> bool:

@@ -29,8 +29,8 @@ def user_text(value: Any, field: str) -> str:
     """
     messages = decoded(value)
     if isinstance(messages, list | tuple) and (messages is value or _is_chat(messages)):
-        asked = [m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "user"]
-        value = asked[-1] if asked else None
+        contents = [m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "user"]
+        value = contents[-1] if contents else None
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"{field}: neither a text nor chat messages with a user message")
     return value

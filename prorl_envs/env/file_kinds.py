@@ -118,5 +118,5 @@ def wrong_file(path: Path | str, kind: FileKind, wanted: str, *, hint: str) -> W
         wanted: kind of file that the command reads, such as "task rows".
         hint: hint for a kind that no command reads.
     """
-    what = f"{path} is {kind}" + ("" if kind is FileKind.EMPTY else f", not {wanted}")
-    return WrongFileType(what, hint=_READERS.get(kind, hint))
+    problem = f"{path} is {kind}" + ("" if kind is FileKind.EMPTY else f", not {wanted}")
+    return WrongFileType(problem, hint=_READERS.get(kind, hint))

@@ -66,15 +66,15 @@ def with_options(name: str, base: type[Environment[Any]], options: Options) -> t
     fields: dict[str, Any] = {"name": name, "__module__": base.__module__, "__doc__": base.__doc__}
     if options.own:
         fields["options"] = _own(name, base, options.own)
-    wanted = options.sandbox_changes
-    if not (options.system_prompt or wanted):
+    changes = options.sandbox_changes
+    if not (options.system_prompt or changes):
         return type(base.__name__, (base,), fields)
     if not issubclass(base, SandboxedEnvironment):
         raise InputError(
             f"environments.{name}: {base.name} has no system prompt and no sandbox to change",
             hint="remove system_prompt, python and sandbox",
         )
-    if refused := wanted - base.sandbox_options:
+    if refused := changes - base.sandbox_options:
         allowed = ", ".join(sorted(base.sandbox_options)) or "nothing"
         raise InputError(
             f"environments.{name}: {base.name} does not allow another {' or '.join(sorted(refused))}",
@@ -95,12 +95,12 @@ def with_options(name: str, base: type[Environment[Any]], options: Options) -> t
     return type(base.__name__, (base,), {**fields, "sandbox_spec": sandbox_spec})
 
 
-def _own(name: str, base: type[Environment[Any]], given: Mapping[str, Any]) -> BaseModel:
+def _own(name: str, base: type[Environment[Any]], values: Mapping[str, Any]) -> BaseModel:
     where = f"environments.{name}.options"
     if base.options_type is None:
         raise InputError(f"{where}: {base.name} has no options", hint="remove them")
     try:
-        return base.options_type.model_validate(dict(given))
+        return base.options_type.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join((where, *(str(part) for part in first["loc"])))

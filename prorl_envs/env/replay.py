@@ -64,7 +64,7 @@ async def replay[TaskT: Task](
             f"the harness {harness.name} used its own tools, whose calls cannot be replayed",
             hint="run the task again",
         )
-    made = differing = 0
+    calls_made = differing = 0
     recorded = list(calls_of(messages))
     async with family(node) as environment:
         prompt = await environment.init(task)
@@ -75,13 +75,13 @@ async def replay[TaskT: Task](
             )
         for call, observed in recorded:
             result = await environment.call(call, timeout_s=tool_timeout_s)
-            made += 1
+            calls_made += 1
             if call.name == environment.finish_tool and result.ok:
                 break
-            shown = result.text.encode("utf-8", "replace").decode()
-            differing += observed is not None and observed != shown and _CUT not in observed
+            model_text = result.text.encode("utf-8", "replace").decode()
+            differing += observed is not None and observed != model_text and _CUT not in observed
         environment.on_transcript(tuple(messages))
-        return Replayed(await environment.eval(), made, differing)
+        return Replayed(await environment.eval(), calls_made, differing)
 
 
 def calls_of(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str | None]]:
@@ -93,11 +93,11 @@ def calls_of(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str | None
     for number, message in enumerate(messages):
         if message.get("role") != "assistant" or not message.get("tool_calls"):
             continue
-        shown = iter(_observations(messages[number + 1 :]))
+        observations = iter(_observations(messages[number + 1 :]))
         if not isinstance(message["tool_calls"], list):
             raise InputError(f"messages.{number}.tool_calls: a list is expected")
         for index, call in enumerate(message["tool_calls"]):
-            yield _call(call, f"messages.{number}.tool_calls.{index}"), next(shown, None)
+            yield _call(call, f"messages.{number}.tool_calls.{index}"), next(observations, None)
 
 
 def _observations(messages: Sequence[Message]) -> Iterator[str]:

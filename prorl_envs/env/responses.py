@@ -127,12 +127,12 @@ def output_items(messages: Sequence[Message], observed: Sequence[str] | None = N
     if observed is None:
         observed = [str(message["content"]) for message in messages if message["role"] == "tool"]
     items: list[JsonObject] = []
-    taken: set[str] = set()
+    used_ids: set[str] = set()
     results = iter(observed)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        calls = [_call_item(call, taken) for call in message.get("tool_calls", ())]
+        calls = [_call_item(call, used_ids) for call in message.get("tool_calls", ())]
         items += _answer_items(str(message.get("content") or ""), number, always=not calls)
         items += calls
         for call, output in zip(calls, results, strict=False):
@@ -156,11 +156,11 @@ def _answer_items(content: str, number: int, *, always: bool) -> Iterator[JsonOb
         yield {"id": f"msg_{number}", **message}
 
 
-def _call_item(call: Mapping[str, Any], taken: set[str]) -> JsonObject:
+def _call_item(call: Mapping[str, Any], used_ids: set[str]) -> JsonObject:
     """Return the item of a call, with an id that is not in `taken`; add the id to `taken`."""
-    wanted = str(call.get("id") or "call")
-    unique = wanted if wanted not in taken else f"{wanted}_{len(taken)}"
-    taken.add(unique)
+    preferred = str(call.get("id") or "call")
+    unique = preferred if preferred not in used_ids else f"{preferred}_{len(used_ids)}"
+    used_ids.add(unique)
     function = call["function"]
     return {
         "type": "function_call",

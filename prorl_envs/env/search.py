@@ -86,7 +86,7 @@ class SearchSettings:
             for name, text in environ.items()
             if name.startswith(prefix)
         }
-        if unknown := found.keys() - {each.name for each in fields(cls)}:
+        if unknown := found.keys() - {setting.name for setting in fields(cls)}:
             raise InputError(f"unknown setting search.{min(unknown)}")
         try:
             timeout_s = float(found.get("timeout_s", 20.0))

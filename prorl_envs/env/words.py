@@ -54,8 +54,8 @@ MAX_CHARS = 200_000
 
 def said(text: str) -> str:
     """Return the model's text after its reasoning; "" if the reasoning is not closed."""
-    _, ended, rest = text[-MAX_CHARS:].rpartition(_THOUGHT_ENDS)
-    if ended:
+    _, marker, rest = text[-MAX_CHARS:].rpartition(_THOUGHT_ENDS)
+    if marker:
         return rest
     return "" if _THOUGHT in text else text[-MAX_CHARS:]
 
@@ -70,8 +70,8 @@ def last_code(text: str) -> str:
     fences = [fence for number, line in enumerate(lines) if (fence := _fence(number, line))][-_FENCES:]
     marked = unmarked = ""
     end = -1
-    for place, opening in enumerate(fences):
-        if opening.line <= end or (closing := _closing(fences, place)) is None:
+    for opening_index, opening in enumerate(fences):
+        if opening.line <= end or (closing := _closing(fences, opening_index)) is None:
             continue
         end, width = closing.line, opening.indent  # remove at most the indentation of the opening fence
         block = lines[opening.line + 1 : end]
@@ -104,14 +104,14 @@ def _fence(line: int, text: str) -> _Fence | None:
     return _Fence(line, len(indent), marks, info.strip(), (language or "").lower(), bool(item))
 
 
-def _closing(fences: Sequence[_Fence], place: int) -> _Fence | None:
+def _closing(fences: Sequence[_Fence], opening_index: int) -> _Fence | None:
     """Return the fence that closes the block opened by `fences[place]`; None if another block starts first.
 
     A fence that is indented further than the opening fence may be part of a docstring. It closes the block
     only if no other fence does.
     """
-    opening, indented = fences[place], None
-    for number in range(place + 1, len(fences)):
+    opening, indented = fences[opening_index], None
+    for number in range(opening_index + 1, len(fences)):
         fence = fences[number]
         if opening.encloses(fence):
             continue
@@ -197,8 +197,8 @@ def _statements(spoken: str) -> list[tuple[int, str, bool]]:
             if label is None:
                 continue
             rest = _HOPE.sub("", text[start + label.end() : end]).strip()
-            said_is = not label["colon"] and (_IS.search(label[0]) is not None or rest.startswith(_FORMULAS))
-            if (label["colon"] or said_is or (not rest and _HEADING.match(line))) and (
+            has_verb = not label["colon"] and (_IS.search(label[0]) is not None or rest.startswith(_FORMULAS))
+            if (label["colon"] or has_verb or (not rest and _HEADING.match(line))) and (
                 rest or end == len(text)
             ):
                 answer = _first("\n".join((rest, *lines[index + 1 :])) if _opens(rest) else rest)

@@ -109,9 +109,9 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
             return self._members[number].step(actions[number])
 
         observations, rewards, terminated, truncated, infos = zip(*self._all(step_member), strict=True)
-        ended = np.array(terminated, dtype=np.bool_), np.array(truncated, dtype=np.bool_)
-        self._over = np.logical_or(*ended)
-        return tuple(observations), np.array(rewards, dtype=np.float64), *ended, self._joined(infos)
+        flags = np.array(terminated, dtype=np.bool_), np.array(truncated, dtype=np.bool_)
+        self._over = np.logical_or(*flags)
+        return tuple(observations), np.array(rewards, dtype=np.float64), *flags, self._joined(infos)
 
     def render(self) -> tuple[Any, ...]:
         """Return each member's episode so far if the render mode is `ansi`, else None for each."""

@@ -41,8 +41,8 @@ def write_examples(environment: str, folder: Path, rollouts: Path | None = None)
     Raises:
         InputError: the family has fewer than five example tasks, or the rollouts do not match the rows.
     """
-    made = example_rows(blank(environment), example_path(environment))
-    write_jsonl(folder / EXAMPLE, made)
+    example_tasks = example_rows(blank(environment), example_path(environment))
+    write_jsonl(folder / EXAMPLE, example_tasks)
     if rollouts is None:
         return
     recorded = example_rollouts(read_jsonl(rollouts))
@@ -56,7 +56,7 @@ def write_examples(environment: str, folder: Path, rollouts: Path | None = None)
             hint="the verifier's cases need a solved task: repeat this rollout",
         )
     write_jsonl(folder / ROLLOUTS, recorded)
-    write_jsonl(folder / CASES, verifier_cases(made[0], recorded[0]))
+    write_jsonl(folder / CASES, verifier_cases(example_tasks[0], recorded[0]))
 
 
 def example_rows(environment: Environment[Any], source: Path) -> list[JsonObject]:
@@ -65,10 +65,10 @@ def example_rows(environment: Environment[Any], source: Path) -> list[JsonObject
     Raises:
         InputError: there are fewer than five.
     """
-    made = [nemo_row(environment, row) for _, row in islice(rows(source), COUNT)]
-    if len(made) < COUNT:
-        raise InputError(f"{source}: {len(made)} tasks", hint=f"NeMo Gym requires {COUNT} examples")
-    return made
+    example_tasks = [nemo_row(environment, row) for _, row in islice(rows(source), COUNT)]
+    if len(example_tasks) < COUNT:
+        raise InputError(f"{source}: {len(example_tasks)} tasks", hint=f"NeMo Gym requires {COUNT} examples")
+    return example_tasks
 
 
 def example_rollouts(results: Iterable[Mapping[str, Any]]) -> list[JsonObject]:

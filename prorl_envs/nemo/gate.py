@@ -83,17 +83,17 @@ class SandboxShareServer:
                 # `close` disconnects all borrowers except the one that requests it, which awaits the reply.
                 self._borrowers[borrower] = "" if request["do"] == "close" else request["sandbox"]
                 try:
-                    answer, lent = await self._answer(request)
+                    answer, process_socket = await self._answer(request)
                 except (ProrlError, OSError) as error:
-                    answer, lent = {"error": str(error)}, None
+                    answer, process_socket = {"error": str(error)}, None
                 try:
-                    descriptors = [] if lent is None else [lent.fileno()]
+                    descriptors = [] if process_socket is None else [process_socket.fileno()]
                     socket.send_fds(connection, [json.dumps(answer).encode()], descriptors)
                 except (BrokenPipeError, ConnectionResetError):
                     return
                 finally:
-                    if lent is not None:
-                        lent.close()
+                    if process_socket is not None:
+                        process_socket.close()
 
     async def _answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], socket.socket | None]:
         box = self._boxes.get(request["sandbox"])
@@ -191,11 +191,11 @@ class SharedSandbox:
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Ask the owner to start the program; see `sandbox.base.Sandbox`."""
-        _, lent = await self._ask("spawn", entry=entry, template=template)
-        if lent is None:
+        _, process_socket = await self._ask("spawn", entry=entry, template=template)
+        if process_socket is None:
             raise SandboxError(f"the owner of sandbox {self.id} sent no socket")
-        lent.setblocking(False)
-        return lent
+        process_socket.setblocking(False)
+        return process_socket
 
     def end_error(self) -> SandboxError:
         """Return a general error, because only the owner knows why the sandbox ended."""
@@ -241,13 +241,13 @@ class SharedSandbox:
                 message, descriptors = await receive(self._connection, _MESSAGE_LIMIT, descriptors=1)
             except (OSError, ValueError) as error:  # this side or the owner has closed the connection
                 raise self.end_error() from error
-        lent = socket.socket(fileno=descriptors[0]) if descriptors else None
+        process_socket = socket.socket(fileno=descriptors[0]) if descriptors else None
         if not message:
             raise self.end_error()
         answer: dict[str, Any] = json.loads(message)
         if "error" in answer:
             raise SandboxError(answer["error"])
-        return answer, lent
+        return answer, process_socket
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

@@ -119,38 +119,38 @@ def provider_config(values: Mapping[str, Any]) -> ProviderConfig:
     return _checked(ProviderConfig, values, "sandbox provider prorl")
 
 
-def plan(asked: Any, config: ProviderConfig, limits: SandboxLimits) -> Plan:
+def plan(request: Any, config: ProviderConfig, limits: SandboxLimits) -> Plan:
     """Translate a request. Accesses the files of the image and of the binds.
 
     Args:
-        asked: a `nemo_gym.sandbox.SandboxSpec` of NeMo Gym 0.4 or later.
+        request: a `nemo_gym.sandbox.SandboxSpec` of NeMo Gym 0.4 or later.
         config: configuration of the provider.
         limits: limits of a sandbox that requests none.
 
     Raises:
         InputError: the request is invalid, or these sandboxes cannot meet it.
     """
-    given = {**config.options.model_dump(), **dict(asked.provider_options or {})}
-    options = _checked(PlanOptions, given, "provider_options")
-    if getattr(asked, "ports", ()):
+    values = {**config.options.model_dump(), **dict(request.provider_options or {})}
+    options = _checked(PlanOptions, values, "provider_options")
+    if getattr(request, "ports", ()):
         raise InputError(
-            f"ports {list(asked.ports)} were requested, but a sandbox has only its own loopback network",
+            f"ports {list(request.ports)} were requested, but a sandbox has only its own loopback network",
             hint="run the client of that service in the sandbox too",
         )
-    image = image_source(asked.image, options.image_variables)
+    image = image_source(request.image, options.image_variables)
     host = isinstance(image, Source) and image.kind is SourceKind.HOST
-    place, workdir, make_workdir = _places(asked.workdir, host=host)
-    bounds, words = _limits(asked.resources, limits)
+    inside, workdir, make_workdir = _places(request.workdir, host=host)
+    bounds, descriptions = _limits(request.resources, limits)
     return Plan(
-        spec=dataclasses.replace(_spec(place, _environment(asked.env or {}), options), limits=bounds),
+        spec=dataclasses.replace(_spec(inside, _environment(request.env or {}), options), limits=bounds),
         image=image,
-        asked=words,
+        asked=descriptions,
         workdir=workdir,
         make_workdir=make_workdir,
-        files={str(path): str(text) for path, text in (asked.files or {}).items()},
-        entrypoint=tuple(map(str, asked.entrypoint or ())),
-        ttl_s=_seconds("ttl_s", asked.ttl_s),
-        ready_s=_seconds("ready_timeout_s", asked.ready_timeout_s) or _READY_S,
+        files={str(path): str(text) for path, text in (request.files or {}).items()},
+        entrypoint=tuple(map(str, request.entrypoint or ())),
+        ttl_s=_seconds("ttl_s", request.ttl_s),
+        ready_s=_seconds("ready_timeout_s", request.ready_timeout_s) or _READY_S,
     )
 
 
@@ -174,17 +174,17 @@ def _limits(resources: Any, limits: SandboxLimits) -> tuple[SandboxLimits, dict[
     """Return the default limits with those of a `SandboxResources` applied, and the latter in words."""
     if resources.gpu:
         raise InputError("a GPU was requested", hint="these sandboxes have no devices: omit `gpu`")
-    bounds: dict[str, Any] = {}
-    words: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    descriptions: dict[str, str] = {}
     for key, name, unit, factor in _RESOURCES:
         value = getattr(resources, key)
         if value is not None:
-            bounds[name] = value * factor
-            words[name] = f"{value:g} {unit}"
-    return dataclasses.replace(limits, **bounds), words
+            values[name] = value * factor
+            descriptions[name] = f"{value:g} {unit}"
+    return dataclasses.replace(limits, **values), descriptions
 
 
-def _checked[M: BaseModel](model: type[M], values: Mapping[str, Any], what: str) -> M:
+def _checked[M: BaseModel](model: type[M], values: Mapping[str, Any], source: str) -> M:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
@@ -192,8 +192,8 @@ def _checked[M: BaseModel](model: type[M], values: Mapping[str, Any], what: str)
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             known = ", ".join(sorted(model.model_fields))
-            raise InputError(f"{what}: unknown key {where}", hint=f"known: {known}") from error
-        raise InputError(f"{what}: {where}: {first['msg']}") from error
+            raise InputError(f"{source}: unknown key {where}", hint=f"known: {known}") from error
+        raise InputError(f"{source}: {where}: {first['msg']}") from error
 
 
 def _spec(place: str, env: dict[str, str], options: PlanOptions) -> SandboxSpec:

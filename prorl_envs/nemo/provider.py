@@ -64,12 +64,12 @@ class ProrlSandboxProvider:
             SandboxCreateError: `spec` cannot be satisfied, or the sandbox did not start in time.
         """
         try:
-            wanted = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.per_sandbox)
-            image = await self._images.resolve(wanted.image)  # with its own time limit
-            async with asyncio.timeout(wanted.ready_s):
-                box = await self._start(wanted, image)
+            target = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.per_sandbox)
+            image = await self._images.resolve(target.image)  # with its own time limit
+            async with asyncio.timeout(target.ready_s):
+                box = await self._start(target, image)
         except TimeoutError:
-            raise nemo.SandboxCreateError(f"the sandbox was not ready in {wanted.ready_s:g} s") from None
+            raise nemo.SandboxCreateError(f"the sandbox was not ready in {target.ready_s:g} s") from None
         except (ProrlError, OSError) as error:
             raise nemo.SandboxCreateError(str(error)) from error
         return self._handle(box)
@@ -231,18 +231,18 @@ class ProrlSandboxProvider:
             if outcome is not None:
                 raise outcome
 
-    async def _start(self, wanted: Plan, image: Path | None) -> ProviderSandbox:
+    async def _start(self, target: Plan, image: Path | None) -> ProviderSandbox:
         shared = await self._driver()
-        for warning in unenforced(wanted.asked, shared.driver.enforced_limits, self._config):
+        for warning in unenforced(target.asked, shared.driver.enforced_limits, self._config):
             logger.warning("%s", warning)
         env = {} if image is None else await shared.driver.image_env(image)
-        sandbox = await shared.driver.start(wanted.with_image(image, env))
+        sandbox = await shared.driver.start(target.with_image(image, env))
         isolated = shared.driver.name != "local"
-        if not isolated and wanted.workdir == wanted.spec.workdir:  # a path that only isolated sandboxes have
-            wanted = dataclasses.replace(wanted, workdir=str(sandbox.workspace))
+        if not isolated and target.workdir == target.spec.workdir:  # a path that only isolated sandboxes have
+            target = dataclasses.replace(target, workdir=str(sandbox.workspace))
         box = await ProviderSandbox.open(
             sandbox,
-            wanted,
+            target,
             isolated=isolated,
             output_limit=self._config.output_limit,
             concurrency=self._config.concurrency,

@@ -105,15 +105,15 @@ def _entries(folder: Path) -> dict[str, Path]:
     return {entry.name: entry for entry in folder.iterdir() if entry.name != "__pycache__"}
 
 
-def _link_entries(wanted: Mapping[str, Path], target: Path) -> None:
+def _link_entries(entries: Mapping[str, Path], target: Path) -> None:
     """Create a folder with a link per entry; without entries, no folder. The folder is not a link itself:
     NeMo Gym would resolve the link, and find the checkout's `pyproject.toml` above the target."""
     target.mkdir(parents=True, exist_ok=True)
     for stale in target.iterdir():
-        if stale.is_symlink() and stale.name not in wanted:
+        if stale.is_symlink() and stale.name not in entries:
             stale.unlink()
-    for name, entry in wanted.items():
-        _link(entry, target / name)
+    for name, source in entries.items():
+        _link(source, target / name)
     if not any(target.iterdir()):
         target.rmdir()
 

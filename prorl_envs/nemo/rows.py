@@ -115,8 +115,8 @@ def render(environment: str, source: Path, config: Path | None = None) -> str:
     offered = Catalog.of(load_settings(config))
     offered.tasks(environment, source)  # raises errors with file and line
     instance = unstarted(offered.family(environment))
-    made = (nemo_row(instance, row) for _, row in rows(source))
-    return jsonl(made)
+    task_rows = (nemo_row(instance, row) for _, row in rows(source))
+    return jsonl(task_rows)
 
 
 def jsonl(objects: Iterable[Mapping[str, Any]]) -> str:

@@ -305,14 +305,14 @@ def _pass_transcript(session: NemoSession, output: Sequence[Mapping[str, Any]]) 
         logger.warning("the conversation cannot be read: %s", error)
 
 
-async def _with_timeout[T](work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
+async def _with_timeout[T](work: Coroutine[Any, Any, T], seconds: float, action: str) -> T:
     try:
         async with asyncio.timeout(seconds) as scope:
             return await work
     except TimeoutError as error:
         if not scope.expired():
             raise
-        raise StageTimeout(f"{what} took longer than {seconds:g} s") from error
+        raise StageTimeout(f"{action} took longer than {seconds:g} s") from error
 
 
 def _failure(error: BaseException) -> RolloutFailure:

@@ -38,8 +38,8 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
 
     def prompt(self, task: TaskT) -> Prompt:
         """Return the instruction for the harness, as a user message."""
-        asked = [m["content"] for m in super().prompt(task).messages if m["role"] == "user"]
-        text = filled(self.harness.instruction, {"task": "\n\n".join(asked)})
+        instructions = [m["content"] for m in super().prompt(task).messages if m["role"] == "user"]
+        text = filled(self.harness.instruction, {"task": "\n\n".join(instructions)})
         messages: list[Message] = [{"role": "user", "content": text}]
         return Prompt(messages=messages, tools=())
 

@@ -83,8 +83,8 @@ class Events(ABC):
         if event == b"[DONE]":
             self._ended = True
         elif event.startswith(b'{"error"'):  # HTTP status 200 was already sent
-            shown = event[:_SHOWN_BYTES].decode("utf-8", "replace")
-            raise ServerUnavailable(f"{self._expected.server} failed during its answer: {shown}")
+            excerpt = event[:_SHOWN_BYTES].decode("utf-8", "replace")
+            raise ServerUnavailable(f"{self._expected.server} failed during its answer: {excerpt}")
         elif event:
             self._read(event)
 

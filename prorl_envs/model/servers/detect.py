@@ -94,8 +94,8 @@ class Servers:
         Raises:
             InputError: the URL is invalid, or its protocol is unknown.
         """
-        named, base = split_protocol(url)
-        return self.client(named or self.protocol, base)
+        url_protocol, base = split_protocol(url)
+        return self.client(url_protocol or self.protocol, base)
 
     def client(self, protocol: str, url: str) -> ModelClient:
         """Return the client of a server with this protocol."""

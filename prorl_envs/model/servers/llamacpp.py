@@ -197,11 +197,11 @@ def _values(answer: _Answer, expected: RequestContract) -> list[float | None]:
         ProtocolError: they belong to other ids.
     """
     probabilities = answer.completion_probabilities or []
-    if [each.id for each in probabilities] != answer.tokens[: len(probabilities)]:
+    if [item.id for item in probabilities] != answer.tokens[: len(probabilities)]:
         raise ProtocolError(
             f"{expected.server} gave the log-probabilities of other ids than it sampled", hint=_SKIPPED
         )
-    return [_logarithm(each.prob) for each in probabilities]
+    return [_logarithm(item.prob) for item in probabilities]
 
 
 def _judged(

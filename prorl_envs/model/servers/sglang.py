@@ -137,9 +137,9 @@ class GenerateEvents(Events):
     def _read(self, event: bytes) -> None:
         answer = _decoded(event, self._expected)
         meta, known = answer.meta_info, self._partial.ids
-        values, named = _pairs(meta.output_token_logprobs, self._expected)
-        ids = named if answer.output_ids is None else answer.output_ids
-        if ids != named:
+        values, paired_ids = _pairs(meta.output_token_logprobs, self._expected)
+        ids = paired_ids if answer.output_ids is None else answer.output_ids
+        if ids != paired_ids:
             raise ProtocolError(_OTHER_IDS.format(self._expected.server))
         # `completion_tokens` always counts all tokens. In the first event both forms are equal.
         repeated = meta.completion_tokens in (None, len(ids)) and ids[: len(known)] == known
@@ -171,10 +171,10 @@ def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
             f"{expected.server} read {meta.prompt_tokens} prompt ids, {len(expected.prompt_ids)} were sent",
             hint="does it truncate prompts?",
         )
-    values, named = _pairs(meta.output_token_logprobs, expected)
-    ids = check_ids(named if answer.output_ids is None else answer.output_ids, expected)
+    values, paired_ids = _pairs(meta.output_token_logprobs, expected)
+    ids = check_ids(paired_ids if answer.output_ids is None else answer.output_ids, expected)
     logprobs = check_logprobs(values, len(ids), expected)
-    if list(ids) != named:
+    if list(ids) != paired_ids:
         raise ProtocolError(_OTHER_IDS.format(expected.server))
     spans = check_spans(meta.weight_versions, len(ids), expected) if meta.weight_versions else ()
     versions = [*(span.version for span in spans), meta.weight_version]

@@ -165,19 +165,19 @@ def _decoded(body: bytes, expected: RequestContract) -> _Answer:
         raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
 
 
-def _merge(whole: _Answer, event: _Answer) -> None:
-    """Merge an event of a stream into `whole`. Fields that occur once apply to the whole answer."""
-    whole.weight_version = event.weight_version if event.weight_version is not None else whole.weight_version
-    whole.meta_info = event.meta_info or whole.meta_info
-    whole.usage = event.usage or whole.usage
-    whole.weight_versions = event.weight_versions or whole.weight_versions
+def _merge(total: _Answer, event: _Answer) -> None:
+    """Merge an event of a stream into `total`. Fields that occur once apply to the whole answer."""
+    total.weight_version = event.weight_version if event.weight_version is not None else total.weight_version
+    total.meta_info = event.meta_info or total.meta_info
+    total.usage = event.usage or total.usage
+    total.weight_versions = event.weight_versions or total.weight_versions
     if not event.choices:
         return
     new = event.choices[0]
-    if not whole.choices:
-        whole.choices.append(new)
+    if not total.choices:
+        total.choices.append(new)
         return
-    choice = whole.choices[0]
+    choice = total.choices[0]
     choice.finish_reason = new.finish_reason or choice.finish_reason
     choice.weight_version = new.weight_version if new.weight_version is not None else choice.weight_version
     choice.weight_versions = new.weight_versions or choice.weight_versions
@@ -268,10 +268,10 @@ def _sampled_logprobs(choice: _Choice) -> Sequence[float | None] | None:
 
 def _weight_version(answer: _Answer, choice: _Choice) -> str:
     meta = answer.meta_info.weight_version if answer.meta_info else None
-    named = (choice.weight_version, answer.weight_version, meta)
+    given = (choice.weight_version, answer.weight_version, meta)
     spans = choice.weight_versions or answer.weight_versions or ()
     return next(
-        (version_name(version) for version in (*named, *(s.version for s in spans)) if version is not None),
+        (version_name(version) for version in (*given, *(s.version for s in spans)) if version is not None),
         "",
     )
 

@@ -120,13 +120,13 @@ def _end_of_calls(known: Sequence[str], last: str, alone: str, followed: str) ->
     Raises:
         InputError: there is no such token, or the result does not follow it.
     """
-    shown = _with_observation(followed, "tool")
+    result = _with_observation(followed, "tool")
     if last:
         rest = _after_stand_in(alone)
         end = last if last in rest else _last(known, rest)
     else:
         end = _first(known, followed[len(alone) :]) if followed.startswith(alone) else ""
-    if not end or end not in shown or _OBSERVATION not in shown[shown.index(end) :]:
+    if not end or end not in result or _OBSERVATION not in result[result.index(end) :]:
         raise _misplaced("tool")
     return end
 

@@ -66,5 +66,5 @@ def choose_format(name: str, written: str) -> ToolFormat | None:
             )
         return FORMATS[name]
     declared = Declared.of([TRIAL_TOOL])
-    read = (each for each in FORMATS.values() if each.turn(written, declared=declared).calls == (_CALL,))
-    return next(read, None)
+    matching = (each for each in FORMATS.values() if each.turn(written, declared=declared).calls == (_CALL,))
+    return next(matching, None)

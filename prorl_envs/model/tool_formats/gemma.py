@@ -46,7 +46,7 @@ class Gemma(ToolFormat):
             raise Malformed("A tool call does not begin with call:NAME.")
         name, brace = up_to(text, at + len("call:"), "{", "The name of a tool call")
         arguments, end = _object(text, brace, 0)
-        return [checked(name, arguments)], end_of(text, end, _CLOSE, what="the arguments")
+        return [checked(name, arguments)], end_of(text, end, _CLOSE, preceding="the arguments")
 
     def resume(self, text: str, at: int) -> int:
         return resume_behind(text, at, _OPEN, _CLOSE)
@@ -58,7 +58,7 @@ def _object(text: str, at: int, depth: int) -> tuple[JsonObject, int]:
     while not text.startswith("}", at := skip_space(text, at)):
         if text.startswith((_QUOTE, *_PLAIN_QUOTES), at):
             key, at = _string(text, at) if text.startswith(_QUOTE, at) else _plain_string(text, at)
-            at = end_of(text, at, "=" if text.startswith("=", skip_space(text, at)) else ":", what="a key")
+            at = end_of(text, at, "=" if text.startswith("=", skip_space(text, at)) else ":", preceding="a key")
         else:
             mark = _AFTER_KEY.search(text, at, at + MAX_NAME)
             key, at = up_to(text, at, mark[0] if mark else ":", "A key of a tool call")

@@ -55,8 +55,8 @@ class Harmony(ToolFormat):
         return [checked(recipient[1].removeprefix("functions."), arguments)], end
 
     def resume(self, text: str, at: int) -> int:
-        ended = _NEXT.search(text, at)
-        return ended.start() if ended else len(text)
+        following = _NEXT.search(text, at)
+        return following.start() if following else len(text)
 
     def turn(self, text: str, *, opened: str = "", declared: Declared = NOTHING_DECLARED) -> ReadTurn:
         """See `ToolFormat.turn`. If a turn contains no message, its whole text is the content."""
@@ -66,8 +66,8 @@ class Harmony(ToolFormat):
         while (body := self.find(text, at)) >= 0:
             *broken, header = _END.split(text[at:body])
             incomplete |= any(map(_names_call, broken))
-            named = _CHANNEL.search(header)
-            channel = named[1] if named else channel
+            match = _CHANNEL.search(header)
+            channel = match[1] if match else channel
             at = self.resume(text, body)
             if not _RECIPIENT.search(header):
                 texts.setdefault(channel, []).append(text[body:at].strip())

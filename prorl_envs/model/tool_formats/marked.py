@@ -183,7 +183,7 @@ class Mistral(ToolFormat):
             arguments, end = read_object(text, named.end())
             return [checked(named[1], arguments)], end
         value, end = read_json(text, at)
-        return [call_of(each) for each in (value if isinstance(value, list) else [value])], end
+        return [call_of(item) for item in (value if isinstance(value, list) else [value])], end
 
     def resume(self, text: str, at: int) -> int:
         following = text.find(self._OPEN, at + len(self._OPEN))

@@ -48,9 +48,9 @@ def written(message: Mapping[str, Any]) -> JsonObject:
     for call in calls:
         function = call["function"]
         arguments = function.get("arguments", {})
-        shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        encoded = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         name = json.dumps(function.get("name"), ensure_ascii=False)
-        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {shown}}}\n</tool_call>')
+        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {encoded}}}\n</tool_call>')
     plain["content"] = "\n".join(filter(None, texts))
     return plain
 

@@ -368,7 +368,7 @@ def skip_space(text: str, start: int) -> int:
     return found.end() if found else start
 
 
-def end_of(text: str, start: int, close: str, *, what: str = "") -> int:
+def end_of(text: str, start: int, close: str, *, preceding: str = "") -> int:
     """Return the position after `close`, which may follow white space. At the end of the text `close` may be
     missing, because the call is complete without it.
 
@@ -379,11 +379,11 @@ def end_of(text: str, start: int, close: str, *, what: str = "") -> int:
     if text.startswith(close, start):
         return start + len(close)
     if start != len(text):
-        raise Malformed(f"There is text between {what or 'the JSON of a tool call'} and {close}.")
+        raise Malformed(f"There is text between {preceding or 'the JSON of a tool call'} and {close}.")
     return start
 
 
-def up_to(text: str, start: int, close: str, what: str) -> tuple[str, int]:
+def up_to(text: str, start: int, close: str, subject: str) -> tuple[str, int]:
     """Return a short text up to `close`, stripped, and the position after `close`.
 
     Raises:
@@ -392,7 +392,7 @@ def up_to(text: str, start: int, close: str, what: str) -> tuple[str, int]:
     found = text.find(close, start, start + MAX_NAME + len(close) + 2)
     short = text[start : max(found, start)].strip()
     if found < 0 or "<" in short or "\n" in short:
-        raise Malformed(f"{what} is not complete: {close} is missing.")
+        raise Malformed(f"{subject} is not complete: {close} is missing.")
     return short, found + len(close)
 
 

@@ -133,7 +133,7 @@ class Coder(_Tagged):
         elif not text.startswith(_TOOL_CALL_END, at):
             raise Malformed(f"The call to {name!a} was cut off, or has text between its parameters.")
         call = checked(name, arguments)
-        return [call], end_of(text, at, _TOOL_CALL_END, what="</function>") if tagged else at
+        return [call], end_of(text, at, _TOOL_CALL_END, preceding="</function>") if tagged else at
 
 
 class Glm(_Tagged):

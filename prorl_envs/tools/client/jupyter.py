@@ -283,8 +283,8 @@ class _Kernel:
             done = self._process.result()
         except ServerLost as lost:
             return f"was lost ({lost.message})"
-        shown = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
-        return f"exited with status {done.exit_code}{f' ({shown})' if shown else ''}"
+        startup_output = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
+        return f"exited with status {done.exit_code}{f' ({startup_output})' if startup_output else ''}"
 
     def give_up(self, reason: str) -> None:
         """Kill the process, and with it a running cell; see `ended` for the reason."""

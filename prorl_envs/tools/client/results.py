@@ -8,9 +8,9 @@ from prorl_envs.tools.protocol.messages import BashDone, PythonDone
 from prorl_envs.tools.types import JsonObject, ToolResult
 
 
-def server_lost(error: ServerLost, what: str, duration_s: float) -> ToolResult:
-    """Return the result of a call whose server was lost; `what` names the lost session."""
-    text = f"[{error.message}; the next call gets a new {what}, and what this one held is lost]"
+def server_lost(error: ServerLost, kind: str, duration_s: float) -> ToolResult:
+    """Return the result of a call whose server was lost. `kind` names the session: "shell", for example."""
+    text = f"[{error.message}; the next call gets a new {kind}, and what this one held is lost]"
     return ToolResult(text=text, ok=False, data={"toolserver_lost": True}, duration_s=duration_s)
 
 

@@ -223,8 +223,8 @@ class Toolbox:
         """
         if wrong := complaint(EDITOR, arguments):
             return ToolResult(text=wrong, ok=False)
-        place = self.sandbox.path_inside(arguments["path"])
-        return await self._edit(lambda id_: Edit(id_, **{**arguments, "path": place}))
+        inner = self.sandbox.path_inside(arguments["path"])
+        return await self._edit(lambda id_: Edit(id_, **{**arguments, "path": inner}))
 
     async def patch(self, arguments: JsonObject) -> ToolResult:
         """Apply a patch to files, completely or not at all.
@@ -302,11 +302,11 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         check_timeout(timeout_s)
-        place = self.sandbox.path_inside(cwd) if cwd else ""
+        inner = self.sandbox.path_inside(cwd) if cwd else ""
 
         def make(id_: int) -> Run:
             return Run(
-                id_, list(argv), place, dict(env or {}), stdin, timeout_s, output_limit, apart, background
+                id_, list(argv), inner, dict(env or {}), stdin, timeout_s, output_limit, apart, background
             )
 
         done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
@@ -334,9 +334,9 @@ class Toolbox:
             raise InputError(
                 f"{len(data)} bytes are too many for one write", hint="upload a file, or use a mount"
             )
-        place = self.sandbox.path_inside(path, write=True)
+        inner = self.sandbox.path_inside(path, write=True)
         await self._tools.ask(
-            lambda id_: Write(id_, place, data, mode), Done, timeout_s=self.limits.transfer_s
+            lambda id_: Write(id_, inner, data, mode), Done, timeout_s=self.limits.transfer_s
         )
 
     async def read(self, path: str, *, limit: int = CONTENT_LIMIT) -> bytes:
@@ -346,9 +346,9 @@ class Toolbox:
             OSError: as a local read would raise; also if the path is not a regular file.
             SandboxError, ToolError: our infrastructure failed.
         """
-        place = self.sandbox.path_inside(path)
+        inner = self.sandbox.path_inside(path)
         timeout_s = self.limits.transfer_s
-        return (await self._tools.ask(lambda id_: Read(id_, place, limit), Content, timeout_s=timeout_s)).data
+        return (await self._tools.ask(lambda id_: Read(id_, inner, limit), Content, timeout_s=timeout_s)).data
 
     async def upload(
         self, source: Path, target: str, *, timeout_s: float, limits: TreeLimits | None = None
@@ -371,8 +371,8 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         check_timeout(timeout_s)
-        place = self.sandbox.path_inside(target, write=True)
-        return await transfer.upload(self.sandbox, source, place, limits or TreeLimits(), timeout_s)
+        inner = self.sandbox.path_inside(target, write=True)
+        return await transfer.upload(self.sandbox, source, inner, limits or TreeLimits(), timeout_s)
 
     async def download(
         self,

@@ -80,7 +80,7 @@ class WarmPool:
     @property
     def ready_sandboxes(self) -> frozenset[str]:
         """Ids of the idle sandboxes."""
-        return frozenset(place.sandbox.id for stock in self._stocks.values() for _, place in stock.ready)
+        return frozenset(session.sandbox.id for stock in self._stocks.values() for _, session in stock.ready)
 
     async def take(self, spec: SandboxSpec, *, python: PythonEngine = PythonEngine.NONE) -> SandboxSession:
         """Return an unused session: an idle one, or a new one. The caller closes it.
@@ -95,11 +95,11 @@ class WarmPool:
         stock.demand.taken(time.monotonic())
         self._wake()
         while stock.ready:
-            _, place = stock.ready.popleft()
-            if place.sandbox.alive:
+            _, session = stock.ready.popleft()
+            if session.sandbox.alive:
                 self.hits += 1
-                return place
-            await place.aclose()
+                return session
+            await session.aclose()
         return await self._open(kind)
 
     async def settled(self) -> None:
@@ -142,19 +142,19 @@ class WarmPool:
         self.starting += 1
         started = time.monotonic()
         try:
-            place = await SandboxSession.open(self._driver, kind.spec, python=kind.python)
+            session = await SandboxSession.open(self._driver, kind.spec, python=kind.python)
         finally:
             self.starting -= 1
             self._start_slots.release()
         if kind in self._stocks:
             self._stocks[kind].demand.started(time.monotonic() - started)
-        return place
+        return session
 
     async def _keep(self) -> None:
         """Start missing sandboxes and close unneeded ones while the pool is open."""
         while not self._closed:
-            while (place := self._pop_unwanted(time.monotonic())) is not None:
-                await place.aclose()
+            while (session := self._pop_unwanted(time.monotonic())) is not None:
+                await session.aclose()
             kind = self._missing_kind(time.monotonic())
             if kind is not None and self.ready < self._limit and await self._fill(kind):
                 continue
@@ -177,11 +177,11 @@ class WarmPool:
                 replaceable = False
             if not stock.ready:
                 continue
-            since, place = stock.ready[0]
+            since, session = stock.ready[0]
             if replaceable or since < now - self._memory_s or len(stock.ready) > stock.demand.wanted(now):
                 stock.demand.unused()
                 stock.ready.popleft()
-                return place
+                return session
         return None
 
     def _missing_kind(self, now: float) -> _Kind | None:
@@ -191,20 +191,20 @@ class WarmPool:
 
     async def _fill(self, kind: _Kind) -> bool:
         try:
-            place = await self._open(kind)
+            session = await self._open(kind)
         except RolloutFailure as error:
             # No caller waits here; a later request that fails raises its own error.
             logger.warning("a sandbox for the warm pool could not be started: %s", error)
             return False
         try:
-            await place.tools.bash(":", timeout_s=_READY_TIMEOUT_S)
+            await session.tools.bash(":", timeout_s=_READY_TIMEOUT_S)
         except RolloutFailure as error:
             logger.warning("a sandbox for the warm pool does not answer: %s", error)
-            await place.aclose()
+            await session.aclose()
             return False
         stock = self._stocks.get(kind)
         if stock is None or self._closed:
-            await place.aclose()
+            await session.aclose()
             return False
-        stock.ready.append((time.monotonic(), place))
+        stock.ready.append((time.monotonic(), session))
         return True

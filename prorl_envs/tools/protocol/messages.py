@@ -291,12 +291,12 @@ def encode(message: msgspec.Struct) -> bytearray:
     return frame
 
 
-def decode[T](decoder: msgspec.msgpack.Decoder[T], frame: bytes, what: str) -> T:
-    """Return the message in `frame`. Raise WireError if it is not `what`."""
+def decode[T](decoder: msgspec.msgpack.Decoder[T], frame: bytes, expected: str) -> T:
+    """Return the message in `frame`. Raise WireError if it is not `expected`."""
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter for text that is not UTF-8
-        raise WireError(f"not {what}: {error}") from error
+        raise WireError(f"not {expected}: {error}") from error
 
 
 def decode_request(frame: bytes) -> AnyRequest:

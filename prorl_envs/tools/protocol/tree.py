@@ -125,50 +125,50 @@ class _Packer:
         self._skip_unsupported = skip_unsupported
         self.done = Transferred()
 
-    def entry(self, folder: int, name: str, place: tuple[str, ...]) -> None:
+    def entry(self, folder: int, name: str, parts: tuple[str, ...]) -> None:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if reason := self._objection(place, status):
-            self._refuse(place, reason)
+        if reason := self._objection(parts, status):
+            self._refuse(parts, reason)
         elif stat.S_ISLNK(status.st_mode):
             target = os.readlink(name, dir_fd=folder)
-            if stays_inside(place, target) and is_utf8(target):
-                self._add(place, status, tarfile.SYMTYPE, target=target)
+            if stays_inside(parts, target) and is_utf8(target):
+                self._add(parts, status, tarfile.SYMTYPE, target=target)
             else:
-                self._refuse(place, "is a link that leads out of the tree")
+                self._refuse(parts, "is a link that leads out of the tree")
         else:
             # The type is checked after opening, because the entry may have been replaced since `stat`.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             try:
                 fd = os.open(name, flags, dir_fd=folder)
             except PermissionError:
-                self._refuse(place, "cannot be read")
+                self._refuse(parts, "cannot be read")
                 return
             try:
-                self._opened(fd, place)
+                self._opened(fd, parts)
             finally:
                 os.close(fd)
 
-    def _objection(self, place: tuple[str, ...], status: os.stat_result) -> str:
-        if not is_utf8(place[-1]):
+    def _objection(self, parts: tuple[str, ...], status: os.stat_result) -> str:
+        if not is_utf8(parts[-1]):
             return "has a name that is not UTF-8"
-        if len(place) > self._limits.depth or len("/".join(place).encode()) > PATH_LIMIT:
+        if len(parts) > self._limits.depth or len("/".join(parts).encode()) > PATH_LIMIT:
             return "lies too deep"
         kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
         return "" if any(is_kind(status.st_mode) for is_kind in kinds) else "is a device, pipe or socket"
 
-    def _opened(self, fd: int, place: tuple[str, ...]) -> None:
+    def _opened(self, fd: int, parts: tuple[str, ...]) -> None:
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
-            self._add(place, status, tarfile.DIRTYPE)
+            self._add(parts, status, tarfile.DIRTYPE)
             for name in self._names(fd):
-                self.entry(fd, name, (*place, name))
+                self.entry(fd, name, (*parts, name))
         elif not stat.S_ISREG(status.st_mode):
-            self._refuse(place, "is a device, pipe or socket")
+            self._refuse(parts, "is a device, pipe or socket")
         elif status.st_size == 0 and os.read(fd, 1):
-            self._refuse(place, "does not say its size")  # such as files in /proc
+            self._refuse(parts, "does not say its size")  # such as files in /proc
         else:
             with open(fd, "rb", closefd=False) as content:
-                self._add(place, status, tarfile.REGTYPE, content=content)
+                self._add(parts, status, tarfile.REGTYPE, content=content)
 
     def _names(self, folder: int) -> list[str]:
         names: list[str] = []
@@ -181,14 +181,14 @@ class _Packer:
 
     def _add(
         self,
-        place: tuple[str, ...],
+        parts: tuple[str, ...],
         status: os.stat_result,
         kind: bytes,
         *,
         target: str = "",
         content: IO[bytes] | None = None,
     ) -> None:
-        info = tarfile.TarInfo("/".join(place))
+        info = tarfile.TarInfo("/".join(parts))
         info.type, info.linkname = kind, target
         info.mode = stat.S_IMODE(status.st_mode) & 0o777
         info.mtime = min(max(0, int(status.st_mtime)), LATEST)
@@ -202,9 +202,9 @@ class _Packer:
             raise
         self._archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all members
 
-    def _refuse(self, place: tuple[str, ...], reason: str) -> None:
-        name = "/".join(place[1:] or place).encode("utf-8", "replace").decode()
-        if not self._skip_unsupported or len(place) == 1:
+    def _refuse(self, parts: tuple[str, ...], reason: str) -> None:
+        name = "/".join(parts[1:] or parts).encode("utf-8", "replace").decode()
+        if not self._skip_unsupported or len(parts) == 1:
             raise TransferRefused(f"{name[:PATH_LIMIT]} {reason}")
         self.done.left_out_count += 1
         if len(self.done.left_out) < NAMED_LIMIT:

@@ -121,9 +121,9 @@ def _killed_by_child() -> bool:
         finally:
             os._exit(1)
     pidfd = os.pidfd_open(pid)
-    ended = select.poll()
-    ended.register(pidfd, select.POLLIN)
-    if not ended.poll(_KILL_TIMEOUT_MS):
+    exit_poll = select.poll()
+    exit_poll.register(pidfd, select.POLLIN)
+    if not exit_poll.poll(_KILL_TIMEOUT_MS):
         os.kill(pid, signal.SIGKILL)
     os.close(pidfd)
     return os.waitpid(pid, 0)[1] == 0

@@ -139,9 +139,9 @@ class _Output:
 
     def finish(self, leftovers: Leftovers | None) -> None:
         """Read the available output. Pass a pipe that still has writers to `leftovers`, if given."""
-        ended = self._reader.drain()
+        at_end = self._reader.drain()
         self._reader.stop()
-        if leftovers is not None and not ended:
+        if leftovers is not None and not at_end:
             leftovers.adopt(os.dup(self._pipe.fileno()))
 
     def close(self) -> None:

@@ -122,10 +122,10 @@ class Editor:
         write_file(path, text.encode(after), mode=None)
         self._history.push(os.path.realpath(path), Version(text.encode(text.content)))
         lines = _lines(after)
-        shown = _numbered(lines, max(1, line - _CONTEXT), min(len(lines), line + more + _CONTEXT))
+        snippet = _numbered(lines, max(1, line - _CONTEXT), min(len(lines), line + more + _CONTEXT))
         return (
             f"The file {path} has been edited. "
-            f"Here's the result of running `cat -n` on a snippet of {path}:\n{shown}"
+            f"Here's the result of running `cat -n` on a snippet of {path}:\n{snippet}"
             "Review the changes and make sure they are as expected. Edit the file again if necessary.\n"
         )
 
@@ -189,8 +189,8 @@ def _checked_range(view_range: list[int] | None, count: int) -> tuple[int, int]:
 
 
 def _numbered(lines: list[str], first: int, last: int) -> str:
-    shown = (f"{number:6}\t{lines[number - 1].removesuffix('\r')}\n" for number in range(first, last + 1))
-    return "".join(shown).encode("utf-8", "replace").decode()
+    numbered = (f"{number:6}\t{lines[number - 1].removesuffix('\r')}\n" for number in range(first, last + 1))
+    return "".join(numbered).encode("utf-8", "replace").decode()
 
 
 def _listing(path: str) -> str:

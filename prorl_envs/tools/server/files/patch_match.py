@@ -138,5 +138,5 @@ class _Patching:
 
 
 def _quoted(lines: list[str]) -> str:
-    shown = [line[:_QUOTED_CHARACTERS] for line in lines[:_QUOTED_LINES]]
-    return "\n".join(shown + ["..."] * (len(lines) > _QUOTED_LINES))
+    quoted = [line[:_QUOTED_CHARACTERS] for line in lines[:_QUOTED_LINES]]
+    return "\n".join(quoted + ["..."] * (len(lines) > _QUOTED_LINES))
