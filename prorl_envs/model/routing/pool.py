@@ -322,9 +322,9 @@ class ModelPool:
         for server in self.servers:
             self._router.drain(server.url)
         self._gate.open()
-        for place in self._queue:
-            if not place.done():
-                place.set_result(None)
+        for waiter in self._queue:
+            if not waiter.done():
+                waiter.set_result(None)
         while self._clients:
             _, client = self._clients.popitem()
             await client.aclose()
@@ -339,20 +339,20 @@ class ModelPool:
 
     async def _wait_for_room(self) -> None:
         """Return once a call has finished, first come first served."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
         try:
-            await place
+            await waiter
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self._wake_next()  # pass the unused place on
+            if waiter.done() and not waiter.cancelled():
+                self._wake_next()  # this call's turn goes to the next waiter
             raise
 
     def _wake_next(self) -> None:
         while self._queue:
-            place = self._queue.popleft()
-            if not place.done():
-                place.set_result(None)
+            waiter = self._queue.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 return
 
     def _record_overload(self, url: str) -> None:

@@ -26,7 +26,7 @@ from prorl_envs.tools.server.terminal import Terminal
 
 #: Seconds between checks whether an interrupted command has released the terminal, for which no event exists.
 _INTERRUPTED_CHECK_S = 0.01
-#: Seconds until the first check whether a command waits for input; maximum between two checks; after input.
+#: Seconds before a check whether a command waits for input: the first check, the longest delay, after typing.
 _FIRST_CHECK_S, _MAX_CHECK_S, _TYPED_CHECK_S = 0.05, 1.0, 0.005
 _READ_SIZE = 8192
 #: Maximum requests for a missing report; the last request includes a repair.
