@@ -22,23 +22,24 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """Last exchange of a session, as lengths and digests: constant memory for any context length."""
+class _LastExchange:
+    """Lengths and digests of a session's last exchange: constant memory for any context length. `total` is
+    the prompt followed by the sampled ids."""
 
     prompt_length: int
-    prompt: bytes
-    whole_length: int
-    whole: bytes
+    prompt_digest: bytes
+    total_length: int
+    total_digest: bytes
 
 
 @dataclass(slots=True)
 class AuditCounts:
     """Counters of the server.
 
-    `violations`: prompts that do not start with everything the session was sent and sampled before;
-    `restarts`: sessions that started anew; `repeats`: requests sent a second time; `told_to_abort`: requests
-    to abort another request; `refused`: requests over the concurrency limit; `behaviours`: sessions per
-    behaviour; `emptied`: resets of the prefix cache.
+    `violations`: prompts that do not start with the session's previous prompt and answer; `restarts`:
+    sessions that started again with their first turn; `repeats`: requests sent a second time;
+    `told_to_abort`: requests to abort another request; `refused`: requests over the concurrency limit;
+    `behaviours`: sessions per behaviour; `emptied`: resets of the prefix cache.
     """
 
     requests: int = 0
@@ -62,22 +63,27 @@ class Audit:
 
     Args:
         counts: counters to update.
-        max_sessions: sessions kept; the longest idle are forgotten.
-        max_exchanges: exchanges kept in full.
+        max_sessions: largest number of sessions in memory; the one idle for the longest time is removed
+            first.
+        max_exchanges: largest number of complete exchanges in memory.
     """
 
     def __init__(self, counts: AuditCounts, *, max_sessions: int = 65_536, max_exchanges: int = 256) -> None:
         self._counts = counts
         self._max_sessions = max_sessions
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._last: OrderedDict[str, _LastExchange] = OrderedDict()
         self.exchanges: deque[Exchange] = deque(maxlen=max_exchanges)
 
     def check(self, session: str, prompt_ids: Sequence[int], turn: int) -> None:
-        """Count the kind of this request; a prompt that rewrites its history is a violation."""
-        seen = self._seen.get(session)
-        if seen is None or _digest(prompt_ids[: seen.whole_length]) == seen.whole:
+        """Compare a prompt with its session's history, and count a repeat, a restart or a violation.
+
+        Args:
+            turn: number of assistant turns before the one to sample.
+        """
+        last = self._last.get(session)
+        if last is None or _digest(prompt_ids[: last.total_length]) == last.total_digest:
             return
-        if len(prompt_ids) == seen.prompt_length and _digest(prompt_ids) == seen.prompt:
+        if len(prompt_ids) == last.prompt_length and _digest(prompt_ids) == last.prompt_digest:
             self._counts.repeats += 1
         elif turn == 0:
             self._counts.restarts += 1
@@ -85,35 +91,41 @@ class Audit:
             self._counts.violations += 1
 
     def known(self, session: str, prompt_ids: Sequence[int]) -> int:
-        """Return the number of tokens at the prompt's start that this session was sent or sampled before."""
-        seen = self._seen.get(session)
-        if seen is None:
+        """Return the number of tokens at the start of the prompt that the session's last exchange
+        contained."""
+        last = self._last.get(session)
+        if last is None:
             return 0
-        for length, digest in ((seen.whole_length, seen.whole), (seen.prompt_length, seen.prompt)):
+        for length, digest in (
+            (last.total_length, last.total_digest),
+            (last.prompt_length, last.prompt_digest),
+        ):
             if _digest(prompt_ids[:length]) == digest:
                 return length
         return 0
 
     def record(self, exchange: Exchange) -> None:
         """Record an answered request."""
-        whole = (*exchange.prompt_ids, *exchange.sampled_ids)
-        self._seen[exchange.session] = _Seen(
-            len(exchange.prompt_ids), _digest(exchange.prompt_ids), len(whole), _digest(whole)
+        total = (*exchange.prompt_ids, *exchange.sampled_ids)
+        self._last[exchange.session] = _LastExchange(
+            len(exchange.prompt_ids), _digest(exchange.prompt_ids), len(total), _digest(total)
         )
-        self._seen.move_to_end(exchange.session)
-        if len(self._seen) > self._max_sessions:
-            self._seen.popitem(last=False)
+        self._last.move_to_end(exchange.session)
+        if len(self._last) > self._max_sessions:
+            self._last.popitem(last=False)
         self.exchanges.append(exchange)
 
 
 class Dealer:
-    """Assignment of behaviours to sessions: one deck per task, one card per new session in order of arrival.
+    """Assignment of behaviours to sessions. Each task has a shuffled deck of behaviours, and each new session
+    of the task draws the next one.
 
     Args:
         mix: contents of a deck.
         counts: counters to update.
-        seed: of the shuffles.
-        max_sessions: sessions kept; the longest idle are forgotten.
+        seed: seed of the shuffles.
+        max_sessions: largest number of sessions in memory; the one idle for the longest time is removed
+            first.
     """
 
     def __init__(self, mix: Mix, counts: AuditCounts, *, seed: int = 0, max_sessions: int = 65_536) -> None:
@@ -126,7 +138,11 @@ class Dealer:
         self._rounds: dict[str, int] = {}
 
     def deal(self, session: str, key: str) -> Behaviour:
-        """Return the behaviour of `session`, whose task is `key`; repeated calls return the same."""
+        """Return the behaviour of `session`; repeated calls return the same behaviour.
+
+        Args:
+            key: key of the session's task.
+        """
         behaviour = self._dealt.get(session)
         if behaviour is None:
             behaviour = self._draw(key)

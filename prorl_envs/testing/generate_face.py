@@ -1,7 +1,7 @@
-"""Route of a vLLM server that was started with `--enable-scale-out`: tokens in, tokens out, and versions.
+"""Token route of a vLLM server with `--enable-scale-out`, whose answers contain weight versions.
 
-Its formats are those of vLLM's `entrypoints/scale_out/token_in_token_out`, as far as rollouts need them:
-events hold only new tokens, and the last event holds the versions.
+The formats are those of vLLM's `entrypoints/scale_out/token_in_token_out`, as far as rollouts need them.
+An event contains only new tokens; the last event also contains the versions.
 """
 
 from fastapi import FastAPI, Request, Response
@@ -35,19 +35,19 @@ def add_generate(app: FastAPI, service: ScriptedService) -> None:
     """Add the route to a scripted server."""
 
     @app.post("/inference/v1/generate")
-    async def generate(asked: TokensRequest, request: Request) -> Response:
-        params = asked.sampling_params
-        asks = (asked.token_ids, params.max_tokens, params.stop_token_ids, request)
-        if asked.stream:
-            return await service.stream(*asks, lambda played, sent: _answer(asked, played, sent))
-        played = await service.play(*asks)
-        return played if isinstance(played, Response) else JSONResponse(_answer(asked, played, 0))
+    async def generate(body: TokensRequest, request: Request) -> Response:
+        params = body.sampling_params
+        arguments = (body.token_ids, params.max_tokens, params.stop_token_ids, request)
+        if body.stream:
+            return await service.stream(*arguments, lambda played, sent: _answer(body, played, sent))
+        played = await service.play(*arguments)
+        return played if isinstance(played, Response) else JSONResponse(_answer(body, played, 0))
 
 
-def _answer(asked: TokensRequest, played: Played, sent: int) -> JsonObject:
+def _answer(body: TokensRequest, played: Played, sent: int) -> JsonObject:
     new = played.after(sent)
-    known = zip(new.ids, new.logprobs, strict=False)
-    content = [{"token_id": number, "logprob": value, "top_logprobs": []} for number, value in known]
+    pairs = zip(new.ids, new.logprobs, strict=False)
+    content = [{"token_id": number, "logprob": value, "top_logprobs": []} for number, value in pairs]
     choice: JsonObject = {
         "index": 0,
         "token_ids": list(new.ids),
@@ -56,4 +56,4 @@ def _answer(asked: TokensRequest, played: Played, sent: int) -> JsonObject:
         "weight_versions": played.version_spans() if played.finish_reason else None,
     }
     answer: JsonObject = {"request_id": "scripted", "choices": [choice]}
-    return answer if sent else {**answer, "prompt_token_ids": asked.token_ids}
+    return answer if sent else {**answer, "prompt_token_ids": body.token_ids}

@@ -27,51 +27,53 @@ class LlamaCppRequest(BaseModel):
 
 
 def add_llamacpp(app: FastAPI, service: ScriptedService) -> None:
-    """Make a scripted server answer as llama.cpp does, which supports end-of-turn tokens, but no pauses."""
+    """Add llama.cpp's routes to a scripted server; they have no pauses."""
 
     @app.post("/completion")
-    async def completion(asked: LlamaCppRequest, request: Request) -> Response:
-        most = asked.n_predict if asked.n_predict > 0 else service.options.max_model_len - len(asked.prompt)
-        asks = (asked.prompt, most, list(service.stop_ids), request)
-        if asked.stream:
-            return await service.stream(*asks, lambda played, sent: _event(service, asked, played, sent))
-        played = await service.play(*asks)
+    async def completion(body: LlamaCppRequest, request: Request) -> Response:
+        max_tokens = (
+            body.n_predict if body.n_predict > 0 else service.options.max_model_len - len(body.prompt)
+        )
+        arguments = (body.prompt, max_tokens, list(service.stop_ids), request)
+        if body.stream:
+            return await service.stream(*arguments, lambda played, sent: _event(service, body, played, sent))
+        played = await service.play(*arguments)
         if isinstance(played, Response):
             return played
-        return JSONResponse(_chosen(asked, _answer(service, asked, played)))
+        return JSONResponse(_requested_fields(body, _answer(service, body, played)))
 
 
-def _chosen(asked: LlamaCppRequest, answer: JsonObject) -> JsonObject:
-    return {name: answer[name] for name in asked.response_fields or answer if name in answer}
+def _requested_fields(body: LlamaCppRequest, answer: JsonObject) -> JsonObject:
+    return {name: answer[name] for name in body.response_fields or answer if name in answer}
 
 
-def _event(service: ScriptedService, asked: LlamaCppRequest, played: Played, sent: int) -> JsonObject:
-    """Return an event with the tokens not sent before; only the last has a finish reason and the requested
-    fields."""
-    answer = _answer(service, asked, played.after(sent))
+def _event(service: ScriptedService, body: LlamaCppRequest, played: Played, sent: int) -> JsonObject:
+    """Return an event with the tokens that were not sent before. Only the last event contains a finish reason
+    and the fields that the request names."""
+    answer = _answer(service, body, played.after(sent))
     answer["tokens_predicted"] = len(played.ids)
     if played.finish_reason:
-        return _chosen(asked, answer)
-    named = ("content", "tokens", "completion_probabilities", "tokens_predicted", "tokens_evaluated")
-    return {name: answer[name] for name in named if name in answer} | {"stop": False}
+        return _requested_fields(body, answer)
+    fields = ("content", "tokens", "completion_probabilities", "tokens_predicted", "tokens_evaluated")
+    return {name: answer[name] for name in fields if name in answer} | {"stop": False}
 
 
-def _answer(service: ScriptedService, asked: LlamaCppRequest, played: Played) -> JsonObject:
+def _answer(service: ScriptedService, body: LlamaCppRequest, played: Played) -> JsonObject:
     probabilities = [
         {"id": number, "token": service.decode([number]), "prob": math.exp(value), "top_probs": []}
         for number, value in zip(played.ids, played.logprobs, strict=False)
     ]
     answer: JsonObject = {
         "content": service.decode(played.ids),
-        "tokens": list(played.ids) if asked.return_tokens else [],
+        "tokens": list(played.ids) if body.return_tokens else [],
         "stop": True,
         "stop_type": {"stop": "eos", "length": "limit"}.get(played.finish_reason, "none"),
         "truncated": False,
         "tokens_predicted": len(played.ids),
-        "tokens_evaluated": len(asked.prompt),
-        "tokens_cached": len(asked.prompt) + len(played.ids) - 1,
-        "timings": {"cache_n": played.cached, "prompt_n": len(asked.prompt) - played.cached},
+        "tokens_evaluated": len(body.prompt),
+        "tokens_cached": len(body.prompt) + len(played.ids) - 1,
+        "timings": {"cache_n": played.cached, "prompt_n": len(body.prompt) - played.cached},
     }
-    if asked.n_probs:
+    if body.n_probs:
         answer["completion_probabilities"] = probabilities
     return answer

@@ -1,16 +1,16 @@
 """Scripted model behind OpenAI's HTTP interfaces, for harnesses that use them (NeMo Gym, among others).
 
-There is no model: a known task is recognised by its instruction in the prompt, and its reference tool calls
-are played, one per turn. The `model` field of a request selects the behaviour:
+There is no model. The server finds the task by its instruction in the prompt, and returns the task's
+reference tool calls, one per turn. The `model` field of a request selects the behaviour:
 
-    reference   play the reference calls, then say that the work is done
-    nothing     say so at once
-    malformed   first a call whose arguments are not JSON, then as `reference`
-    unknown     first a call of a tool that does not exist, then as `reference`
-    endless     repeat the first reference call for ever
+    reference   return the reference calls, then a closing text
+    nothing     return the closing text immediately
+    malformed   first return a call whose arguments are not JSON, then continue as `reference`
+    unknown     first return a call of a tool that does not exist, then continue as `reference`
+    endless     return the first reference call in every turn
     error       answer HTTP 500
 
-The server is stateless: the next step follows from the conversation in the request.
+The server is stateless: it determines the next answer from the conversation in the request.
 """
 
 import json
@@ -52,29 +52,29 @@ class FakeAnswer:
 
 
 class FakeScript:
-    """Selection of the answers; pure.
+    """Selection of the answers, without I/O.
 
     Args:
         tasks: the known tasks, with their reference calls.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        # Longest first, so that an instruction is not confused with another that is a prefix of it.
+        # The longest instruction is first, because a shorter instruction may be a prefix of it.
         self._tasks = sorted(tasks, key=lambda task: len(task.instruction), reverse=True)
 
     def answer(self, prompt: str, calls_made: int, behaviour: FakeBehaviour) -> FakeAnswer:
         """Return the next answer.
 
         Args:
-            prompt: all text the user has sent.
-            calls_made: tool results in the conversation so far.
+            prompt: text of all user messages.
+            calls_made: number of tool results in the conversation.
 
         Raises:
-            LookupError: the prompt holds no known task.
+            LookupError: the prompt does not contain the instruction of a known task.
         """
         task = next((task for task in self._tasks if task.instruction.strip() in prompt), None)
         if task is None:
-            raise LookupError("the prompt holds the instruction of no known task")
+            raise LookupError("the prompt contains the instruction of no known task")
         script = self._script(task, behaviour)
         if behaviour is FakeBehaviour.ENDLESS and script:
             return script[0]
@@ -101,15 +101,16 @@ def face(tasks: Sequence[Task]) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
-        return {"object": "list", "data": [{"id": str(one), "object": "model"} for one in FakeBehaviour]}
+        return {"object": "list", "data": [{"id": str(name), "object": "model"} for name in FakeBehaviour]}
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> JsonObject:
         body = await _body(request)
-        given = body.get("input", [])
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        made = sum(1 for item in items if item.get("type") == "function_call_output")
-        return _response(body, _decide(script, body, items, made), made)
+        conversation = body.get("input", [])
+        if isinstance(conversation, str):
+            conversation = [{"role": "user", "content": conversation}]
+        made = sum(1 for item in conversation if item.get("type") == "function_call_output")
+        return _response(body, _decide(script, body, conversation, made), made)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> JsonObject:
@@ -126,7 +127,7 @@ def scripted_openai(tasks: Sequence[Task], *, port: int = 0) -> Iterator[str]:
     """Serve the application on the loopback interface while the block runs.
 
     Args:
-        port: 0 takes a free one.
+        port: TCP port; 0 selects a free port.
 
     Yields:
         The base URL, `http://127.0.0.1:<port>/v1`.
@@ -156,7 +157,7 @@ def _decide(
     except ValueError as error:
         raise HTTPException(404, f"no such model: one of {', '.join(FakeBehaviour)}") from error
     if behaviour is FakeBehaviour.ERROR:
-        raise HTTPException(500, "the scripted model fails, as it was asked to")
+        raise HTTPException(500, "the scripted model fails because the request names the model 'error'")
     prompt = "\n".join(_text(item.get("content")) for item in items if item.get("role") == "user")
     try:
         return script.answer(prompt, calls_made, behaviour)

@@ -1,8 +1,9 @@
 """Samples of a scripted model: the pure part of the scripted model server.
 
-It plays reference solutions, wrong ones, and every way a model or its server can misbehave, in proportions
-known in advance. It is not a model: it finds the task by the text of the first user message, and the turn by
-the number of assistant turns in the prompt, so a repeated request gets the same answer.
+The scripted model is not a neural network. It replays reference solutions, wrong solutions, and the faults of
+models and model servers, in proportions known in advance. It finds the task by the text of the first user
+message, and the turn by the number of assistant turns in the prompt. A repeated request therefore gets the
+same answer.
 """
 
 import json
@@ -23,7 +24,8 @@ type Tape = Sequence[Sequence[Call]]
 
 
 class Behaviour(StrEnum):
-    """Behaviour of one session. The last seven are faults of the server, the others are a model's."""
+    """Behaviour of one session. The behaviours from HANG on are faults of the server, the others are a
+    model's."""
 
     SOLVE = "solve"
     WRONG = "wrong"
@@ -42,18 +44,18 @@ class Behaviour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Number of sessions of each group per behaviour.
+    """Number of sessions per behaviour.
 
     Args:
-        counts: sessions per behaviour; their sum is the size of a deck. With groups of that size (or a
-            multiple), every group gets exactly these proportions.
+        counts: sessions per behaviour; the sum is the size of a deck. If the size of a task's group is the
+            size of a deck or a multiple, every group has exactly these proportions.
     """
 
     counts: Mapping[Behaviour, int]
 
     def __post_init__(self) -> None:
         if any(count < 0 for count in self.counts.values()) or not 0 < sum(self.counts.values()) <= 10_000:
-            raise InputError("a mix has between 1 and 10000 sessions, none of them negative")
+            raise InputError("a mix must have between 1 and 10000 sessions, and no negative count")
 
     @classmethod
     def parse(cls, text: str) -> "Mix":
@@ -74,7 +76,12 @@ class Mix:
         return cls(counts)
 
     def deck(self, seed: int, key: str, round_: int) -> list[Behaviour]:
-        """Return the behaviours of one round of a task's sessions, in order of arrival."""
+        """Return a shuffled deck: the behaviours of a task's next sessions, in the order in which they start.
+
+        Args:
+            key: key of the task.
+            round_: number of decks that the task's sessions have used before.
+        """
         cards = [behaviour for behaviour in Behaviour for _ in range(self.counts.get(behaviour, 0))]
         random.Random(f"{seed}/{key}/{round_}").shuffle(cards)
         return cards
@@ -85,16 +92,16 @@ class Script:
     """Script of one task.
 
     Args:
-        solve: the reference, one list of tool calls per turn; a call is {"tool", "arguments"} and may have a
-            "content" as accompanying text, or only that.
-        wrong: a harmless attempt that does not solve the task; None derives one from the tools in `solve`.
+        solve: the reference solution: one list of tool calls per turn. A call is {"tool", "arguments"} with
+            an optional text "content"; a call with only "content" is a plain text.
+        wrong: a harmless attempt that does not solve the task; None derives it from the tools in `solve`.
     """
 
     solve: Tape
     wrong: Tape | None = None
 
 
-# A harmless call for tools whose names determine their arguments.
+# Arguments of a harmless call, by tool name.
 _HARMLESS: Mapping[str, JsonObject] = {
     "bash": {"command": "ls"},
     "python": {"code": "1 + 1"},
@@ -109,9 +116,9 @@ class ScriptBook:
     """Scripts by task.
 
     Args:
-        scripts: by key; a task is found if its first user message is, or contains, the key. The longest
-            matching key wins.
-        finish: the call that declares the task done; played if a tape does not include it at its end.
+        scripts: script of each task by key. A key is a text that the task's first user message contains. If
+            several keys match, the longest is used.
+        finish: the call that declares the task done; it follows the last turn of a script.
     """
 
     scripts: Mapping[str, Script]
@@ -119,7 +126,10 @@ class ScriptBook:
 
     @classmethod
     def from_tapes(cls, tapes: Mapping[str, Tape]) -> "ScriptBook":
-        """Create a book of reference solutions: {key: [[{"tool": ..., "arguments": ...}, ...] per turn]}.
+        """Create a book of reference solutions.
+
+        Args:
+            tapes: {key: one list of {"tool": ..., "arguments": ...} per turn}.
 
         Raises:
             InputError: a call without a tool name or with arguments that are not an object.
@@ -127,17 +137,17 @@ class ScriptBook:
         for key, tape in tapes.items():
             for call in (call for turn in tape for call in turn):
                 if not isinstance(call.get("tool"), str) or not isinstance(call.get("arguments"), Mapping):
-                    raise InputError(f"the script of {key[:60]!r} has a call that is not {{tool, arguments}}")
+                    raise InputError(f"a call in the script of {key[:60]!r} is not {{tool, arguments}}")
         return cls({key: Script(tape) for key, tape in tapes.items()})
 
     def find(self, text: str) -> str | None:
-        """Return the key of the task that `text` states, or None."""
+        """Return the key of the task in the user message `text`, or None for an unknown task."""
         if text in self.scripts:
             return text
         return max((key for key in self.scripts if key in text), key=len, default=None)
 
     def turn(self, key: str | None, behaviour: Behaviour, number: int) -> Sequence[Call]:
-        """Return the calls of turn `number` (from 0) of a behaviour that plays calls."""
+        """Return the calls of turn `number` (from 0); an unknown task has only the finish call."""
         script = self.scripts.get(key, Script(())) if key is not None else Script(())
         if behaviour is Behaviour.LOOP:
             return self._harmless(script) or (self._first(script),)
@@ -160,11 +170,12 @@ class ScriptBook:
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """Contents of a prompt for the scripted model: its task and its progress.
+    """Parts of a prompt that determine the scripted answer.
 
     Args:
-        first_user: first user message; `users`: all user messages.
-        assistant_turns: answers before the one to sample.
+        first_user: first user message.
+        assistant_turns: number of assistant turns before the one to sample.
+        users: all user messages, joined by newlines.
     """
 
     first_user: str
@@ -173,11 +184,11 @@ class ReadPrompt:
 
 
 class PromptReader:
-    """Parser of ChatML prompts by their control tokens; text that only looks like a control token is not a
-    turn.
+    """Parser of ChatML prompts. It finds the turns by their control tokens, so text that only looks like a
+    control token does not start a turn.
 
     Args:
-        renderer: of a ChatML tokenizer, such as the built-in one or Qwen's.
+        renderer: renderer with a ChatML tokenizer, such as the built-in tokenizer or Qwen's.
 
     Raises:
         InputError: the tokenizer has no ChatML control tokens.
@@ -189,14 +200,14 @@ class PromptReader:
         if start is None or end is None:
             raise InputError(
                 "the scripted model reads ChatML prompts, and this tokenizer has no <|im_start|>",
-                hint="take the built-in tokenizer or one of the Qwen family",
+                hint="use the built-in tokenizer or a tokenizer of the Qwen family",
             )
         self._start, self._end = start, end
         self._renderer = renderer
 
     def read(self, ids: Sequence[int]) -> ReadPrompt:
-        """Parse a prompt. Total: a prompt without turns gives an empty task."""
-        starts = [at for at, number in enumerate(ids) if number == self._start]
+        """Parse a prompt. A prompt without turns has an empty first user message; no prompt is an error."""
+        starts = [index for index, number in enumerate(ids) if number == self._start]
         users: list[str] = []
         turns = 0
         for start, end in pairwise([*starts, len(ids)]):
@@ -205,41 +216,42 @@ class PromptReader:
                 turns += 1
             elif role == "user":
                 body = list(ids[start + 1 : end])
-                closed = body.index(self._end) if self._end in body else len(body)
-                users.append(self._renderer.decode(body[:closed]).partition("\n")[2])
+                body_end = body.index(self._end) if self._end in body else len(body)
+                users.append(self._renderer.decode(body[:body_end]).partition("\n")[2])
         first = next((text for text in users if text), "")
-        return ReadPrompt(first, max(0, turns - 1), "\n".join(users))  # the last one is the turn to sample
+        # The last assistant turn is the one to sample.
+        return ReadPrompt(first, max(0, turns - 1), "\n".join(users))
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSample:
-    """Sampled answer: ids with one log-probability each."""
+    """Sampled answer: token ids, and one log-probability per id."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
 
     def until(self, stop_ids: Sequence[int]) -> "ScriptedSample":
-        """Return the sample cut after the first of these ids."""
+        """Return the sample up to the first stop id, which is included."""
         end = next((index + 1 for index, number in enumerate(self.ids) if number in stop_ids), None)
         if end is None or end == len(self.ids):
             return self
         return ScriptedSample(self.ids[:end], self.logprobs[:end], "stop")
 
-    def after(self, begun: int) -> "ScriptedSample":
-        """Return the remainder of the sample if `begun` ids were sampled before."""
-        return ScriptedSample(self.ids[begun:], self.logprobs[begun:], self.finish_reason)
+    def after(self, count: int) -> "ScriptedSample":
+        """Return the sample without its first `count` ids."""
+        return ScriptedSample(self.ids[count:], self.logprobs[count:], self.finish_reason)
 
 
 class ScriptedModel:
     """Conversion of behaviours to sampled ids.
 
     Args:
-        renderer: tokenizer and template of the model it plays.
-        book: the tasks it knows.
-        seed: seed of all random choices here.
-        noncanonical: probability with which a token is sampled as two tokens of the same text, as real
-            sampling does now and then. A client that tokenises text again shows up as drift.
+        renderer: tokenizer and template of the simulated model.
+        book: scripts of the known tasks.
+        seed: seed of all random choices.
+        noncanonical: probability that a token is replaced by two tokens of the same text. Real models
+            sometimes sample such tokens; a client that tokenises the text again then gets different ids.
     """
 
     def __init__(
@@ -256,14 +268,14 @@ class ScriptedModel:
     def sample(
         self, key: str | None, behaviour: Behaviour, turn: int, *, session: str, max_tokens: int
     ) -> ScriptedSample:
-        """Sample turn `turn` of a session. Deterministic in its arguments and the seed."""
+        """Sample turn `turn` of a session. The arguments and the seed determine the result."""
         chance = random.Random(f"{self._seed}/{session}/{turn}")
         ids = self._turn_ids(key, behaviour, turn, chance)
         if self._noncanonical:
             ids = self._split_some(ids, chance)
         finish: Literal["stop", "length"] = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
-        # Cubing puts most of the mass near 0, as for a model that is mostly sure.
+        # The third power makes most log-probabilities almost 0, as those of a confident model.
         logprobs = tuple(-5.0 * chance.random() ** 3 for _ in ids)
         return ScriptedSample(tuple(ids), logprobs, finish)
 
@@ -285,17 +297,18 @@ class ScriptedModel:
         return split
 
     def _halves(self, number: int) -> list[tuple[int, int]]:
-        """Return pairs of tokens whose texts together are the text of `number`."""
+        """Return the pairs of tokens that together have the text of token `number`."""
         text = self._texts.get(number, "")
+        pairs = ((text[:middle], text[middle:]) for middle in range(1, len(text)))
         return [
-            (self._vocab[text[:at]], self._vocab[text[at:]])
-            for at in range(1, len(text))
-            if text[:at] in self._vocab and text[at:] in self._vocab
+            (self._vocab[first], self._vocab[second])
+            for first, second in pairs
+            if first in self._vocab and second in self._vocab
         ]
 
 
 def as_message(calls: Sequence[Call]) -> JsonObject:
-    """Return the assistant message, in OpenAI shape, that makes `calls`."""
+    """Return an assistant message in OpenAI's format that contains `calls`."""
     return {
         "role": "assistant",
         "content": "\n".join(call["content"] for call in calls if call.get("content")),

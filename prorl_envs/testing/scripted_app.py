@@ -28,13 +28,14 @@ from prorl_envs.testing.scripted_engine import ScriptedEngine, Treatment
 from prorl_envs.tools.types import JsonObject
 
 MODEL_ID = "scripted"
-# Sessions whose first failure is recorded; the oldest are forgotten, and fail once more.
-_MAX_FLAKED = 65_536
+# Largest number of sessions in each record of failures or aborted turns; the oldest entry is removed first.
+_MAX_SESSIONS = 65_536
 OWNER = "prorl-envs scripted model server (not a model)"
 
 
 class ServerDialect(StrEnum):
-    """Field of an answer with the sampled ids: current vLLM's, that of earlier versions, or none."""
+    """Field of an answer that contains the sampled ids: `token_ids` as in current vLLM, token strings as in
+    earlier versions, or no such field."""
 
     TOKEN_IDS = "token_ids"
     TOKEN_STRINGS = "token_strings"
@@ -46,19 +47,21 @@ class ScriptedOptions:
     """Options of the server.
 
     Args:
-        mix: behaviours dealt to the sessions of each task.
-        unknown: behaviour if a prompt states no known task, such as a probe; None deals it from the mix.
+        mix: behaviours of the sessions of each task.
+        unknown: behaviour for prompts without a known task, such as a probe; None takes it from `mix`.
         seed: seed of the decks, the log-probabilities and all other random choices.
-        noncanonical: probability that a token is sampled as two of the same text.
-        latency_s: seconds before each answer; tokens_per_s: sampling speed, None is instant.
-        max_model_len: most tokens of prompt and answer; longer requests are refused with 400, as vLLM does.
-        weight_version: named in every answer.
-        dialect: field of answers with the sampled ids.
-        protocol: the server's interface: vLLM's, SGLang's or llama.cpp's.
-        generates: as vLLM, it has the route that names versions (`--enable-scale-out`).
-        incremental: as SGLang, stream events hold only new tokens (`--incremental-streaming-output`).
-        most: concurrent requests; further ones are refused with 503. None refuses none.
-        steerable: it has the routes that pause it and name its weights.
+        noncanonical: probability that a token is replaced by two tokens of the same text.
+        latency_s: seconds before each answer.
+        tokens_per_s: sampling speed; None samples without delay.
+        max_model_len: largest number of tokens of prompt and answer; a longer request is answered with 400.
+        weight_version: version of the weights at the start; every answer contains the version.
+        dialect: field of answers that contains the sampled ids.
+        protocol: the server's interface.
+        generates: the server has the route of vLLM's `--enable-scale-out`.
+        incremental: stream events contain only new tokens, as with SGLang's `--incremental-streaming-output`.
+        most: largest number of concurrent requests; further requests are answered with 503. None sets no
+            limit.
+        steerable: the server has the routes that pause it and report or set its weight version.
     """
 
     mix: Mix = Mix({Behaviour.SOLVE: 1})  # noqa: RUF009  (frozen)
@@ -78,7 +81,7 @@ class ScriptedOptions:
 
 
 class CompletionRequest(BaseModel):
-    """Fields of a completion request that the scripted server uses; other fields are ignored, as sampling
+    """Fields of a completion request that the scripted server uses. It ignores other fields, because sampling
     settings do not affect a script."""
 
     model_config = ConfigDict(extra="ignore")
@@ -94,13 +97,13 @@ class CompletionRequest(BaseModel):
 
 
 class NewVersion(BaseModel):
-    """Notification that other weights have been loaded."""
+    """Notification that new weights have been loaded."""
 
     new_version: str = Field(max_length=200)
 
 
 class _Disconnect(Response):
-    """Response that is cut off: uvicorn closes a connection whose response is left unfinished."""
+    """Incomplete response; uvicorn then closes the connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"1000")]
@@ -113,9 +116,11 @@ class Played:
     """One answer, before conversion to a protocol's format.
 
     Args:
-        ids, logprobs, finish_reason: the "sample"; the numbers may be wrong on purpose.
+        ids: sampled token ids; wrong if the behaviour is BAD_IDS.
+        logprobs: one log-probability per id; one too few if the behaviour is SHORT_LOGPROBS.
+        finish_reason: reason of the end; empty during sampling.
         spans: as `TurnProgress.spans`.
-        cached: prompt tokens that the session's server has seen before.
+        cached: number of tokens at the start of the prompt that a prefix cache would contain.
     """
 
     ids: tuple[int, ...]
@@ -130,11 +135,11 @@ class Played:
 
     @property
     def version(self) -> str:
-        """Version of the weights that sampled the end of the answer."""
+        """Version of the weights that sampled the last token."""
         return self.spans[-1][0]
 
     def version_spans(self) -> list[JsonObject]:
-        """Return the versions and their spans of tokens, as servers write them."""
+        """Return the versions and their token ranges in the servers' JSON format."""
         edges = [0, *(end for _, end in self.spans)]
         return [
             {"version": version, "start": start, "end": end}
@@ -146,10 +151,10 @@ class ScriptedService:
     """Implementation of the routes.
 
     Args:
-        renderer: tokenizer and template of the model it plays.
-        book: the tasks it knows.
+        renderer: tokenizer and template of the simulated model.
+        book: scripts of the known tasks.
         options: options of the server.
-        clock: clock of the latency.
+        clock: clock for the latency.
     """
 
     def __init__(
@@ -163,15 +168,15 @@ class ScriptedService:
         self._reader = PromptReader(renderer)
         self._model = ScriptedModel(renderer, book, seed=options.seed, noncanonical=options.noncanonical)
         self._dealer = Dealer(options.mix, self.counts, seed=options.seed)
-        self._flaked: dict[str, int] = {}
+        self._failed_turns: dict[str, int] = {}
         self._changed = asyncio.Event()
-        #: For sessions whose turn was aborted: length of the prompt that continues, ids sampled so far.
-        self._begun: dict[str, tuple[int, int]] = {}
+        #: By session, for aborted turns: length of the prompt that continues the turn, number of sampled ids.
+        self._partial_turns: dict[str, tuple[int, int]] = {}
         self.engine = ScriptedEngine(clock, options.latency_s, options.tokens_per_s, options.weight_version)
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """End-of-turn ids of the model it plays."""
+        """End-of-turn ids of the simulated model."""
         return self._renderer.stop_ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -184,7 +189,7 @@ class ScriptedService:
         self._notify()
 
     async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
-        """Return when `holds` is true of the counters."""
+        """Wait until `holds` returns true for the counters."""
         while not holds(self.counts):
             await self._changed.wait()
 
@@ -192,15 +197,15 @@ class ScriptedService:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def complete(self, asked: CompletionRequest, request: Request) -> Response:
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer one completion request as vLLM does, with the session's behaviour."""
-        asks = (asked.prompt, asked.max_tokens, asked.stop_token_ids, request)
-        if asked.stream:
-            return await self.stream(*asks, lambda played, sent: self._piece(asked, played, sent))
-        played = await self.play(*asks)
+        arguments = (body.prompt, body.max_tokens, body.stop_token_ids, request)
+        if body.stream:
+            return await self.stream(*arguments, lambda played, sent: self._event_data(body, played, sent))
+        played = await self.play(*arguments)
         if isinstance(played, Response):
             return played
-        return JSONResponse(self._answer(asked, played))
+        return JSONResponse(self._answer(body, played))
 
     async def stream(
         self,
@@ -213,37 +218,38 @@ class ScriptedService:
         rid: str = "",
         interval: int = 1,
     ) -> Response:
-        """Stream the answer to one request in pieces, as they are sampled.
+        """Stream the answer to one request while it is sampled.
 
-        Args: as of `play`, and
-            piece: builds an event from the sample so far and the number of tokens sent before.
-            interval: tokens between two events.
+        Args:
+            piece: returns the data of an event, given the sample so far and the number of tokens sent before.
+            rid: request id for an abort.
+            interval: smallest number of tokens in an event before the last.
         """
-        news: asyncio.Queue[Played | None] = asyncio.Queue()
+        updates: asyncio.Queue[Played | None] = asyncio.Queue()
         playing = asyncio.create_task(
-            self.play(prompt_ids, max_tokens, stop_ids, request, rid, news.put_nowait)
+            self.play(prompt_ids, max_tokens, stop_ids, request, rid, updates.put_nowait)
         )
-        playing.add_done_callback(lambda _: news.put_nowait(None))
-        first = await news.get()
+        playing.add_done_callback(lambda _: updates.put_nowait(None))
+        first = await updates.get()
         if first is None and isinstance(failed := playing.result(), Response):
             return failed
 
-        async def pieces() -> AsyncIterator[str]:
+        async def events() -> AsyncIterator[str]:
             sent, latest = 0, first
             while latest is not None:
                 if len(latest.ids) >= sent + interval:
                     yield _event(piece(latest, sent))
                     sent = len(latest.ids)
-                latest = await news.get()
+                latest = await updates.get()
             if isinstance(played := playing.result(), Played):
                 yield _event(piece(played, sent))
                 yield "data: [DONE]\n\n"
 
-        return StreamingResponse(pieces(), media_type="text/event-stream")
+        return StreamingResponse(events(), media_type="text/event-stream")
 
-    def _piece(self, asked: CompletionRequest, played: "Played", sent: int) -> JsonObject:
-        """Return one event, with the tokens not sent before."""
-        answer = self._answer(asked, played.after(sent))
+    def _event_data(self, body: CompletionRequest, played: "Played", sent: int) -> JsonObject:
+        """Return one event with the tokens that were not sent before."""
+        answer = self._answer(body, played.after(sent))
         if sent > 0:
             answer["choices"][0].pop("prompt_token_ids", None)
         answer["choices"][0]["finish_reason"] = played.finish_reason or None
@@ -256,17 +262,21 @@ class ScriptedService:
         stop_ids: list[int],
         request: Request,
         rid: str = "",
-        told: Callable[["Played"], None] | None = None,
+        on_progress: Callable[["Played"], None] | None = None,
     ) -> "Response | Played":
-        """Answer one request with the session's behaviour: with ids, or with a failure.
+        """Answer one request with the session's behaviour.
 
         Args:
-            told: receives the sample so far, during sampling.
+            rid: request id for an abort.
+            on_progress: called during sampling with the sample so far.
+
+        Returns:
+            The sample, or the response of a failure.
         """
         self.counts.running += 1
         self._notify()
         try:
-            return await self._play(prompt_ids, max_tokens, stop_ids, request, rid, told)
+            return await self._play(prompt_ids, max_tokens, stop_ids, request, rid, on_progress)
         finally:
             self.counts.running -= 1
             self._notify()
@@ -278,13 +288,13 @@ class ScriptedService:
         stop_ids: list[int],
         request: Request,
         rid: str,
-        told: Callable[["Played"], None] | None,
+        on_progress: Callable[["Played"], None] | None,
     ) -> "Response | Played":
         prompt = self._reader.read(prompt_ids)
         key = self._book.find(prompt.first_user) or self._book.find(prompt.users)
         session = request.headers.get("x-session-id") or f"task:{key or ''}"
-        undealt = self.options.unknown if key is None else None
-        behaviour = undealt or self._dealer.deal(session, key or "")
+        fixed = self.options.unknown if key is None else None
+        behaviour = fixed or self._dealer.deal(session, key or "")
         self.counts.requests += 1
         self.counts.prompt_tokens += len(prompt_ids)
         self.counts.unknown_tasks += key is None
@@ -294,31 +304,40 @@ class ScriptedService:
             return refusal
         if self.options.most is not None and self.counts.running > self.options.most:
             self.counts.refused += 1
-            return _error(503, "the scripted server has too much to do", retry_after=0)
+            return _error(
+                503, "the scripted server has reached its limit of concurrent requests", retry_after=0
+            )
         if (fault := await self._fault(behaviour, session, prompt.assistant_turns, request)) is not None:
             return fault
-        length, begun = self._begun.pop(session, (0, 0))
-        begun = begun if length == len(prompt_ids) else 0
+        length, sampled_before = self._partial_turns.pop(session, (0, 0))
+        sampled_before = sampled_before if length == len(prompt_ids) else 0
         sample = self._model.sample(
-            key, behaviour, prompt.assistant_turns, session=session, max_tokens=begun + max_tokens
+            key, behaviour, prompt.assistant_turns, session=session, max_tokens=sampled_before + max_tokens
         )
-        sample = sample.after(begun).until(stop_ids)
+        sample = sample.after(sampled_before).until(stop_ids)
 
         def sampled(count: int) -> None:
             spans = ((self.engine.version, count),)
-            if told is not None:
-                told(Played(sample.ids[:count], sample.logprobs[:count], "", spans, cached))
+            if on_progress is not None:
+                on_progress(Played(sample.ids[:count], sample.logprobs[:count], "", spans, cached))
 
-        sound = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)  # else reported at the end
+        # Invalid samples are sent only at the end, where they get their faults.
+        valid = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)
         progress = await self.engine.spend(
-            len(sample.ids), rid, self._until_client_leaves(request), sampled if told and sound else None
+            len(sample.ids),
+            rid,
+            self._until_client_disconnects(request),
+            sampled if on_progress and valid else None,
         )
         if progress is None:
-            return _nobody_reads_it()
+            return _client_left()
         if progress.aborted:
-            self._begun[session] = len(prompt_ids) + progress.sampled, begun + progress.sampled
-            if len(self._begun) > _MAX_FLAKED:
-                del self._begun[next(iter(self._begun))]
+            self._partial_turns[session] = (
+                len(prompt_ids) + progress.sampled,
+                sampled_before + progress.sampled,
+            )
+            if len(self._partial_turns) > _MAX_SESSIONS:
+                del self._partial_turns[next(iter(self._partial_turns))]
         ids = sample.ids[: progress.sampled]
         reason = "abort" if progress.aborted else sample.finish_reason
         self.counts.sampled_tokens += len(ids)
@@ -326,7 +345,7 @@ class ScriptedService:
             Exchange(session, behaviour.value, prompt.assistant_turns, tuple(prompt_ids), ids, reason)
         )
         logprobs = sample.logprobs[: progress.sampled]
-        return _spoilt(
+        return _with_faults(
             Played(ids, logprobs, reason, tuple(progress.spans), cached), behaviour, random.Random(session)
         )
 
@@ -334,7 +353,7 @@ class ScriptedService:
         if len(prompt_ids) + max_tokens <= self.options.max_model_len:
             if min(prompt_ids) >= 0 and max(prompt_ids) < self._renderer.vocab_size:
                 return None
-            return _error(400, "the prompt holds ids outside the vocabulary")
+            return _error(400, "the prompt contains ids outside the vocabulary")
         limit = self.options.max_model_len
         return _error(400, f"prompt and max_tokens exceed the model's maximum context length of {limit}")
 
@@ -343,26 +362,28 @@ class ScriptedService:
     ) -> Response | None:
         match behaviour:
             case Behaviour.HANG | Behaviour.HANG_LATER if turn > 0 or behaviour is Behaviour.HANG:
-                await self._until_client_leaves(request)
-                return _nobody_reads_it()
+                await self._until_client_disconnects(request)
+                return _client_left()
             case Behaviour.ERROR500:
-                return _error(500, "the scripted server fails, as its script says")
+                return _error(500, "the scripted server fails because of the behaviour error500")
             case Behaviour.DISCONNECT:
                 return _Disconnect()
-            case Behaviour.FLAKY if self._flaked.get(session, -1) < turn:
-                self._flaked[session] = turn
-                if len(self._flaked) > _MAX_FLAKED:
-                    del self._flaked[next(iter(self._flaked))]
-                return _error(503, "the scripted server is overloaded, as its script says", retry_after=0)
+            case Behaviour.FLAKY if self._failed_turns.get(session, -1) < turn:
+                self._failed_turns[session] = turn
+                if len(self._failed_turns) > _MAX_SESSIONS:
+                    del self._failed_turns[next(iter(self._failed_turns))]
+                return _error(
+                    503, "the scripted server fails once because of the behaviour flaky", retry_after=0
+                )
             case _:
                 return None
 
-    async def _until_client_leaves(self, request: Request) -> None:
+    async def _until_client_disconnects(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.counts.aborted += 1
 
-    def _answer(self, asked: CompletionRequest, played: "Played") -> JsonObject:
+    def _answer(self, body: CompletionRequest, played: "Played") -> JsonObject:
         ids, logprobs = list(played.ids), list(played.logprobs)
         choice: JsonObject = {
             "index": 0,
@@ -371,15 +392,15 @@ class ScriptedService:
             "stop_reason": ids[-1] if ids and played.finish_reason == "stop" else None,
             "logprobs": None,
         }
-        if asked.logprobs is not None:
-            as_ids = asked.return_tokens_as_token_ids and self.options.dialect is not ServerDialect.TEXT
+        if body.logprobs is not None:
+            as_ids = body.return_tokens_as_token_ids and self.options.dialect is not ServerDialect.TEXT
             tokens = [f"token_id:{number}" if as_ids else self.decode([number]) for number in ids]
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
-        if asked.return_token_ids and self.options.dialect is ServerDialect.TOKEN_IDS:
-            choice |= {"token_ids": ids, "prompt_token_ids": asked.prompt}
+        if body.return_token_ids and self.options.dialect is ServerDialect.TOKEN_IDS:
+            choice |= {"token_ids": ids, "prompt_token_ids": body.prompt}
         if len(played.spans) > 1:
             choice["weight_versions"] = played.version_spans()
-        usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": len(ids)}
+        usage = {"prompt_tokens": len(body.prompt), "completion_tokens": len(ids)}
         details = {"cached_tokens": played.cached}
         return {
             "id": f"cmpl-scripted-{self.counts.requests}",
@@ -393,11 +414,11 @@ class ScriptedService:
 
 
 def add_vllm(app: FastAPI, service: ScriptedService) -> None:
-    """Make a scripted server answer as vLLM does."""
+    """Add vLLM's routes to a scripted server."""
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await service.complete(asked, request)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await service.complete(body, request)
 
     if not service.options.steerable:
         return
@@ -430,7 +451,7 @@ def add_vllm(app: FastAPI, service: ScriptedService) -> None:
 
 
 def add_common(app: FastAPI, service: ScriptedService) -> None:
-    """Add the routes common to all kinds of server, and those of a scripted server only."""
+    """Add the routes that all kinds of server have, and `/scripted/...`."""
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
@@ -459,8 +480,8 @@ def add_common(app: FastAPI, service: ScriptedService) -> None:
         return [asdict(exchange) for exchange in service.audit.exchanges]
 
 
-def _spoilt(played: Played, behaviour: Behaviour, chance: random.Random) -> Played:
-    """Return the answer with the errors of the behaviour."""
+def _with_faults(played: Played, behaviour: Behaviour, chance: random.Random) -> Played:
+    """Return the answer with the faults of the behaviour."""
     ids, logprobs = list(played.ids), list(played.logprobs)
     if behaviour is Behaviour.BAD_IDS:
         ids[chance.randrange(len(ids))] = 2**31
@@ -473,7 +494,7 @@ def _event(data: JsonObject) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _nobody_reads_it() -> Response:
+def _client_left() -> Response:
     return Response(status_code=499)
 
 
@@ -484,7 +505,7 @@ def _error(status: int, message: str, *, retry_after: int | None = None) -> Resp
 
 
 def _metrics(counts: AuditCounts) -> str:
-    """Return the counters in Prometheus text format, under vLLM's names if it has them."""
+    """Return the counters in Prometheus text format; counters that vLLM also has get vLLM's names."""
     values = {
         "vllm:num_requests_running": counts.running,
         "vllm:prompt_tokens_total": counts.prompt_tokens,

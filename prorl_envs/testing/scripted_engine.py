@@ -1,7 +1,7 @@
 """Simulated sampling time of the scripted model server, with pauses, resumption and weight changes.
 
-Nothing is computed; a sample is known from the start. The engine only determines how much of it has been
-sampled when an event happens.
+The sample is known from the start. The engine only determines how many of its ids have been sampled at the
+time of an abort, a pause or a weight change.
 """
 
 import asyncio
@@ -19,9 +19,10 @@ class TurnProgress:
     """Progress of a request.
 
     Args:
-        total: ids to sample.
-        spans: (version, ids sampled so far) of each stretch, oldest first.
-        aborted: the request was aborted; its sampled ids count.
+        total: number of ids to sample.
+        spans: one pair per weight version, oldest first: the version, and the number of ids sampled up to the
+            end of its use.
+        aborted: the request was aborted; the ids sampled before the abort are valid.
     """
 
     total: int
@@ -37,9 +38,9 @@ class ScriptedEngine:
     """Sampling time, pauses and weights.
 
     Args:
-        clock: clock of the sampling time.
+        clock: clock for the sampling time.
         latency_s: seconds before the first token.
-        tokens_per_s: sampling speed; None is instant.
+        tokens_per_s: sampling speed; None samples without delay.
         version: version of the weights.
     """
 
@@ -58,7 +59,11 @@ class ScriptedEngine:
         return self._treatment is not None
 
     def pause(self, treatment: Treatment, name: str = "") -> None:
-        """Start no further request, and apply this treatment to requests in flight."""
+        """Start no further requests, and apply `treatment` to the requests in progress.
+
+        Args:
+            name: name for the list of pauses; by default the treatment.
+        """
         self._treatment = treatment
         self.pauses.append(name or treatment)
         self._notify()
@@ -74,67 +79,74 @@ class ScriptedEngine:
         self._notify()
 
     async def spend(
-        self, total: int, rid: str, left: Awaitable[None], told: Callable[[int], None] | None = None
+        self,
+        total: int,
+        rid: str,
+        disconnected: Awaitable[None],
+        on_progress: Callable[[int], None] | None = None,
     ) -> TurnProgress | None:
-        """Wait as long as sampling `total` ids would take; return None if the client disconnected before.
+        """Wait for the time that sampling `total` ids takes.
 
         Args:
             rid: request id for `abort`.
-            left: done when the client disconnects.
-            told: receives the number of sampled ids, during sampling; None disables it.
+            disconnected: done when the client disconnects.
+            on_progress: called during sampling with the number of sampled ids.
+
+        Returns:
+            The progress at the end or at the abort, or None if the client disconnected before.
         """
-        leaving = asyncio.ensure_future(left)
+        disconnect = asyncio.ensure_future(disconnected)
         progress = TurnProgress(total)
         spent = 0.0
         try:
-            while self.paused:  # both kinds of server hold new requests while they are paused
-                if not await self._either(leaving, None):
+            while self.paused:  # vLLM and SGLang both delay new requests during a pause
+                if not await self._wait(disconnect, None):
                     return None
             while not progress.aborted and progress.sampled < total:
                 version, began = self.version, self._clock.monotonic()
                 seconds = self._seconds(total) - spent
-                if told is not None and self._tokens_per_s:
+                if on_progress is not None and self._tokens_per_s:
                     seconds = min(seconds, 1 / self._tokens_per_s)
-                if not await self._either(leaving, seconds):
+                if not await self._wait(disconnect, seconds):
                     return None
                 spent += self._clock.monotonic() - began
                 if progress.spans and progress.spans[-1][0] == version:
                     progress.spans.pop()
-                progress.spans.append((version, self._by(spent, total)))
-                if told is not None:
-                    told(progress.sampled)
+                progress.spans.append((version, self._sampled_after(spent, total)))
+                if on_progress is not None:
+                    on_progress(progress.sampled)
                 progress.aborted = rid in self._aborted or (
                     self._treatment == "abort" and progress.sampled < total
                 )
                 while self._treatment == "freeze" and progress.sampled < total and not progress.aborted:
-                    if not await self._either(leaving, None):
+                    if not await self._wait(disconnect, None):
                         return None
                     progress.aborted = rid in self._aborted
             return progress
         finally:
             self._aborted.discard(rid)
-            leaving.cancel()
+            disconnect.cancel()
 
     def _seconds(self, total: int) -> float:
         return self._latency_s + (total / self._tokens_per_s if self._tokens_per_s else 0.0)
 
-    def _by(self, spent: float, total: int) -> int:
+    def _sampled_after(self, spent: float, total: int) -> int:
         """Return the number of ids sampled after `spent` seconds."""
         if spent >= self._seconds(total) - 1e-9:
             return total
         return min(total, max(0, int((spent - self._latency_s) * (self._tokens_per_s or 0.0))))
 
-    async def _either(self, leaving: asyncio.Future[None], seconds: float | None) -> bool:
-        """Wait for the time, or for a change; return False if the client disconnected."""
+    async def _wait(self, disconnect: asyncio.Future[None], seconds: float | None) -> bool:
+        """Wait for a change, but at most `seconds`; return False if the client disconnected."""
         changed = asyncio.ensure_future(self._changed.wait())
-        waits: set[asyncio.Future[Any]] = {leaving, changed}
+        waits: set[asyncio.Future[Any]] = {disconnect, changed}
         if seconds is not None:
             waits.add(asyncio.ensure_future(self._clock.sleep(seconds)))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return not leaving.done()
+            return not disconnect.done()
         finally:
-            for wait in waits - {leaving}:
+            for wait in waits - {disconnect}:
                 wait.cancel()
 
     def _notify(self) -> None:

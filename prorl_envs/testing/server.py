@@ -1,11 +1,11 @@
-"""Scripted model server: the token protocol of vLLM, SGLang or llama.cpp over real HTTP, on loopback.
+"""Scripted model server: the token protocol of vLLM, SGLang or llama.cpp over HTTP on a loopback port.
 
     book = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
     async with ScriptedServer(book, mix=Mix.parse("solve=2,wrong=1")) as server:
         print(server.url)
 
-Besides the protocol it serves `/scripted/stats` (counters, violations of the token ledger among them) and
-`/scripted/log` (the last exchanges, in full).
+The server also has the routes `/scripted/stats` (counters, including violations of the token ledger) and
+`/scripted/log` (the last complete exchanges).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from prorl_envs.testing.tokenizer import builtin_renderer
 
 
 def scripted_app(service: ScriptedService) -> FastAPI:
-    """Create the scripted model server as an ASGI application, with the interface that its options name."""
+    """Create the ASGI application of a scripted model server, with the interface in the service's options."""
     app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
     add_common(app, service)
     faces = {"vllm": add_vllm, "sglang": add_sglang, "llamacpp": add_llamacpp}
@@ -39,15 +39,15 @@ def scripted_app(service: ScriptedService) -> FastAPI:
 
 
 class ScriptedServer:
-    """Scripted model server, running in this process on a free loopback port.
+    """Scripted model server in this process on a loopback port.
 
-    An async context manager: it listens at `url` inside the block, and is closed after it.
+    An async context manager: the server listens at `url` inside the block, and stops at the end of the block.
 
     Args:
-        book: the tasks it knows, or None for a server that knows none.
-        port: 0 takes a free one.
-        renderer: tokenizer and template of the model it plays; by default the built-in one.
-        clock: clock of the latency; by default the machine's.
+        book: scripts of the known tasks; by default there are none.
+        port: TCP port; 0 selects a free port.
+        renderer: tokenizer and template of the simulated model; by default the built-in ones.
+        clock: clock for the latency; by default the machine's.
         options: the fields of `ScriptedOptions`.
     """
 
@@ -72,7 +72,7 @@ class ScriptedServer:
 
     @property
     def counts(self) -> AuditCounts:
-        """Counters up to now."""
+        """Current counters."""
         return self._service.counts
 
     @property
@@ -86,12 +86,15 @@ class ScriptedServer:
         return tuple(self._service.audit.exchanges)
 
     async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
-        """Return when `holds` is true: `await server.until(lambda counts: counts.running == 1)`."""
+        """Wait until `holds` returns true for the counters.
+
+        Example: `await server.until(lambda counts: counts.running == 1)`.
+        """
         await self._service.until(holds)
 
     async def __aenter__(self) -> Self:
         app = scripted_app(self._service)
-        # Only critical messages: aborted answers are part of the script.
+        # Errors are not logged, because aborted answers are part of the script.
         serving = answering(app, port=self._port, last_requests_s=1, log_level="critical")
         self.url = await self._stack.enter_async_context(serving)
         return self

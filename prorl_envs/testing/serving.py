@@ -16,13 +16,13 @@ def served(app: FastAPI, *, port: int = 0) -> Iterator[str]:
     """Serve `app` on the loopback interface, in a thread, while the block runs.
 
     Args:
-        port: 0 takes a free one.
+        port: TCP port; 0 selects a free port.
 
     Yields:
         The base URL, `http://127.0.0.1:<port>`.
 
     Raises:
-        ProrlError: the server did not start; its log says why.
+        ProrlError: the server did not start; its log contains the reason.
     """
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
     sock = config.bind_socket()
@@ -30,7 +30,7 @@ def served(app: FastAPI, *, port: int = 0) -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="served")
     thread.start()
     try:
-        # The socket listens only when the server runs; a client that connects earlier would be refused.
+        # The socket starts to listen when the server runs; an earlier connection would be refused.
         while not server.started:
             if not thread.is_alive():
                 raise ProrlError("the server did not start", hint="see its log above")

@@ -51,23 +51,23 @@ class SglangPauseRequest(BaseModel):
 
 
 def add_sglang(app: FastAPI, service: ScriptedService) -> None:
-    """Make a scripted server answer as SGLang does."""
+    """Add SGLang's routes to a scripted server."""
 
     @app.post("/generate")
-    async def generate(asked: GenerateRequest, request: Request) -> Response:
-        params = asked.sampling_params
-        asks = (asked.input_ids, params.max_new_tokens, params.stop_token_ids, request)
-        if asked.stream:
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        params = body.sampling_params
+        arguments = (body.input_ids, params.max_new_tokens, params.stop_token_ids, request)
+        if body.stream:
 
             def piece(played: Played, sent: int) -> JsonObject:
                 new = played.after(sent) if service.options.incremental else played
-                return _answer(service, asked, new, len(played.ids))
+                return _answer(service, body, new, len(played.ids))
 
-            return await service.stream(*asks, piece, rid=asked.rid, interval=params.stream_interval)
-        played = await service.play(*asks, asked.rid)
+            return await service.stream(*arguments, piece, rid=body.rid, interval=params.stream_interval)
+        played = await service.play(*arguments, body.rid)
         if isinstance(played, Response):
             return played
-        return JSONResponse(_answer(service, asked, played, len(played.ids)))
+        return JSONResponse(_answer(service, body, played, len(played.ids)))
 
     @app.get("/get_server_info")
     async def get_server_info() -> JsonObject:
@@ -78,8 +78,8 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
         return {"model_path": MODEL_ID, "is_generation": True, "weight_version": service.engine.version}
 
     @app.post("/abort_request")
-    async def abort_request(asked: AbortRequest) -> Response:
-        service.engine.abort(asked.rid)
+    async def abort_request(body: AbortRequest) -> Response:
+        service.engine.abort(body.rid)
         service.told_to_abort()
         return Response()
 
@@ -87,9 +87,9 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
         return
 
     @app.post("/pause_generation")
-    async def pause_generation(asked: SglangPauseRequest) -> JsonObject:
-        treatment: Treatment = "abort" if asked.mode == "abort" else "freeze"
-        service.engine.pause(treatment, asked.mode)
+    async def pause_generation(body: SglangPauseRequest) -> JsonObject:
+        treatment: Treatment = "abort" if body.mode == "abort" else "freeze"
+        service.engine.pause(treatment, body.mode)
         return {"status": "ok"}
 
     @app.post("/continue_generation")
@@ -108,22 +108,22 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
         return {"success": True}
 
 
-def _answer(service: ScriptedService, asked: GenerateRequest, played: Played, total: int) -> JsonObject:
-    """Return one answer or event; `total` counts all tokens sampled so far, in this event or before."""
+def _answer(service: ScriptedService, body: GenerateRequest, played: Played, total: int) -> JsonObject:
+    """Return an answer or a stream event; `total` is the number of tokens sampled so far."""
     pairs = [[value, number, None] for value, number in zip(played.logprobs, played.ids, strict=False)]
     reason: JsonObject | None = {"type": played.finish_reason} if played.finish_reason else None
     if reason is not None and played.finish_reason == "stop" and played.ids:
         reason["matched"] = played.ids[-1]
     meta: JsonObject = {
-        "id": asked.rid,
+        "id": body.rid,
         "finish_reason": reason,
-        "prompt_tokens": len(asked.input_ids),
+        "prompt_tokens": len(body.input_ids),
         "completion_tokens": total,
         "cached_tokens": played.cached,
         "weight_version": played.version,
     }
     if reason is not None:
         meta["weight_versions"] = played.version_spans()
-    if asked.return_logprob:
+    if body.return_logprob:
         meta["output_token_logprobs"] = pairs
     return {"text": service.decode(played.ids), "output_ids": list(played.ids), "meta_info": meta}

@@ -1,8 +1,9 @@
-"""Real tokenizer and chat template, built locally: no download, the same ids on every machine.
+"""Small tokenizer and chat template, built without a download; the ids are the same on every machine.
 
-A byte-level BPE trained on a page of text, with control tokens and a tool-calling template in the ChatML
-style that Qwen and many others use. It is small, and a real tokenizer in every respect that matters to a
-token ledger: one text has many tokenisations, control tokens have text that hostile output can spell, and any
+The tokenizer is a byte-level BPE trained on a page of text, with control tokens and a tool-calling template
+in the ChatML format of Qwen and other models. It has the properties of larger tokenizers that matter to a
+token
+ledger: a text has several tokenisations, hostile output can contain the text of a control token, and any
 bytes can be encoded.
 """
 
@@ -25,7 +26,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 VOCAB_SIZE = 1024
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
-# Control tokens the model writes itself, so not "special": decoding keeps them.
+# Control tokens that the model writes. They are not "special" tokens, so decoding does not remove them.
 _STRUCTURE = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 CHAT_TEMPLATE = """\
@@ -125,14 +126,14 @@ drwxr-xr-x 2 user user 4096 Jan  1 00:00 .
 def save_tokenizer(
     folder: Path, corpus: str = _CORPUS, *, whole: Sequence[str] = (), template: str = CHAT_TEMPLATE
 ) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja to `folder`, in the layout of a
-    model; any program that reads Hugging Face tokenizers can load it.
+    """Train a tokenizer and write it to `folder` as tokenizer.json, tokenizer_config.json and
+    chat_template.jinja. Programs that read Hugging Face tokenizers can load the folder.
 
     Args:
-        corpus: the text it is trained on, at most `VOCAB_SIZE` tokens.
+        corpus: training text; the vocabulary has at most `VOCAB_SIZE` tokens.
         whole: texts of several words that may become one token each. If there are any, digits and punctuation
             are tokens of one character.
-        template: the chat template.
+        template: chat template.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _train(corpus, whole).save(str(folder / "tokenizer.json"))
@@ -149,11 +150,11 @@ def save_tokenizer(
 
 
 def tokenizer_folder(cache_folder: Path | None = None) -> Path:
-    """Return a folder with the tokenizer's files, for `load_renderer`; built on first use.
+    """Return a folder with the tokenizer's files, for `load_renderer`. The first call builds the tokenizer.
 
     Args:
         cache_folder: parent of the folder; by default `$XDG_CACHE_HOME/prorl-envs`. The folder's name
-            contains a hash of all its inputs.
+            contains a hash of the training text, the template, and the version of the tokenizers package.
     """
     root = cache_folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prorl-envs"
     recipe = (_CORPUS, CHAT_TEMPLATE, VOCAB_SIZE, _SPECIAL, _STRUCTURE, version("tokenizers"))
@@ -164,16 +165,16 @@ def tokenizer_folder(cache_folder: Path | None = None) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=root))
     save_tokenizer(partial)
     try:
-        partial.rename(folder)  # atomic: no process ever sees half a folder
+        partial.rename(folder)  # atomic: other processes never see an incomplete folder
     except OSError:
         shutil.rmtree(partial)
-        if not folder.is_dir():  # else another process was faster, with the same files
+        if not folder.is_dir():  # otherwise another process has created the same folder meanwhile
             raise
     return folder
 
 
 def builtin_renderer() -> TemplateRenderer:
-    """Return the renderer of the built-in tokenizer, created in memory."""
+    """Create the renderer of the built-in tokenizer in memory."""
     tokenizer = Tokenizer.from_str(_trained())
     return TemplateRenderer(tokenizer, ChatTemplate(CHAT_TEMPLATE))
 
@@ -187,12 +188,13 @@ def _train(corpus: str = _CORPUS, whole: Sequence[str] = ()) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     words: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if whole:
-        kept = "|".join(map(re.escape, whole))
-        cut = pre_tokenizers.Split(
-            Regex(rf"{kept}| ?\p{{L}}+| ?\p{{N}}| ?[^\s\p{{L}}\p{{N}}]|\s"), "isolated"
-        )
+        undivided = "|".join(map(re.escape, whole))
+        pattern = Regex(rf"{undivided}| ?\p{{L}}+| ?\p{{N}}| ?[^\s\p{{L}}\p{{N}}]|\s")
         words = pre_tokenizers.Sequence(
-            [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [
+                pre_tokenizers.Split(pattern, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
         )
     tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.ByteLevel()

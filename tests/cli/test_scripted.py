@@ -45,7 +45,7 @@ def test_a_run_against_it_scores_as_scripted(cli: Cli, tmp_path: Path) -> None:
     results = list(read_results(tmp_path / "runs" / "results.jsonl"))
     assert sorted(r.reward for r in results if r.reward is not None) == [0.0, 1.0]
     assert [r.failure.kind for r in results if r.failure] == [FailureKind.MODEL]
-    assert "model in run x1: " in done.stderr and "as its script says" in done.stderr
+    assert "model in run x1: " in done.stderr and "because of the behaviour" in done.stderr
     assert process.returncode == 0 and ", 0 violations of the token ledger" in said
 
 
