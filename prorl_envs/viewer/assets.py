@@ -10,8 +10,8 @@ from prorl_envs.viewer.bundle import bundle
 STATIC = Path(__file__).parent / "static"
 SCRIPT, STYLE = "pages.js", "style.css"
 
-#: Permissions of a page: load its own scripts and styles, send requests to its own server, show images
-#: embedded in the data. No inline code, no other origins, no markup from strings, no embedding in frames.
+#: Permissions of a page. It may load its own scripts and styles, send requests to its own server, and show
+#: images embedded in the data. Inline code, other origins, markup from strings, and frames are forbidden.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -38,7 +38,7 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Return the script and the style by their names."""
+    """Return the script and the style sheet by file name."""
     script = bundle(STATIC, "main.js").encode()
     return {
         SCRIPT: Asset(SCRIPT, script, "text/javascript; charset=utf-8"),
@@ -50,7 +50,7 @@ def page(source: str) -> Asset:
     """Return the HTML page.
 
     Args:
-        source: of its data: `live`, `file`, `runs` or `embedded`.
+        source: kind of data source: `live`, `file`, `runs` or `embedded`.
     """
     text = (STATIC / "page.html").read_text(encoding="utf-8")
     text = re.sub(r'data-source="\w*"', f'data-source="{source}"', text, count=1)

@@ -1,6 +1,6 @@
-"""Bundler of the pages' modules into one script, for one request or a self-contained page.
+"""Bundler of the pages' JavaScript modules into one script.
 
-Modules are in dependency order; each becomes a function that returns its exports.
+The modules are in dependency order; each becomes a function that returns the module's exports.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _IMPORT = re.compile(r'^import \{ ([^}]+) \} from "\./([\w.-]+)";\n', re.MULTILINE)
-_WHOLE = re.compile(r'^import \* as (\w+) from "\./([\w.-]+)";\n', re.MULTILINE)
+_NAMESPACE_IMPORT = re.compile(r'^import \* as (\w+) from "\./([\w.-]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (async function|function|const|class) (\w+)", re.MULTILINE)
 
 
@@ -16,8 +16,8 @@ def bundle(folder: Path, entry: str) -> str:
     """Bundle a module and its dependencies into one script.
 
     Args:
-        folder: of the modules.
-        entry: name of the module.
+        folder: folder of the modules.
+        entry: file name of the module to start with.
     """
     ordered: list[str] = []
     _visit(folder, entry, ordered, ())
@@ -30,7 +30,7 @@ def _visit(folder: Path, name: str, ordered: list[str], above: Sequence[str]) ->
     if name in ordered:
         return
     source = (folder / name).read_text(encoding="utf-8")
-    for _, needed in [*_IMPORT.findall(source), *_WHOLE.findall(source)]:
+    for _, needed in [*_IMPORT.findall(source), *_NAMESPACE_IMPORT.findall(source)]:
         _visit(folder, needed, ordered, [*above, name])
     ordered.append(name)
 
@@ -39,7 +39,7 @@ def _wrapped(folder: Path, name: str) -> str:
     source = (folder / name).read_text(encoding="utf-8")
     exported = [found for _, found in _EXPORT.findall(source)]
     source = _IMPORT.sub(lambda found: f"const {{ {_renamed(found[1])} }} = {_variable(found[2])};\n", source)
-    source = _WHOLE.sub(lambda found: f"const {found[1]} = {_variable(found[2])};\n", source)
+    source = _NAMESPACE_IMPORT.sub(lambda found: f"const {found[1]} = {_variable(found[2])};\n", source)
     source = _EXPORT.sub(r"\1 \2", source)
     return f"const {_variable(name)} = (() => {{\n{source}\nreturn {{ {', '.join(exported)} }};\n}})();"
 

@@ -1,4 +1,4 @@
-"""Interface of the pages to stored results, of a file or of a store."""
+"""Interface of the pages to the results in a file or in a store."""
 
 import json
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ class Found(NamedTuple):
     """Outcome of one step of a search.
 
     Args:
-        numbers: of the results that contain the text.
-        next: number of the first result not searched yet.
+        numbers: numbers of the results that contain the text.
+        next: number of the first result that has not been searched.
     """
 
     numbers: list[int]
@@ -23,15 +23,17 @@ class Found(NamedTuple):
 
 
 class EpisodeSource(Protocol):
-    """Stored results in the order found, numbered from 0. The source may grow while it is read.
+    """Stored results in the order in which they are read, numbered from 0. The source may grow meanwhile.
 
     Methods may be called from several threads.
 
     Attributes:
-        name: of the source, for the user.
-        bad: lines that are no results, as (number of the line, problem); `bad_lines`: their number.
-        read, size: amount read so far and in total, in any unit.
-        generation: number of times that the results were replaced by others.
+        name: name of the source, for the user.
+        bad: the first invalid lines, as (line number, problem).
+        bad_lines: number of all invalid lines.
+        read: amount read so far, in the unit of `size`.
+        size: total amount, in any unit.
+        generation: number of times that other results have replaced all results.
     """
 
     bad_lines: int
@@ -47,7 +49,7 @@ class EpisodeSource(Protocol):
 
     @property
     def summaries(self) -> Sequence[Summary]:
-        """Summary of each result found so far."""
+        """Summaries of the results read so far."""
         ...
 
     def extend(self, max_bytes: int | None = None) -> bool:
@@ -57,7 +59,7 @@ class EpisodeSource(Protocol):
             max_bytes: approximate amount; None reads to the end.
 
         Returns:
-            whether there is more.
+            Whether further results can be read.
         """
         ...
 
@@ -65,17 +67,17 @@ class EpisodeSource(Protocol):
         """Return a result as JSON.
 
         Raises:
-            InputError: the result does not exist, or not any more.
+            InputError: the result does not exist, or has been removed.
         """
         ...
 
     def search(self, text: str, first: int = 0, max_bytes: int | None = None) -> Found:
-        """Search for results whose JSON has this text in a string. Case-sensitive.
+        """Search for results with a JSON string that contains a text. The search is case-sensitive.
 
         Args:
-            text: to search for, at least one character.
+            text: at least one character.
             first: number of the first result to search.
-            max_bytes: approximate amount to search; None searches all results found so far.
+            max_bytes: approximate amount to search; None searches all results read so far.
         """
         ...
 
@@ -83,11 +85,11 @@ class EpisodeSource(Protocol):
 
 
 def needles(text: str) -> list[bytes]:
-    """Return a text's spellings in JSON strings: unescaped, and with non-ASCII characters escaped."""
-    written = (json.dumps(text, ensure_ascii=ascii_alone)[1:-1] for ascii_alone in (False, True))
-    return sorted({words.encode("utf-8", "replace") for words in written})
+    """Return the spellings of a text in JSON: with and without escapes for non-ASCII characters."""
+    spellings = (json.dumps(text, ensure_ascii=escaped)[1:-1] for escaped in (False, True))
+    return sorted({spelling.encode("utf-8", "replace") for spelling in spellings})
 
 
-def holds(line: bytes, wanted: Sequence[bytes]) -> bool:
-    """Return whether the JSON contains one of these needles."""
-    return any(needle in line for needle in wanted)
+def holds(line: bytes, needles: Sequence[bytes]) -> bool:
+    """Return whether the line contains at least one of the needles."""
+    return any(needle in line for needle in needles)

@@ -1,7 +1,7 @@
 """Export of episodes to one self-contained HTML file, which opens without a server.
 
-The file's content security policy names the hashes of its script and style, so nothing else in it can run,
-even if the episodes are hostile.
+The file's content security policy contains the hashes of its script and style. The browser therefore runs
+nothing else in the file, even if the episodes are hostile.
 """
 
 import base64
@@ -29,12 +29,12 @@ def export_html(
 
     Args:
         lines: results as JSON.
-        title: of the page.
-        texts: decodes tokens; None shows them as numbers.
-        run: that the results are of.
+        title: title of the page.
+        texts: decoder of token ids; None shows the ids.
+        run: run of the results.
 
     Raises:
-        InputError: a line is no result.
+        InputError: a line is not a result, or there are no lines.
     """
     summaries: list[Summary] = []
     results: list[str] = []
@@ -49,7 +49,7 @@ def export_html(
     if not results:
         raise InputError("there is nothing to export")
     entries = msgspec.json.encode(summaries).decode()
-    groups = {one.group_id: run.request(one.group_id) for one in summaries} if run else {}
+    groups = {summary.group_id: run.request(summary.group_id) for summary in summaries} if run else {}
     parts = [
         f'"overview": {json.dumps(run.overview(summaries) if run else None)}',
         f'"requests": {json.dumps(groups)}, "markdown": {json.dumps(markdown)}',
@@ -65,8 +65,7 @@ def _document(data: str, title: str) -> str:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    # In a data block only `</script` and `<!--` have a meaning; both start with a character that JSON can
-    # escape.
+    # In a data block only `</script` and `<!--` are special. JSON can escape their first character.
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     text = page("embedded").content.decode()
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

@@ -1,4 +1,5 @@
-"""Index of a JSONL file of results: a summary and the position of each line. Never loads the whole file."""
+"""Index of a JSONL file of results: summary and position of each line. The index never loads the whole
+file."""
 
 import json
 import os
@@ -11,19 +12,20 @@ from prorl_envs.viewer.summary import Summary, summary_of
 
 #: Longest line that is accepted as a result, in bytes.
 MAX_LINE = 512 << 20
-#: Most invalid lines that are reported one by one; further ones are only counted.
+#: Largest number of invalid lines that are reported with their problems; further lines are only counted.
 MAX_NAMED = 100
 _BLOCK = 1 << 20
 
 
 class Index:
-    """Results of one file, in its order: an `EpisodeSource`. The file may grow or be replaced meanwhile.
+    """`EpisodeSource` for a JSONL file. The file may grow or be replaced meanwhile.
 
     Args:
-        path: a JSONL file.
+        path: path of the file.
 
     Attributes:
-        read: bytes read so far; `size`: of the file at the last check.
+        read: number of bytes read so far.
+        size: size of the file at the last check, in bytes.
 
     Raises:
         InputError: the file cannot be opened.
@@ -57,21 +59,21 @@ class Index:
 
     def line(self, number: int) -> bytes:
         with self._lock:
-            if not 0 <= number < len(self._places):
+            if not 0 <= number < len(self._positions):
                 raise InputError(f"no episode {number}")
-            offset, length = self._places[number]
+            offset, length = self._positions[number]
             line = os.pread(self._file.fileno(), length, offset)
         if len(line) < length:
             raise InputError("the file has become shorter", hint="load the page again")
         return line
 
     def search(self, text: str, first: int = 0, max_bytes: int | None = None) -> Found:
-        wanted, numbers, number = needles(text), [], first
-        looked_at = 0
-        while number < len(self._places) and (max_bytes is None or looked_at < max_bytes):
+        spellings, numbers, number = needles(text), [], first
+        searched_bytes = 0
+        while number < len(self._positions) and (max_bytes is None or searched_bytes < max_bytes):
             line = self.line(number)
-            looked_at += len(line)
-            if holds(line, wanted):
+            searched_bytes += len(line)
+            if holds(line, spellings):
                 numbers.append(number)
             number += 1
         return Found(numbers, number)
@@ -84,7 +86,7 @@ class Index:
                 f"cannot read {self.path}: {error.strerror}", hint="name a results.jsonl"
             ) from error
         self.summaries: list[Summary] = []
-        self._places: list[tuple[int, int]] = []  # offset and length of each, in bytes
+        self._positions: list[tuple[int, int]] = []  # offset and length of each result, in bytes
         self.bad: list[tuple[int, str]] = []
         self.bad_lines = self.read = self._lines = 0
         self._unfinished = False
@@ -92,17 +94,17 @@ class Index:
 
     def _replaced(self) -> bool:
         """Return whether the file was replaced or became shorter. A removed file stays open."""
-        here = os.fstat(self._file.fileno())
+        opened = os.fstat(self._file.fileno())
         try:
-            there = self.path.stat()
+            found = self.path.stat()
         except OSError:
             return False
-        return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino) or there.st_size < self.read
+        return (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino) or found.st_size < self.read
 
     def _take_line(self) -> bool:
         """Read the next line; return False if it is not complete yet."""
         line = self._file.readline(MAX_LINE)
-        self._unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE and not _whole(line)
+        self._unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE and not _is_object(line)
         if self._unfinished:
             self._file.seek(self.read)
             return False
@@ -116,13 +118,13 @@ class Index:
                 if len(self.bad) < MAX_NAMED:
                     self.bad.append((self._lines, error.message))
             else:
-                self._places.append((offset, len(line)))
+                self._positions.append((offset, len(line)))
                 self.summaries.append(summary)
         return True
 
 
-def _whole(line: bytes) -> bool:
-    """Return whether a last line without a newline is a complete object."""
+def _is_object(line: bytes) -> bool:
+    """Return whether a line is a complete JSON object."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

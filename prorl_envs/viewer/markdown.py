@@ -1,7 +1,7 @@
-"""Parser of Markdown in prompts and answers into trees, from which the pages build elements.
+"""Parser of the Markdown in prompts and answers. The pages build elements from the parser's trees.
 
-The text is hostile, so it is never converted to HTML: a tree names elements of a fixed set, links have an
-http, https or mailto address, and raw HTML stays text.
+The text is hostile, so it is never converted to HTML. A tree contains only elements of a fixed set, links
+have an http, https or mailto address, and raw HTML stays text.
 """
 
 import re
@@ -14,11 +14,12 @@ type Node = str | tuple[Any, ...]
 """Text, or an element: (name, children) or (name, children, value). The value is the level of `heading`,
 the first number of `ol`, the language of `pre`, the alignment of `th` and `td`, the address of `a`, `img`."""
 
-#: Characters of one text, and of all texts of an episode, beyond which the pages show the raw text.
+#: Longest parsed text, and limit for all texts of an episode, in characters. Longer texts are shown unparsed.
 MAX_CHARS, MAX_TOTAL_CHARS = 30_000, 150_000
-#: Most brackets of one text: the parser takes quadratic time for unmatched ones (2.5 s for 15,000 of them).
+#: Largest number of opening brackets in a text. The parser takes quadratic time for unmatched brackets (2.5 s
+#: for 15,000).
 MAX_BRACKETS = 500
-#: Most tokens of one text: a table of empty cells has one for every two characters.
+#: Largest number of Markdown tokens in a text. A table of empty cells has one token per two characters.
 MAX_TOKENS = 10_000
 
 _PARSER = MarkdownIt("commonmark", {"html": False, "maxNesting": 30}).enable(["table", "strikethrough"])
@@ -51,26 +52,26 @@ def markdown_of(result: Any) -> list[list[list[Node] | None]]:
     """Parse the texts of a result.
 
     Args:
-        result: parsed from its JSON.
+        result: the parsed JSON of the result.
 
     Returns:
-        For each message, the tree of each part of its content: None for a part that is shown as raw text.
-        Messages of tools have none. Reasoning between think tags is left out, as the pages show it
-        separately.
+        For each message, one tree per part of its content, or None for a part that is shown as raw text. The
+        list of a tool's message is empty. Reasoning between think tags is not included, because the pages
+        show it separately.
     """
-    left = MAX_TOTAL_CHARS
+    remaining = MAX_TOTAL_CHARS
     found: list[list[list[Node] | None]] = []
     for message in result.get("messages") or []:
         trees: list[list[Node] | None] = []
         for text in _texts(message):
-            left -= len(text or "")
-            trees.append(parse_markdown(text) if text is not None and left >= 0 else None)
+            remaining -= len(text or "")
+            trees.append(parse_markdown(text) if text is not None and remaining >= 0 else None)
         found.append(trees)
     return found
 
 
 def _texts(message: Any) -> list[str | None]:
-    """Return the text of each part of a message's content, None for other parts."""
+    """Return the text of each part of a message's content; None for a part without text."""
     if not isinstance(message, dict) or message.get("role") not in _RENDERED:
         return []
     content = message.get("content")
@@ -83,14 +84,15 @@ def _texts(message: Any) -> list[str | None]:
 
 
 def _children(node: SyntaxTreeNode) -> list[Node]:
-    return [made for child in node.children for made in _nodes(child)]
+    return [element for child in node.children for element in _nodes(child)]
 
 
 def _nodes(node: SyntaxTreeNode) -> list[Node]:
     kind = node.type
     if kind == "text":
         return [node.content] if node.content else []
-    if kind == "inline" or (kind == "paragraph" and node.hidden):  # hidden: of a list without blank lines
+    # A list without blank lines has hidden paragraphs.
+    if kind == "inline" or (kind == "paragraph" and node.hidden):
         return _children(node)
     if kind == "code_inline":
         return [("code", [node.content])]

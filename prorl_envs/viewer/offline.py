@@ -1,4 +1,5 @@
-"""Server of stored results for a browser on this machine. Requests without the secret link get status 404."""
+"""Server of stored results for a browser on this machine. Requests without the secret token get status
+404."""
 
 import asyncio
 import contextlib
@@ -24,9 +25,9 @@ from prorl_envs.viewer.rows import Texts, rows_of
 from prorl_envs.viewer.run_info import RunInfo, Runs
 from prorl_envs.viewer.summary import Summary
 
-#: Bytes that are read or searched between two answers to the page, and before the first answer.
+#: Bytes to read or search per request, and to read for the first request.
 STEP, FIRST = 64 << 20, 8 << 20
-#: Most seconds that a request handler waits for the reading thread to release the interpreter.
+#: Interval after which the reading thread releases the interpreter to a waiting request handler, in seconds.
 _SWITCH_S = 0.0005
 _NAMES = tuple(field.name for field in fields(Summary))
 _VALUES = attrgetter(*_NAMES)
@@ -34,36 +35,37 @@ _VALUES = attrgetter(*_NAMES)
 
 @contextlib.asynccontextmanager
 async def reading_ahead(results: EpisodeSource, app: ASGIApp) -> AsyncIterator[ASGIApp]:
-    """Read results until the first request, while the server is idle; later requests read further ones.
+    """Read results until the first request, so that most are ready when the user opens the link. The requests
+    read the remaining results.
 
     Args:
-        results: to read. Most of them are ready when the user opens the link.
-        app: that shows the results.
+        results: results to read.
+        app: application that shows the results.
 
-    Returns:
+    Yields:
         The application to serve.
     """
-    waited_for = False
+    stopped = False
 
     async def read() -> None:
         with contextlib.suppress(InputError):  # a request reports the error
-            while not waited_for and await asyncio.to_thread(results.extend, FIRST):
+            while not stopped and await asyncio.to_thread(results.extend, FIRST):
                 pass
 
-    async def noticed(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal waited_for
-        waited_for = True
+    async def stop_and_answer(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal stopped
+        stopped = True
         await app(scope, receive, send)
 
-    before = sys.getswitchinterval()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     task = asyncio.create_task(read())
     try:
-        yield noticed
+        yield stop_and_answer
     finally:
-        waited_for = True
+        stopped = True
         await task
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(interval)
 
 
 def offline_app(
@@ -77,18 +79,18 @@ def offline_app(
     """Create the application for one source of results.
 
     Args:
-        results: to serve. The caller closes them.
-        token: first part of every path; unguessable.
-        texts: decodes tokens; None shows them as numbers.
-        run: that the results are of.
-        among_runs: the results are of one of several runs, whose list is two levels up.
+        results: results to serve. The caller closes them.
+        token: secret first part of every path.
+        texts: decoder of token ids; None shows the ids.
+        run: run of the results.
+        among_runs: the page links to a list of runs two levels above its path.
     """
 
     async def episodes(request: Request) -> Response:
-        """Return entries from a number on, after reading further results."""
+        """Return the summaries from number `after` on, after reading further results."""
         known = _number(request.query_params.get("after", "0"))
         more = results.read < results.size
-        if known or not results.summaries:  # the first rows are served at once
+        if known or not results.summaries:  # the first request gets what has been read ahead
             more = await asyncio.to_thread(results.extend, STEP if known else FIRST)
         generation = results.generation
         same = request.query_params.get("generation", str(generation)) == str(generation)
@@ -103,14 +105,14 @@ def offline_app(
             "texts": texts is not None,
             "overview": run is not None,
             "runs": among_runs,
-            "names": _NAMES,  # once, not in each of thousands
-            "entries": [_VALUES(one) for one in results.summaries[known if same else 0 :]],
+            "names": _NAMES,  # names of the values in each entry
+            "entries": [_VALUES(summary) for summary in results.summaries[known if same else 0 :]],
         }
         return _json(msgspec.json.encode(body))
 
     async def line(request: Request) -> bytes:
         number = _number(request.path_params["number"])
-        if number >= len(results.summaries):  # a direct link, before a request for the list
+        if number >= len(results.summaries):  # the user has opened a direct link
             await asyncio.to_thread(results.extend)
         return await asyncio.to_thread(results.line, number)
 
@@ -119,7 +121,7 @@ def offline_app(
 
     async def tokens(request: Request) -> Response:
         if texts is None:
-            raise InputError("no tokenizer is named", hint="prorl-envs view FILE --tokenizer FOLDER")
+            raise InputError("there is no tokenizer", hint="prorl-envs view FILE --tokenizer FOLDER")
         rows = rows_of(json.loads(await line(request)))
         read = await asyncio.to_thread(lambda: [texts(row["ids"]) for row in rows])
         return _json(msgspec.json.encode({"rows": read}))
@@ -143,7 +145,7 @@ def offline_app(
     async def search(request: Request) -> Response:
         text = request.query_params.get("text", "")
         if not 0 < len(text) <= MAX_QUERY:
-            raise InputError(f"a text of 1 to {MAX_QUERY} characters is searched for")
+            raise InputError(f"the text to search for must have 1 to {MAX_QUERY} characters")
         first = _number(request.query_params.get("after", "0"))
         found = await asyncio.to_thread(results.search, text, first, STEP)
         return _json(msgspec.json.encode({**found._asdict(), "of": len(results.summaries)}))
@@ -167,13 +169,13 @@ def offline_app(
 
 @contextlib.asynccontextmanager
 async def runs_app(runs: Runs, token: str, texts: Texts | None = None) -> AsyncIterator[ASGIApp]:
-    """Create the application for the runs of a folder: their list, and the pages of each below `run/NAME/`.
-    Close the results of the opened runs on leaving.
+    """Create the application for the runs of a folder: a list of the runs, and pages for each run below
+    `run/NAME/`. The end of the context closes the results of all opened runs.
 
     Args:
-        runs: of the folder.
-        token: first part of every path; unguessable.
-        texts: decodes tokens; None shows them as numbers.
+        runs: runs of the folder.
+        token: secret first part of every path.
+        texts: decoder of token ids; None shows the ids.
     """
     opened: dict[str, Starlette] = {}
     opening = asyncio.Lock()
@@ -211,11 +213,11 @@ async def _asset(request: Request) -> Response:
 
 
 class _Forward(Response):
-    """Response that another application produces.
+    """Response of another application.
 
     Args:
-        app: that application.
-        path: of the request to that application.
+        app: the other application.
+        path: path of the request to the other application.
     """
 
     def __init__(self, app: ASGIApp, path: str) -> None:
@@ -230,7 +232,7 @@ type _Answer = Callable[[Request], Awaitable[Response]]
 
 
 def _application(routes: Mapping[str, _Answer], token: str) -> Starlette:
-    """Create an application of these routes, each with the token as its first part."""
+    """Create an application with the routes, and check the token of each request."""
 
     def guarded(answer: _Answer) -> _Answer:
         async def checked(request: Request) -> Response:

@@ -6,20 +6,20 @@ from typing import Any
 from prorl_envs.errors import InputError
 
 type Texts = Callable[[Sequence[int]], list[str]]
-"""The text of each of these tokens."""
+"""Decoder that returns the text of each token id."""
 
 
 def rows_of(result: Any) -> list[dict[str, Any]]:
     """Return the rows of a result's trajectory, forks first.
 
     Args:
-        result: parsed from its JSON.
+        result: the parsed JSON of the result.
 
     Raises:
-        InputError: the token ids are no lists of integers.
+        InputError: the token ids of a row are not a list of integers.
     """
     forks, last = result.get("forks") or [], result.get("trajectory")
     rows = [*forks, *([last] if last else [])]
     if not all(isinstance(row["ids"], list) and set(map(type, row["ids"])) <= {int} for row in rows):
-        raise InputError("the token ids of this result are no numbers")
+        raise InputError("the token ids of this result are not numbers")
     return rows

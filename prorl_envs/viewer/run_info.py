@@ -1,4 +1,4 @@
-"""Interfaces of the pages to the run that results belong to, and to a folder of runs."""
+"""Interfaces of the pages to the run of the shown results, and to a folder of runs."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,14 +8,15 @@ from prorl_envs.viewer.summary import Summary
 
 
 class RunInfo(Protocol):
-    """Run that results belong to. Methods may be called from several threads."""
+    """Run of the shown results. Methods may be called from several threads."""
 
     def overview(self, summaries: Sequence[Summary]) -> Any:
-        """Return statistics of these results and the description of the run, as an object for JSON."""
+        """Return the statistics of the results and the description of the run, as an object for JSON."""
         ...
 
     def request(self, group_id: str) -> Any:
-        """Return a group's request (task row, sampling, limits) as an object for JSON; None if unknown."""
+        """Return a group's request (task row, sampling, limits) as an object for JSON, or None if the group
+        is unknown."""
         ...
 
 
@@ -23,7 +24,7 @@ class Runs(Protocol):
     """Runs of a folder. Methods may be called from several threads.
 
     Attributes:
-        name: of the folder.
+        name: name of the folder.
     """
 
     @property
@@ -34,9 +35,9 @@ class Runs(Protocol):
         ...
 
     def open(self, name: str) -> tuple[EpisodeSource, RunInfo]:
-        """Open a run. The caller closes its results.
+        """Open a run. The caller must close the returned source.
 
         Raises:
-            InputError: there is no such run, or it cannot be read.
+            InputError: the run does not exist, or cannot be read.
         """
         ...

@@ -1,4 +1,4 @@
-"""Summaries of results for lists, read from JSON without building its large parts."""
+"""Summaries of results for lists. The large parts of a result's JSON are not decoded."""
 
 import contextlib
 from collections.abc import Sequence
@@ -18,10 +18,13 @@ class Summary:
     Args:
         cursor, job_id, group_id, sample, environment, task_id, batch_id, state, reward, mask_sample,
             stop_reason, attempts: as in the result.
-        failure: the kind of failure, or None; `failed_in`: its stage.
-        turns: model calls; `tokens`: of all rows of the trajectory; `sampled`: those the policy sampled.
-        rows: rows of the trajectory, 1 if nothing forked.
-        drift: number of tokens by which prompts differed, of all rows.
+        failure: kind of the failure, or None.
+        failed_in: stage of the failure, or None.
+        turns: number of model calls.
+        tokens: number of tokens in all rows of the trajectory.
+        sampled: number of these tokens that the policy sampled.
+        rows: number of rows of the trajectory, 1 if there is no fork.
+        drift: sum of the drift of all rows, in tokens.
         queued_s, init_s, run_s, eval_s, model_s, tools_s: as in the result's timings.
     """
 
@@ -78,7 +81,7 @@ class _Timings(Struct):
 
 
 class _Stored(Struct):
-    """Parts of a result that a summary needs. Other fields are skipped, not built."""
+    """Parts of a result that a summary needs. The decoder skips other fields."""
 
     job_id: str
     group_id: str
@@ -100,7 +103,7 @@ class _Stored(Struct):
 
 
 class _Ordered(_Stored, kw_only=True):
-    """Result with all fields required: a missing one may have been in the part that `_shortened` removed."""
+    """Result with all fields. A missing field is an error, because `_shortened` may have removed it."""
 
     cursor: int
     batch_id: str | None
@@ -117,7 +120,7 @@ class _BareRow(_Row, kw_only=True):
 
 
 class _Body(_Ordered, kw_only=True):
-    """Result as a store keeps it: JSON without a cursor, and without the arrays of the trajectory."""
+    """Result in the format of a store: without the cursor, and without the arrays of the trajectory."""
 
     cursor: int = 0
     trajectory: _BareRow | None
@@ -136,7 +139,7 @@ def summary_of(line: bytes) -> Summary:
         line: the result as JSON.
 
     Raises:
-        InputError: the JSON is no result.
+        InputError: the JSON is not a result.
     """
     short = _shortened(line)
     if short is not None:
@@ -153,18 +156,19 @@ def summary_of(line: bytes) -> Summary:
 
 
 def summary_of_body(body: bytes, cursor: int, tokens: int) -> Summary:
-    """Return the summary of a result that a store keeps.
+    """Return the summary of a result in a store.
 
     Args:
-        body: its JSON, without its cursor and the arrays of its trajectory.
-        cursor: its own; `tokens`: of all rows.
+        body: the result as JSON, without the cursor and the arrays of the trajectory.
+        cursor: cursor of the result.
+        tokens: number of tokens in all rows of the trajectory.
 
     Raises:
-        InputError: the JSON is no result.
+        InputError: the JSON is not a result.
     """
     try:
         stored = _BODY.decode(_shortened(body) or body)
-    except _NOT_JSON:  # fields in another order, or no result
+    except _NOT_JSON:  # the fields have another order, or the body is not a result
         try:
             stored = _BODY.decode(body)
         except _NOT_JSON as error:
@@ -181,9 +185,9 @@ def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
     """Return the summary of an object with a result's fields.
 
     Args:
-        result: a result, or the parts of one that a summary needs.
-        rows: all rows of its trajectory.
-        tokens: of all rows.
+        result: a result, or an object with the fields that a summary needs.
+        rows: all rows of the result's trajectory.
+        tokens: number of tokens in all rows.
     """
     timings, failure = result.timings, result.failure
     return Summary(
@@ -216,7 +220,7 @@ def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
 
 
 def _length(numbers: Raw) -> int:
-    """Return how many numbers a JSON array has: counting commas costs a fraction of building them."""
+    """Return the number of values in a JSON array of numbers. Counting commas is faster than decoding."""
     text = bytes(numbers)
     return text.count(b",") + 1 if text.strip(b"[] \t\r\n") else 0
 
@@ -226,39 +230,39 @@ _IDS, _MASK, _LOGPROBS = b'{"ids":[', b'],"loss_mask":[', b'],"logprobs":['
 
 
 def _shortened(line: bytes) -> bytes | None:
-    """Return a result without its large parts: the grade, the conversation, the numbers of each token. `ids`
-    holds their count instead. Return None if the JSON is not formatted as this package writes it.
+    """Return a result without its large parts: the grade, the conversation, and the arrays of tokens. `ids`
+    contains only the number of tokens. Return None if the JSON is not formatted as this package writes it.
 
-    Each searched text has an unescaped quote, so it never matches inside a string. If a match belongs to an
-    inner object, the shortened text is no JSON or lacks fields, and the caller parses the full text.
+    Each search text contains an unescaped quote, so it never matches inside a string. If a match belongs to
+    an inner object, the shortened text is invalid or lacks fields, and the caller parses the full text.
     """
     head = line.find(_HEAD)
-    at = line.find(_TAIL, head)
-    if head < 0 or at < 0:
+    position = line.find(_TAIL, head)
+    if head < 0 or position < 0:
         return None
     parts = [line[:head]]
-    while (start := line.find(_IDS, at)) >= 0:
+    while (start := line.find(_IDS, position)) >= 0:
         start += len(_IDS)
         mask = _after(line, _MASK, start)
         logprobs = _after(line, _LOGPROBS, mask)
         end = _end(line, logprobs)
         if end < 0:
             return None
-        # The mask is as long as the ids, and shorter to scan.
+        # The mask has as many values as the ids, and fewer bytes.
         count = 0 if line.startswith(b"]", mask) else line.count(b",", mask, logprobs - len(_LOGPROBS)) + 1
-        parts += [line[at:start], b"%d" % count]
-        at = end
-    parts.append(line[at:])
+        parts += [line[position:start], b"%d" % count]
+        position = end
+    parts.append(line[position:])
     return b"".join(parts)
 
 
 def _after(line: bytes, name: bytes, start: int) -> int:
-    """Return the start of the array `name` directly after the array at `start`; -1 if another follows."""
+    """Return the start of the array `name` that follows the array at `start`; -1 if another text follows."""
     end = _end(line, start)
     return end + len(name) if end >= 0 and line.startswith(name, end) else -1
 
 
 def _end(line: bytes, start: int) -> int:
-    """Return the end of the array of numbers that starts at `start`; -1 if it has other values."""
+    """Return the end of the array of numbers that starts at `start`; -1 if it contains a string."""
     end = line.find(b"]", start) if start >= 0 else -1
     return end if line.find(b'"', start, end) < 0 else -1
