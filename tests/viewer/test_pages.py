@@ -196,7 +196,7 @@ async def test_samples_of_a_group_are_side_by_side(chromium: Any, address: str) 
         await page.get_by_label("sample 2").uncheck()
         await page.locator(".compare-head").nth(2).wait_for(state="detached")
         assert await page.locator(".compare-cell").count() == 4
-        assert "carries a gradient" in await page.locator("main").inner_text()
+        assert "contributes a gradient" in await page.locator("main").inner_text()
 
 
 #: Pages, and an element that shows that they are drawn.

@@ -1,8 +1,8 @@
-// Small charts. Each says in words what it shows.
+// Small charts. Each has a text for screen readers.
 import { el, svg } from "./dom.js";
 import { count } from "./format.js";
 
-/** A line over values, from 0 to the most of them (or `most`). */
+/** A line chart of values. The vertical axis ends at the highest value, but not below `most`. */
 export function sparkline(values, { label, most = 0, width = 160, height = 34 } = {}) {
   const top = Math.max(most, ...values, 1), step = width / Math.max(1, values.length - 1);
   const points = values.map((value, i) => `${(i * step).toFixed(1)} ${(height - 1 - (value / top) * (height - 3)).toFixed(1)}`);
@@ -11,17 +11,17 @@ export function sparkline(values, { label, most = 0, width = 160, height = 34 } 
     values.length > 1 && svg("path", { class: "spark-line", d: `M${points.join("L")}` }));
 }
 
-/** What the axes of a chart say below it: ends of the horizontal axis, and the highest value of the vertical one. */
+/** Labels of a chart's axes: the ends of the horizontal axis, and the highest value of the vertical axis. */
 export function axes({ from, middle = "", to, top }) {
   return [el("p", { class: "axis-top quiet" }, top), el("p", { class: "axis quiet" }, el("span", {}, from), middle && el("span", {}, middle), el("span", {}, to))];
 }
 
-/** The highest bar of `stacked` rows. */
+/** The height of the highest bar of `stacked`. */
 export function highest(rows) {
   return Math.max(0, ...rows.map((row) => row.reduce((sum, { value }) => sum + value, 0)));
 }
 
-/** Bars of several parts over each other: `rows` are lists of {value, kind}. */
+/** A stacked bar chart. @param rows the parts {value, kind} of each bar, from the bottom. */
 export function stacked(rows, { label, height = 84, width = 360 } = {}) {
   const top = Math.max(1, ...rows.map((row) => row.reduce((sum, { value }) => sum + value, 0)));
   const step = width / rows.length;
@@ -38,7 +38,7 @@ export function stacked(rows, { label, height = 84, width = 360 } = {}) {
 
 const BINS = 20, CHART = { width: 380, height: 170, left: 40, bottom: 34, top: 8, right: 10 };
 
-/** Bins of values: {from, to, count}. Whole numbers get bins of whole width. Pure. */
+/** Bins of values: {from, to, count}. `whole`: the values are integers, so the width of a bin is an integer. */
 export function binned(values, { whole = false } = {}) {
   if (!values.length) return [];
   let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
@@ -52,7 +52,8 @@ export function binned(values, { whole = false } = {}) {
   return bins;
 }
 
-/** A histogram with both axes: {name, axis, write(value), whole}. */
+/** A histogram. @param axis label of the horizontal axis @param write formats a value @param whole the values are
+ *  integers */
 export function histogram(values, { name, axis, write, whole = false }) {
   const bins = binned(values, { whole }), { width, height, left, bottom, top, right } = CHART;
   const most = Math.max(1, ...bins.map((bin) => bin.count)), step = (width - left - right) / Math.max(1, bins.length), floor = height - bottom;
@@ -72,14 +73,14 @@ export function histogram(values, { name, axis, write, whole = false }) {
       svg("text", { x: -(top + floor) / 2, y: 10, transform: "rotate(-90)", "text-anchor": "middle" }, "episodes")));
 }
 
-/** Counts by name, as bars with their numbers. */
+/** A table of counts by name, with a bar for each count. */
 export function ranking(counts, { kind = "bad" } = {}) {
   const most = Math.max(1, ...counts.map(([, n]) => n));
   return el("table", { class: "plain" }, el("tbody", {}, counts.map(([name, n]) => el("tr", {},
     el("th", { scope: "row" }, name), el("td", { class: "meter-cell" }, el("span", { class: "meter", "aria-hidden": "true" }, el("span", { class: kind, style: { width: `${(n / most) * 100}%` } }))), el("td", { class: "numeric" }, count(n))))));
 }
 
-/** How much of a bound is taken. */
+/** A bar with the share of `value` in the bound `most`. */
 export function gauge(value, most, { label, kind = "" } = {}) {
   const share = most > 0 ? Math.min(1, value / most) : 0;
   return el("span", { class: "gauge", role: "meter", "aria-label": label, "aria-valuenow": value, "aria-valuemin": 0, "aria-valuemax": Math.max(most, value) },

@@ -1,9 +1,10 @@
-// Asks the page's own server, with the bearer token where it wants one. The token lives as long as the tab.
+// HTTP client for the page's server, with a bearer token if the server requires one. The browser stores the token
+// until the tab is closed.
 import { el } from "./dom.js";
 
 const KEY = "prorl-token";
 
-/** An answer that is no success, with the service's own words. */
+/** An error response of the server, with its message and hint. */
 export class Refused extends Error {
   constructor(status, message, hint) {
     super(hint ? `${message} (${hint})` : message);
@@ -30,7 +31,7 @@ class Client {
     return (await this.ask(method, path, { body })).json();
   }
 
-  /** The response; asks the user for the token where it is missing or wrong. */
+  /** Send a request, and return the response. Ask the user for the token if it is missing or wrong. */
   async ask(method, path, { body, signal } = {}) {
     for (let refused = false; ;) {
       const headers = {};
@@ -42,16 +43,16 @@ class Client {
         body: body === undefined ? undefined : JSON.stringify(body),
       });
       if (response.ok) return response;
-      const error = await told(response);
+      const error = await errorOf(response);
       if (error.status !== 401) throw error;
       if (sent && sent === this.token) {
-        this.forget(); // the browser may be signed in by its cookie
+        this.forget(); // the next attempt has no token, because the browser may have a cookie
         refused = true;
       } else if (!this.token) await this.#askToken(refused ? "That token is not the service's." : "");
     }
   }
 
-  /** Ask once, however many wait for it. */
+  /** Ask the user for the token. Concurrent requests share one dialog. */
   #askToken(problem) {
     this.#asking ??= askToken(problem).then((token) => {
       sessionStorage.setItem(KEY, token);
@@ -63,7 +64,7 @@ class Client {
 
 export const client = new Client();
 
-async function told(response) {
+async function errorOf(response) {
   try {
     const { message, hint } = (await response.json()).error;
     return new Refused(response.status, message, hint);
@@ -78,7 +79,7 @@ function askToken(problem) {
     const dialog = el("dialog", { class: "dialog", "aria-labelledby": "token-title" },
       el("form", { method: "dialog" },
         el("h2", { id: "token-title" }, "Token"),
-        el("p", { id: "token-help" }, "The command “prorl-envs dashboard” prints a link that signs this browser in. Or enter the service's bearer token, which “prorl-envs token” prints: it stays in this tab and is forgotten with it."),
+        el("p", { id: "token-help" }, "The command “prorl-envs dashboard” prints a link that signs this browser in. You can also enter the service's bearer token, which “prorl-envs token” prints. The browser stores the token until this tab is closed."),
         problem && el("p", { class: "problem", role: "alert" }, problem),
         el("label", { for: "token" }, "Bearer token"), field,
         el("div", { class: "buttons" }, el("button", { class: "primary", type: "submit" }, "Sign in"))));

@@ -1,4 +1,4 @@
-// Which samples of a group to compare, and where they differ. Pure.
+// Selection of a group's samples for a comparison, and their differences. Without access to the page.
 import { callsOf, textOf, thoughts } from "./result.js";
 
 /** Entries from the best to the worst reward; those without a reward come last. */
@@ -6,7 +6,8 @@ export function ranked(entries) {
   return [...entries].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.sample - b.sample);
 }
 
-/** The best and the worst of these entries, `size` in all; those without a reward only if others are too few. */
+/** The `size` entries with the best and the worst rewards. Entries without a reward are included only if fewer than
+ *  `size` entries have one. */
 export function extremes(entries, size) {
   const order = ranked(entries), scored = order.filter(({ reward }) => reward !== null);
   const from = scored.length >= size ? scored : order;
@@ -14,8 +15,8 @@ export function extremes(entries, size) {
   return from.length <= size ? from : [...from.slice(0, best), ...from.slice(best - size)];
 }
 
-/** Marks of one turn, one for each sample: "differs" if its action is not that of the majority, "output" if only the
- *  output of the action is not; else "". Without a majority every sample differs.
+/** Marks of one turn, one per sample: "differs" if the sample's action is not the action of the majority, "output" if
+ *  only the action's output differs from the output of the majority, else "". Without a majority every sample differs.
  *  @param turns the turn of each sample, or undefined for a sample that has ended. */
 export function differences(turns) {
   const actions = turns.map((turn) => (turn ? action(turn.message) : ""));
@@ -28,7 +29,7 @@ export function differences(turns) {
   });
 }
 
-/** The value that more than half of these have, or null. */
+/** The value of more than half of the list, or null. */
 function majority(values) {
   const counts = new Map();
   for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
@@ -36,7 +37,7 @@ function majority(values) {
   return null;
 }
 
-/** What a model did in a turn, as text: its calls, or what it said if it called nothing. */
+/** The action of a turn as text: the tool calls, or the answer if there are none. */
 function action(message) {
   const calls = callsOf(message);
   if (calls.length) return JSON.stringify(calls.map(({ name, arguments: given }) => [name, canonical(given)]));
@@ -47,7 +48,7 @@ function outputOf(turn) {
   return JSON.stringify(turn.after.map((message) => canonical(message?.content)));
 }
 
-/** JSON with the keys of each object in order: their order means nothing. */
+/** A JSON value with the keys of each object sorted, so that values with another key order are equal. */
 function canonical(value) {
   if (Array.isArray(value)) return value.map(canonical);
   if (value === null || typeof value !== "object") return value;

@@ -1,12 +1,12 @@
-// What can be changed: one function an action, each with its question where it cannot be taken back.
+// Actions that change the service, one function each. Actions that cannot be undone ask the user first.
 import { el, say } from "./dom.js";
 import { client } from "./client.js";
 
-/** Do something, and say what came of it. Returns the answer, or null where it was refused. */
-export async function act(method, path, body, done) {
+/** Send a request, and show `message` or the error. Returns the response, or null after an error. */
+export async function act(method, path, body, message) {
   try {
     const answer = await client.send(method, path, body);
-    say(done);
+    say(message);
     return answer;
   } catch (error) {
     say(error.message);
@@ -18,7 +18,7 @@ export function job(id, last = "") {
   return `/v1/jobs/${encodeURIComponent(id)}${last}`;
 }
 
-/** A dialog with fields. Resolves to their values by name, or null where it was left. */
+/** A dialog with fields. Resolves to the values by field name, or null if the user closes the dialog. */
 export function ask(title, text, fields, doIt) {
   return new Promise((resolve) => {
     const inputs = fields.map((field) => [field, input(field)]);
@@ -69,7 +69,7 @@ export async function limits(view) {
   const now = { init: pools.init.limit, run: pools.run.limit, eval: pools.eval.limit, max_jobs_with_sandbox, queue, attempts: view.attempts_limit };
   const names = { init: "Concurrent jobs in INIT", run: "Concurrent jobs in RUN", eval: "Concurrent jobs in EVAL", max_jobs_with_sandbox: "Jobs that hold a sandbox", queue: "Unfinished jobs", attempts: "Attempts per job" };
   const fields = Object.entries(names).map(([name, label]) => ({ name, label, type: "number", min: "1", required: true, value: now[name] }));
-  const asked = await ask("Limits", "They apply to the service's own machine, until it stops. Running jobs above a new limit are not stopped.", fields, "Set");
+  const asked = await ask("Limits", "The limits apply to the service's machine until the service stops. Running jobs above a new limit are not stopped.", fields, "Set");
   if (!asked) return null;
   const changed = Object.fromEntries(Object.entries(asked).map(([name, value]) => [name, Number(value)]).filter(([name, value]) => value !== now[name]));
   return Object.keys(changed).length ? act("PATCH", "/v1/limits", changed, "Limits set.") : null;
@@ -88,8 +88,8 @@ export async function drainServer(url) {
   return asked && act("DELETE", `/v1/model_servers?url=${encodeURIComponent(url)}`, undefined, "Draining.");
 }
 
-export function node(name, what) {
-  return act("POST", `/v1/nodes/${encodeURIComponent(name)}/${what}`, undefined, what === "drain" ? "Draining." : "The node accepts jobs again.");
+export function node(name, action) {
+  return act("POST", `/v1/nodes/${encodeURIComponent(name)}/${action}`, undefined, action === "drain" ? "Draining." : "The node accepts jobs again.");
 }
 
 export async function cancelJob(id) {

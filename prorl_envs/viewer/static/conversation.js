@@ -1,4 +1,4 @@
-// An episode as a conversation: turns, with the calls of each and what came of them.
+// The conversation of an episode: turns with their tool calls and results.
 import { el } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { count, seconds } from "./format.js";
@@ -7,12 +7,12 @@ import { callsOf, conversationOf, partsOf, textOf, thoughts, tokenExact } from "
 
 const CODE = new Set(["command", "code", "cmd", "script", "input", "patch", "diff", "file_text", "content", "query", "new_str", "old_str", "message", "thought"]);
 
-/** The whole conversation. `onTokens(turn)` shows a turn's tokens, if there are any; `trees(message)` gives the parsed
- *  Markdown of a message's parts; `linkTo(turn)` is the address of a turn. */
+/** The conversation. `onTokens(turn)` shows the tokens of a turn, or is null if there are none; `trees(message)`
+ *  returns the parsed Markdown of a message's parts; `linkTo(turn)` returns the address of a turn. */
 export function conversation(result, { onTokens = null, trees = () => [], linkTo }) {
   const { before, turns } = conversationOf(result);
   return el("div", { class: "conversation" },
-    toolsOnOffer(result.tools),
+    toolList(result.tools),
     before.map((message) => said(message, trees(message), { folded: message?.role === "system" })),
     turns.map((turn) => turnBlock(turn, { onTokens, trees, linkTo })),
     !turns.length && el("p", { class: "quiet pad" }, before.length ? "The model has not answered." : "Nothing was said."));
@@ -36,7 +36,7 @@ function turnBlock(turn, { onTokens, trees, linkTo }) {
 }
 
 function facts(record) {
-  const told = [
+  const items = [
     [`model ${seconds(record.model_s)}`, "time of the model call"],
     record.tools_s > 0 && [`tools ${seconds(record.tools_s)}`, "time of the tool calls"],
     [`${count(record.end - record.start)} tokens`, "tokens that the model sampled"],
@@ -45,10 +45,10 @@ function facts(record) {
     record.weight_version && [`weights ${record.weight_version}`, `sampled by ${record.server}`],
     !tokenExact(record) && ["not exact", "the server gave text; these ids are not for training"],
   ];
-  return el("span", { class: "facts" }, told.filter(Boolean).map(([text, title]) => el("span", { title }, text)));
+  return el("span", { class: "facts" }, items.filter(Boolean).map(([text, title]) => el("span", { title }, text)));
 }
 
-/** A call and what came of it. */
+/** A tool call with its result. */
 export function callCard(call, answer) {
   return el("div", { class: "call" },
     el("div", { class: "call-head" }, el("span", { class: "tool" }, call.name), el("span", { class: "sr" }, " called with")),
@@ -80,25 +80,25 @@ function said(message, trees, { folded = false }) {
   return el("section", { class: `said ${["user", "tool", "system"].includes(role) ? role : ""}`, "aria-label": label }, el("span", { class: "role" }, label), body);
 }
 
-/** The parts of a message's content: parsed Markdown where there is a tree of it, else the text. */
+/** The parts of a message's content: parsed Markdown if there is a tree, otherwise the text. */
 export function prose(content, trees) {
   return partsOf(content).map((part, i) => {
-    if (part.text === undefined || part.text.includes("data:image/")) return one(part);
+    if (part.text === undefined || part.text.includes("data:image/")) return partView(part);
     return trees[i] ? markdown(trees[i]) : el("div", { class: "prose" }, part.text);
   });
 }
 
 function parts(content, nothing) {
   const found = partsOf(content);
-  return found.length ? found.map(one) : el("p", { class: "quiet" }, nothing);
+  return found.length ? found.map(partView) : el("p", { class: "quiet" }, nothing);
 }
 
-function one({ text, image: url, json }) {
+function partView({ text, image: url, json }) {
   if (url !== undefined) return image(url);
   return output(text ?? textOf(json));
 }
 
-function toolsOnOffer(tools) {
+function toolList(tools) {
   if (!Array.isArray(tools) || !tools.length) return null;
   const named = tools.map((tool) => tool?.function ?? tool ?? {});
   return el("details", { class: "said system" },

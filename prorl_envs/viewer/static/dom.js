@@ -1,26 +1,26 @@
-// Builds the page. Text reaches it as text nodes alone: no string is ever read as markup.
+// Construction of page elements. Text is added only as text nodes, so the browser never parses a string as markup.
 
 const HIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Text with what cannot be seen (controls, changes of direction) written out. */
+/** Text with escapes in place of invisible characters (controls, changes of direction). */
 export function visible(text) {
   return String(text).replace(HIDDEN, (found) => `\\x${found.charCodeAt(0).toString(16).padStart(2, "0")}`);
 }
 
-/** An element. `props`: class, style (an object), data, on (listeners), and attributes. */
+/** A new HTML element. `props`: class, style (an object), data, on (listeners), and attributes. */
 export function el(tag, props = {}, ...children) {
   return filled(document.createElement(tag), props, children);
 }
 
-/** The same for SVG. */
+/** A new SVG element; the arguments are those of `el`. */
 export function svg(tag, props = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), props, children);
 }
 
 const EXTERNAL = /^(?:https?:\/\/|mailto:)\S+$/i;
 
-/** A link that text of a model or a task holds. It opens apart, and learns nothing of this page. */
+/** A link in a text of a model or a task. It opens in a new tab, and the site does not get this page's address. */
 export function link(address, ...children) {
   if (typeof address !== "string" || !EXTERNAL.test(address)) return el("span", {}, children);
   const node = el("a", { rel: "noopener noreferrer nofollow", target: "_blank", title: visible(address) }, children);
@@ -28,14 +28,14 @@ export function link(address, ...children) {
   return node;
 }
 
-/** An id on one line: if it is too long, its middle is left out, as ids differ at their ends. */
+/** An id on one line. The middle of a long id is omitted, because ids differ at their ends. */
 export function middle(id, tail = 8) {
   const text = String(id);
   if (text.length <= tail * 3) return el("span", { title: text }, text);
   return el("span", { class: "middle", title: text }, el("span", { style: { "max-width": `calc(100% - ${tail + 4}ch)` } }, text.slice(0, -tail)), el("span", {}, text.slice(-tail)));
 }
 
-/** Put these, and nothing else, into a node. */
+/** Replace the children of a node. */
 export function fill(node, ...children) {
   node.replaceChildren(...nodes(children));
   return node;
@@ -53,14 +53,14 @@ function filled(node, { style = {}, data = {}, on = {}, ...attributes }, childre
   return node;
 }
 
-// The list of runs, and a run of it.
-const OWN = /^(?:\.\.\/\.\.\/|run\/[\w.%~!'()*-]+\/)$/;
+// Addresses of the list of runs, and of a run in the list.
+const RUN_PAGES = /^(?:\.\.\/\.\.\/|run\/[\w.%~!'()*-]+\/)$/;
 
-/** The name of an attribute, once it is certain that it runs nothing and asks nobody. */
+/** The name of an attribute. Throws an error if the attribute could run code or load anything from a server. */
 function safe(name, value) {
   const runs = name.startsWith("on") || name === "srcdoc" || name === "style";
-  const asks = (name === "href" && !value.startsWith("#") && !OWN.test(value)) || (name === "src" && !value.startsWith("data:image/"));
-  if (runs || asks) throw new Error(`attribute ${name} is not set here`);
+  const loads = (name === "href" && !value.startsWith("#") && !RUN_PAGES.test(value)) || (name === "src" && !value.startsWith("data:image/"));
+  if (runs || loads) throw new Error(`attribute ${name} is not allowed`);
   return name;
 }
 
@@ -71,7 +71,7 @@ function nodes(children) {
     .map((child) => (child instanceof Node ? child : document.createTextNode(visible(child))));
 }
 
-/** Say something to everybody, those who only hear it included. */
+/** Show a message for five seconds; screen readers read it aloud. */
 export function say(text) {
   const place = document.getElementById("toast");
   fill(place, text);

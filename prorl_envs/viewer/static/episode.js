@@ -1,4 +1,4 @@
-// One episode: its conversation, tokens and JSON in tabs; its reward and its time beside them.
+// The page of an episode: tabs with the conversation, evaluation, tokens and JSON; reward and time beside the tabs.
 import { el, fill, say } from "./dom.js";
 import { conversation } from "./conversation.js";
 import { addressOf, episodesOf, strip } from "./episodes.js";
@@ -14,10 +14,11 @@ import { tokensView } from "./tokens.js";
 const TABS = { conversation: "Conversation", grade: "Patch and tests", tokens: "Tokens", json: "JSON" };
 const AGAIN_MS = 2000;
 
-let raw = false; // whether texts are shown as they are, on every page of this tab
+let raw = false; // whether all episode pages of this browser tab show texts without Markdown
 
 /** The page of an episode.
- *  @param query of the list that it was opened from; @param actions gives further buttons, if the source can do something. */
+ *  @param query filter of the list that the episode was opened from
+ *  @param actions returns buttons for the actions of the source */
 export async function episodePage(source, key, { query = "", turn: firstTurn = 0, actions = () => null } = {}) {
   let [result, trees, request, run] = await Promise.all([source.episode(key), parsedTexts(source, key), optional(source.request(key)), optional(source.overview())]);
   let tab = "conversation", timer = 0;
@@ -73,10 +74,10 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
 
   async function goTo(turn) {
     if (tab !== "conversation") await show("conversation");
-    const there = document.getElementById(`turn-${turn}`);
-    if (there) history.replaceState(null, "", `${address()}#turn-${turn}`);
-    there?.scrollIntoView({ block: "start" });
-    there?.focus({ preventScroll: true });
+    const target = document.getElementById(`turn-${turn}`);
+    if (target) history.replaceState(null, "", `${address()}#turn-${turn}`);
+    target?.scrollIntoView({ block: "start" });
+    target?.focus({ preventScroll: true });
   }
 
   function draw() {
@@ -105,7 +106,7 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
   return {
     node, title: String(result.task_id), end: () => clearTimeout(timer), key: (event) => onKey(event, source, key, query, goTo),
     started: () => firstTurn && goTo(firstTurn),
-    /** Go to another turn of this very page, if that is all an address asks for. */
+    /** Go to another turn if an address names this page. Returns whether it does. */
     moved: (other) => { if (other.key !== key || other.query !== query || !other.turn) return false; goTo(other.turn); return true; },
   };
 }
@@ -122,7 +123,7 @@ function over(result) {
   return ["done", "failed", "cancelled"].includes(result.state);
 }
 
-/** Keys of the page; help.js lists them. */
+/** Handler of the page's keys; help.js lists them. */
 function onKey(event, source, key, query, goTo) {
   if (event.key === "j" || event.key === "k") {
     const turns = [...document.querySelectorAll(".turn")];
@@ -140,7 +141,7 @@ function onKey(event, source, key, query, goTo) {
   } else if (event.key === "u") location.hash = `#/episodes${query && `?${query}`}`;
 }
 
-/** The episodes before and after one in the list of a query, and its place there. */
+/** The episodes before and after an episode in the list of a query, the episode's number, and the list's length. */
 function neighbours(source, key, query) {
   const list = episodesOf(source, query), at = list.findIndex((entry) => entry.key === key);
   return at < 0 ? { at: 0, of: 0 } : { before: list[at - 1], after: list[at + 1], at: at + 1, of: list.length };

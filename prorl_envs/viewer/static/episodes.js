@@ -1,23 +1,23 @@
-// The list of episodes, or of groups, with what is searched for and ticked beside it.
+// The list of episodes or groups, with filters beside it.
 import { el, fill, middle, say } from "./dom.js";
 import { FACETS, counts, fitting, grouped, listed, parse, sorted, written } from "./filter.js";
 import { active, count, number, outcome, percent, plural, seconds, tone } from "./format.js";
 import { VirtualList } from "./list.js";
 
-/** A reward as a chip; what has none says so. */
+/** A reward as a coloured chip; its text is "none" if there is no reward. */
 export function chip(entry) {
   const kind = tone(entry.reward);
   return el("span", { class: `chip ${kind}` }, kind === "none" ? "none" : number(entry.reward));
 }
 
-/** The rewards of a group's samples, one mark each. */
+/** The rewards of a group's samples as marks, one per sample. */
 export function strip(samples) {
   const marks = samples.slice(0, 64).map((entry) => el("span", { class: `mark ${tone(entry.reward)}` }));
-  const told = samples.map(({ reward }) => (reward === null ? "none" : number(reward))).slice(0, 64).join(", ");
-  return el("span", { class: "strip", role: "img", "aria-label": `rewards: ${told}` }, marks);
+  const rewards = samples.map(({ reward }) => (reward === null ? "none" : number(reward))).slice(0, 64).join(", ");
+  return el("span", { class: "strip", role: "img", "aria-label": `rewards: ${rewards}` }, marks);
 }
 
-/** The columns; `state` is of the list, so that what it opens knows the filter. */
+/** The columns of the list of episodes. Links to episodes contain the filter in `state`. */
 const episodeColumns = (state) => [
   { id: "reward", name: "Reward", width: "5.5rem", cell: chip },
   { id: "task", name: "Task", grow: 2, cell: (entry) => [el("span", { class: "main" }, middle(entry.task_id)), el("span", { class: "quiet wide" }, entry.environment)] },
@@ -41,20 +41,21 @@ function jobLink(entry, state) {
   return el("a", { class: "job", href: addressOf(entry, state), tabindex: "-1", title: entry.job_id, "aria-label": entry.job_id }, jobName(entry.job_id, entry.group_id));
 }
 
-/** The end of an id, which is what samples differ by, stays in sight. */
+/** The name of a job. A long group id is cut, so that the sample number at the end is always visible. */
 export function jobName(job, group) {
   return job.startsWith(`${group}/`) ? [el("span", {}, group), el("span", {}, job.slice(group.length))] : job;
 }
 
-/** The address of an episode as one of a filtered list. */
+/** The address of an episode, with the filter of a list in `state`, if there is one. */
 export function addressOf(entry, state) {
   const filter = state ? written({ ...state, view: "episodes" }) : "";
   return `#/episode/${encodeURIComponent(entry.key)}${filter && `?${filter}`}`;
 }
 
-let searched = null; // the last search in the texts, of whichever list
+let searched = null; // the last text search of any list
 
-/** The episodes of the list that a query describes, in its order; none if it searches for a text and that is not done. */
+/** The episodes in the list of a query, in the list's order; none if the query contains a text search that is not the
+ *  last one. */
 export function episodesOf(source, query) {
   const state = parse(query);
   if (state.inside && searched?.text !== state.inside) return [];
@@ -64,7 +65,7 @@ export function episodesOf(source, query) {
 /** The page. Returns {node, news, end}. */
 export function episodesPage(source, query) {
   const state = parse(query);
-  let inside = null; // what a search in what was said has come to: {text, generation, keys, next, share, busy}
+  let inside = null; // state of the text search: {text, generation, keys, next, share, busy}
   const facets = el("div", {});
   const wide = matchMedia("(min-width: 721px)").matches;
   const summary = el("p", { class: "quiet summary", role: "status" });
@@ -106,7 +107,7 @@ export function episodesPage(source, query) {
     change({ sort: id, descending: state.sort === id ? !state.descending : id !== "task" && id !== "job" && id !== "end" });
   }
 
-  /** Search in what was said: on from where the last search for the same text ended. */
+  /** Search in the messages. A search for the same text continues at the end of the previous search. */
   async function lookInside() {
     const { generation } = source;
     if (!state.inside) inside = null;
@@ -140,9 +141,9 @@ export function episodesPage(source, query) {
   function draw() {
     const pool = inside ? source.entries.filter((entry) => inside.keys.has(entry.key)) : source.entries;
     const fits = fitting(pool, state);
-    const held = facets.contains(document.activeElement) ? { ...document.activeElement.dataset } : null;
+    const focused = facets.contains(document.activeElement) ? { ...document.activeElement.dataset } : null;
     fill(facets, FACETS.map((facet) => ticks(facet, counts(pool, state, facet))));
-    if (held) refocus(held.facet, held.value);
+    if (focused) refocus(focused.facet, focused.value);
     for (const button of tabs.children) button.setAttribute("aria-pressed", String(button.dataset.view === state.view));
     const list = lists[state.view];
     if (place.firstChild !== list.node) fill(place, list.node);

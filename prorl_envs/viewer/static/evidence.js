@@ -1,10 +1,10 @@
-// The reward and what speaks for it; and any JSON as a tree.
+// The reward with its components, checks and evidence; and any JSON value as a tree.
 import { el } from "./dom.js";
 import { number, tone } from "./format.js";
 import { output } from "./output.js";
 import { list, textOf } from "./result.js";
 
-/** The reward of an episode, with its components; unless `brief`, with checks and evidence. */
+/** The reward of an episode with its components. Checks and evidence are included unless `brief` is set. */
 export function verdict(result, { brief = false } = {}) {
   const { reward, failure, components = {}, evidence = {} } = result;
   const { checks, ...rest } = evidence ?? {};
@@ -29,7 +29,7 @@ function checkItem(check) {
   return el("li", {}, el("details", {}, el("summary", {}, el("span", { class: `verdict-mark ${mark[0]}`, "aria-hidden": "true" }, mark[1]), el("span", { class: "sr" }, mark[2]), String(name ?? "check")), tree(rest)));
 }
 
-/** JSON as a tree that unfolds. */
+/** A JSON value as a tree with folded branches. */
 export function tree(value, depth = 0) {
   if (value === null || typeof value !== "object") return leaf(value);
   const entries = Array.isArray(value) ? value.map((item, i) => [String(i), item]) : Object.entries(value);
@@ -44,7 +44,7 @@ function node(key, item, depth) {
   const size = Object.keys(item).length;
   const body = el("details", { open: depth < 1 && size < 30 }, el("summary", {}, key, el("span", { class: "quiet" }, ` ${size}`)));
   const unfold = () => { if (body.open && body.childElementCount === 1) body.append(tree(item, depth + 1)); };
-  body.addEventListener("toggle", unfold); // what is folded is not built
+  body.addEventListener("toggle", unfold); // the elements of a folded branch are created when it is opened
   unfold();
   return el("li", {}, body);
 }

@@ -1,10 +1,10 @@
-// The stream of events of a service: one connection, read as server-sent events, opened again when it breaks.
-// (EventSource cannot send the bearer token, and a token in an address would be logged.)
+// The event stream of a service (server-sent events). A broken connection is opened again.
+// EventSource is not used, because it cannot send the bearer token, and a token in an address would be logged.
 import { client } from "./client.js";
 
 const FIRST_PAUSE_MS = 500, LONGEST_PAUSE_MS = 10_000;
 
-/** Follow without end. on.event(name, data), on.state(whether it is there). */
+/** Read the stream without end. Calls on.event(name, data) for each event, and on.state(connected) for each change. */
 export async function follow(path, on) {
   for (let pause = FIRST_PAUSE_MS; ; pause = Math.min(pause * 2, LONGEST_PAUSE_MS)) {
     try {
@@ -28,7 +28,7 @@ async function read(body, onEvent) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const lines = event.split("\n"); // not by a pattern: to those, U+2028 ends a line too
+      const lines = event.split("\n"); // in a multi-line pattern, U+2028 would also end a line
       const field = (name) => lines.find((line) => line.startsWith(`${name}: `))?.slice(name.length + 2);
       if (field("event") && field("data")) onEvent(field("event"), JSON.parse(field("data")));
     }

@@ -1,4 +1,4 @@
-// Which episodes are shown: words, comparisons, ticked values; all of it in the page's address. Pure.
+// Filter, sorting and grouping of episodes. The page's address contains the state. Without access to the page.
 import { active, outcome } from "./format.js";
 
 const COMPARISON = /^(reward|turns|tokens|sampled|time|attempts|drift|rows)(<=|>=|<|>|=)(-?\d+(?:\.\d+)?)$/;
@@ -11,20 +11,20 @@ const COMPARE = {
   "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b, "=": (a, b) => a === b,
 };
 
-/** What can be ticked: a name, and the value of an episode. */
+/** Filters with check boxes: name, and the value of an episode. */
 export const FACETS = [
   { id: "env", name: "Environment", of: (entry) => entry.environment },
   { id: "reward", name: "Reward", of: (entry) => bucket(entry.reward) },
   { id: "end", name: "Ended by", of: outcome },
 ];
 
-/** Ways to sort, each the value that counts. */
+/** Sort orders: the value of an episode to sort by. */
 export const SORTS = {
   order: (entry, index) => index, reward: (entry) => entry.reward ?? -Infinity, task: (entry) => entry.task_id,
   job: (entry) => entry.job_id, end: outcome, turns: (entry) => entry.turns, tokens: (entry) => entry.tokens, time: active,
 };
 
-/** The state that an address holds. */
+/** The state in the query of an address. */
 export function parse(query) {
   const given = new URLSearchParams(query);
   const ticked = Object.fromEntries(FACETS.map(({ id }) => [id, new Set(given.getAll(id))]));
@@ -34,7 +34,7 @@ export function parse(query) {
   };
 }
 
-/** The address of a state. */
+/** The query of an address with this state. */
 export function written(state) {
   const made = new URLSearchParams();
   if (state.view !== "episodes") made.set("view", state.view);
@@ -46,13 +46,13 @@ export function written(state) {
   return made.toString();
 }
 
-/** Those that fit, a copy only where some do not. */
+/** The entries that match the state, apart from the facet `except`. The list is not copied if there is no filter. */
 export function fitting(entries, state, except = "") {
   const tests = testsOf(state, except);
   return tests.length ? entries.filter((entry) => tests.every((test) => test(entry))) : entries;
 }
 
-/** The tests that an episode has to pass. */
+/** The conditions of the state, as functions of an episode. */
 function testsOf(state, except) {
   const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
   const tests = words.map((word) => {
@@ -67,7 +67,7 @@ function testsOf(state, except) {
   return tests;
 }
 
-/** Of each value of a facet, how many episodes would be left with it ticked. */
+/** For each value of a facet, the number of episodes that match the other filters. */
 export function counts(entries, state, { id, of }) {
   const found = new Map([...state.ticked[id]].map((value) => [value, 0]));
   for (const entry of fitting(entries, state, id)) {
@@ -77,12 +77,12 @@ export function counts(entries, state, { id, of }) {
   return [...found].sort(([a], [b]) => (a < b ? -1 : 1));
 }
 
-/** The entries that a list shows in a state, in its order. `inside`: keys that a search in the texts has found, or null. */
+/** The entries of the list for a state, in the list's order. `inside`: keys that the text search has found, or null. */
 export function listed(entries, state, inside = null) {
   return sorted(fitting(inside ? entries.filter(({ key }) => inside.has(key)) : entries, state), state);
 }
 
-/** Sorted, a copy. */
+/** A sorted copy of the entries. */
 export function sorted(entries, { sort, descending }) {
   if (sort === "order" && !descending) return entries.slice();
   const value = SORTS[sort] ?? SORTS.order;
@@ -92,7 +92,7 @@ export function sorted(entries, { sort, descending }) {
   return keyed.map(([, , entry]) => entry);
 }
 
-/** Groups of these episodes, each with its rewards, in the order of their first. */
+/** The groups of the episodes with the statistics of their rewards, ordered by their first episodes. */
 export function grouped(entries) {
   const groups = new Map();
   for (const entry of entries) {
@@ -104,7 +104,7 @@ export function grouped(entries) {
   return [...groups.values()];
 }
 
-/** Mean and standard deviation of the rewards there are, and whether they differ. */
+/** Mean and standard deviation of the rewards that are not null, and whether these rewards differ. */
 export function spread(rewards) {
   const given = rewards.filter((reward) => reward !== null && reward !== undefined);
   if (!given.length) return { mean: null, std: null, informative: false };

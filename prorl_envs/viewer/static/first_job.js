@@ -1,10 +1,10 @@
-// What a service without jobs shows: how to submit one, from a shell and over HTTP.
+// Panel of a service without jobs. It shows commands that submit a job from a shell and over HTTP.
 import { el, fill, say } from "./dom.js";
 import { client } from "./client.js";
 
 const TASK = { id: "greeting", instruction: "Create the file /workspace/greeting.txt with exactly one line: hello, world", checks: [{ type: "file_equals", path: "greeting.txt", text: "hello, world\n" }] };
 
-/** The two commands, for a service at an address that offers these environments. */
+/** The two commands. @param origin address of the service @param names environments of the service */
 export function commands(origin, names) {
   const environment = names.includes("bash") ? "bash" : names[0] ?? "bash";
   const group = JSON.stringify({ id: "first", environment, task: TASK, samples: 2 });
@@ -14,12 +14,12 @@ export function commands(origin, names) {
   ];
 }
 
-/** A panel that is there while the service has no jobs. */
+/** A panel that is visible while the service has no jobs. */
 export function emptyState() {
   const place = el("div", { class: "commands" });
   const node = el("section", { class: "panel empty", "aria-label": "No jobs yet", hidden: true },
-    el("h2", {}, "No jobs yet"), el("p", {}, "Submit the first one from a shell, with a command of this package or over HTTP. It appears here at once."), place);
-  let asked = false;
+    el("h2", {}, "No jobs yet"), el("p", {}, "Submit the first job from a shell, with a command of this package or over HTTP. It then appears here."), place);
+  let loaded = false;
 
   async function load() {
     const { environments } = await client.get("/v1/environments");
@@ -30,8 +30,8 @@ export function emptyState() {
     node,
     show(empty) {
       node.hidden = !empty;
-      if (!empty || asked) return;
-      asked = true;
+      if (!empty || loaded) return;
+      loaded = true;
       load().catch((error) => say(error.message));
     },
   };

@@ -1,15 +1,15 @@
-// Numbers as people read them.
+// Numbers as text.
 
-const WHOLE = new Intl.NumberFormat("en");
+const GROUPED = new Intl.NumberFormat("en");
 
-/** 12,345; and 1.2M from a million on. */
+/** An integer: 12,345; or 1.2M from a million on. */
 export function count(number) {
   if (!Number.isFinite(number)) return "–";
   if (Math.abs(number) >= 1e6) return `${(number / 1e6).toFixed(1)}M`;
-  return WHOLE.format(number);
+  return GROUPED.format(number);
 }
 
-/** Seconds: 3 ms, 1.2 s, 2 min 5 s, 3 h 10 min. */
+/** A duration: 3 ms, 1.2 s, 2 min 5 s, 3 h 10 min. */
 export function seconds(value) {
   if (!Number.isFinite(value)) return "–";
   if (value <= 0) return "0 s";
@@ -28,7 +28,7 @@ export function date(text) {
   return Number.isNaN(when.getTime()) ? "–" : `${when.toISOString().slice(0, 16).replace("T", " ")} UTC`;
 }
 
-/** A reward: up to four digits. */
+/** A number with up to four significant digits. */
 export function number(value) {
   return Number.isFinite(value) ? String(Number(value.toPrecision(4))) : "–";
 }
@@ -45,24 +45,24 @@ export function bytes(value) {
   return `${unit ? value.toPrecision(3) : value} ${units[unit]}`;
 }
 
-/** One thing, two things. */
+/** A count with a noun: "1 job", "2 jobs". */
 export function plural(n, one, many = `${one}s`) {
   return `${count(n)} ${n === 1 ? one : many}`;
 }
 
-/** The class of a reward's colour. */
+/** The CSS class for the colour of a reward. */
 export function tone(reward) {
   if (reward === null || reward === undefined) return "none";
   return reward >= 1 ? "good" : reward > 0 ? "part" : "bad";
 }
 
-/** In a word or two, how an episode ended. */
+/** The reason of an episode's end in one or two words. */
 export function outcome(entry) {
   if (entry.failure && entry.failure !== "cancelled") return `failed: ${entry.failure}`;
   return (entry.stop_reason ?? entry.state).replaceAll("_", " ");
 }
 
-/** Seconds of work of an episode. */
+/** The seconds of an episode in its stages, without waiting. */
 export function active(entry) {
   return entry.init_s + entry.run_s + entry.eval_s;
 }

@@ -1,4 +1,4 @@
-// The evaluation of an episode at full width: patch, test results, checks, logs.
+// The tab with the evaluation of an episode: patch, test results, checks, logs.
 import { el } from "./dom.js";
 import { tree, verdict } from "./evidence.js";
 import { count } from "./format.js";
@@ -9,7 +9,7 @@ const STATUS = /^(?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS|MISSING|TIMEOUT)$/i;
 const GOOD = /^(?:PASSED|XFAIL)$/i;
 const LONG = 200;
 
-/** The tab. */
+/** The content of the tab. */
 export function gradeView(result) {
   const { checks, patch, ...rest } = result.evidence ?? {};
   const tests = [], texts = [], other = {};
@@ -37,7 +37,7 @@ function isTests(value) {
   return results.length > 0 && results.every((status) => typeof status === "string" && STATUS.test(status));
 }
 
-/** Results by test; those that did not pass come first. */
+/** A table of test results; tests that did not pass come first. */
 function testTable(name, results) {
   const rows = Object.entries(results).sort(([, a], [, b]) => Number(GOOD.test(a)) - Number(GOOD.test(b)));
   const passed = rows.filter(([, status]) => GOOD.test(status)).length;

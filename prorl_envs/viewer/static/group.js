@@ -1,4 +1,4 @@
-// The samples of one group side by side, turn by turn.
+// The page of a group: its samples in columns, one row per turn.
 import { el, fill } from "./dom.js";
 import { differences, extremes, ranked } from "./compare.js";
 import { callCard, prose } from "./conversation.js";
@@ -9,13 +9,13 @@ import { parsedTexts } from "./markdown.js";
 import { output } from "./output.js";
 import { callsOf, conversationOf, textOf, thoughts } from "./result.js";
 
-/** Samples that are shown at first, the best and the worst; the others can be ticked. */
+/** Number of samples that are shown at first: the ones with the best and the worst rewards. */
 const FIRST = 4;
 
 /** The page. */
 export async function groupPage(source, id) {
   const entries = source.group(id);
-  if (!entries.length) return { node: el("p", { class: "quiet pad" }, `Nothing is known of the group ${id}.`), title: id };
+  if (!entries.length) return { node: el("p", { class: "quiet pad" }, `There is no group ${id}.`), title: id };
   const { mean, std, informative } = spread(entries.map(({ reward }) => reward));
   const chosen = new Set(extremes(entries, FIRST).map(({ key }) => key));
   const results = new Map(), parsed = new Map(); // of the shown samples, by key
@@ -43,7 +43,7 @@ export async function groupPage(source, id) {
     el("p", { class: "crumbs" }, el("a", { href: "#/episodes?view=groups" }, "Groups"), " / ", id),
     el("div", { class: "episode-title" }, el("h1", {}, entries[0].task_id), el("span", { class: "badge" }, entries[0].environment)),
     el("p", { class: "facts" }, el("span", {}, plural(entries.length, "sample")), el("span", {}, mean === null ? "no rewards" : `mean reward ${number(mean)}`), std !== null && el("span", {}, `standard deviation ${number(std)}`),
-      el("span", {}, informative ? "rewards differ: it carries a gradient" : "rewards do not differ: it carries no gradient")),
+      el("span", {}, informative ? "rewards differ: the group contributes a gradient" : "rewards do not differ: the group contributes no gradient")),
     ticks, table);
   return { node, title: entries[0].task_id };
 }
@@ -68,10 +68,10 @@ function badge(mark) {
   return mark && el("span", { class: "badge" }, MARKS[mark]);
 }
 
-/** The place of a turn after the end of a sample; `how` it ended is said once. */
-function ended(mark, how) {
-  const told = how !== false;
-  return el("div", { class: told && mark ? "compare-cell over differs" : "compare-cell over" }, told && el("p", { class: "quiet" }, `ended: ${how}`, badge(mark)));
+/** A cell after the end of a sample. `reason`: the reason of the end in the first of these cells, false in others. */
+function ended(mark, reason) {
+  const first = reason !== false;
+  return el("div", { class: first && mark ? "compare-cell over differs" : "compare-cell over" }, first && el("p", { class: "quiet" }, `ended: ${reason}`, badge(mark)));
 }
 
 function cell(turn, mark, trees) {

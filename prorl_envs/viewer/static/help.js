@@ -1,4 +1,4 @@
-// The keys of the pages, in a dialog.
+// A dialog with the keys of the pages.
 import { el } from "./dom.js";
 
 const KEYS = [
@@ -8,7 +8,7 @@ const KEYS = [
   ["Episode", [["j k", "next and previous turn"], ["n p", "next and previous sample of the group"], ["] [", "next and previous episode of the filtered list"], ["u", "back to the list"], ["← →", "change the tab that has the focus"]]],
 ];
 
-/** Show the keys. */
+/** Show the dialog. */
 export function showHelp() {
   if (document.querySelector("dialog[open]")) return;
   const dialog = el("dialog", { class: "dialog help", "aria-labelledby": "help-title" },

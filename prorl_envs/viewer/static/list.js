@@ -1,11 +1,12 @@
-// A table of any length: only the rows in sight are in the page. The grid itself has the focus; arrow keys move
-// the active row, Enter opens it.
+// A table of any length; the page contains only the visible rows. The grid has the focus: arrow keys move the active
+// row, Enter opens it.
 import { el, fill } from "./dom.js";
 
 const SPARE = 8;
 let lists = 0;
 
-/** columns: {id, name, cell(item), width, grow, numeric, wide, sortable}. `onOpen(item)`, `onSort(id)`. */
+/** @param columns {id, name, cell(item), width, grow, numeric, wide, sortable}
+ *  @param onOpen called with the item of an opened row @param onSort called with the id of a column */
 export class VirtualList {
   #items = [];
   #active = 0;
@@ -23,16 +24,16 @@ export class VirtualList {
     this.observer.observe(this.body);
   }
 
-  /** Show these; the active row stays on its item where that is still there. */
+  /** Show other items. The active item stays active if it is among them. */
   update(items, { sort = "", descending = false } = {}) {
     const key = this.#items.length ? this.keyOf(this.#items[this.#active] ?? this.#items[0]) : null;
     this.#items = items;
-    const there = key === null ? -1 : items.findIndex((item) => this.keyOf(item) === key);
-    this.#active = Math.max(0, there);
+    const index = key === null ? -1 : items.findIndex((item) => this.keyOf(item) === key);
+    this.#active = Math.max(0, index);
     this.node.setAttribute("aria-rowcount", String(items.length + 1));
-    const held = this.head.contains(document.activeElement) ? document.activeElement.dataset.column : null;
+    const focused = this.head.contains(document.activeElement) ? document.activeElement.dataset.column : null;
     fill(this.head, this.columns.map((column) => this.#heading(column, sort, descending)));
-    if (held) this.head.querySelector(`[data-column="${held}"]`)?.focus({ preventScroll: true });
+    if (focused) this.head.querySelector(`[data-column="${focused}"]`)?.focus({ preventScroll: true });
     this.space.style.height = `${Math.max(items.length, 1) * this.rowHeight}px`;
     this.#drawn = "";
     this.#draw();
@@ -42,7 +43,7 @@ export class VirtualList {
     this.node.focus({ preventScroll: true });
   }
 
-  /** Leave the page. */
+  /** Stop the observer. */
   end() {
     this.observer.disconnect();
   }

@@ -1,4 +1,4 @@
-// The page as a whole: what stands at its top, and which view the address names.
+// Entry point of the pages: the header, the keys, and the view of the current address.
 import { el, fill, say } from "./dom.js";
 import { client } from "./client.js";
 import { episodePage } from "./episode.js";
@@ -21,7 +21,7 @@ let turn = 0;
 let redraw = 0;
 let toFilter = false;
 
-/** There is more to show. While more comes, it is drawn now and then; the last of it at once. */
+/** Draw new data. If more data will follow, the page is drawn at intervals; otherwise immediately. */
 function news(more = true) {
   if (redraw && more) return;
   clearTimeout(redraw);
@@ -39,7 +39,7 @@ async function route() {
   } catch (error) {
     next = { title: "Error", node: el("div", { class: "pad problem", role: "alert" }, error.message) };
   }
-  if (mine !== turn) return next.end?.(); // the user has gone on meanwhile
+  if (mine !== turn) return next.end?.(); // the user has opened another view meanwhile
   shown?.end?.();
   shown = next;
   fill(document.getElementById("main"), next.node);
@@ -51,14 +51,14 @@ async function route() {
   toFilter = false;
 }
 
-/** The view of an address that names none. */
+/** The view for an address without a view. */
 function first() {
   if (live) return "service";
   if (kind === "runs") return "runs";
   return source.hasOverview ? "overview" : "episodes";
 }
 
-/** KEY, KEY?FILTER, either with #turn-N behind it. */
+/** Parse the address of an episode: KEY or KEY?FILTER, optionally followed by #turn-N. */
 function episodeAddress(rest) {
   const [, key, query = "", number = "0"] = /^([^?#]*)(?:\?([^#]*))?(?:#turn-(\d{1,9}))?/.exec(rest);
   return { key: decodeURIComponent(key), query, turn: Number(number) };
@@ -107,11 +107,11 @@ function top() {
 function nextTheme() {
   const now = document.documentElement.style.colorScheme || THEMES[0];
   document.documentElement.style.colorScheme = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
-  say(["As your system has it", "Light", "Dark"][THEMES.indexOf(document.documentElement.style.colorScheme)]);
+  say(["As in your system settings", "Light", "Dark"][THEMES.indexOf(document.documentElement.style.colorScheme)]);
 }
 
 function onKey(event) {
-  const within = (what) => event.target instanceof Element && event.target.closest(what);
+  const within = (selector) => event.target instanceof Element && event.target.closest(selector);
   if (within("input:not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "?") return void showHelp();
   if (event.key === "/") {
@@ -136,7 +136,7 @@ async function start() {
     if (live) await service.start();
     await source.load(() => {
       fill(document.getElementById("where"), source.title ?? "");
-      if (!turn && /^(#\/?(episodes.*)?)?$/.test(location.hash)) route(); // a list is of use before all is read
+      if (!turn && /^(#\/?(episodes.*)?)?$/.test(location.hash)) route(); // the list is useful before all results are read
       news(source.progress < 1);
     });
   } catch (error) {

@@ -1,11 +1,11 @@
-// Parsed Markdown as elements. The tree comes from the server (viewer/markdown.py); what it does not know stays text.
+// Elements for parsed Markdown. The server makes the trees (viewer/markdown.py); unknown elements become text.
 import { el, link } from "./dom.js";
 import { image } from "./output.js";
 
 const PLAIN = new Set(["p", "ul", "li", "blockquote", "strong", "em", "s", "hr", "br", "thead", "tbody", "tr", "code"]);
 const ALIGNMENTS = new Set(["left", "right", "center"]);
 
-/** The parsed Markdown of a result's messages; none if the request fails, so that the pages show the texts. */
+/** The parsed Markdown of a result's messages. If the request fails, the list is empty and the pages show raw text. */
 export async function parsedTexts(source, key) {
   try {
     return await source.markdown(key);
@@ -14,14 +14,14 @@ export async function parsedTexts(source, key) {
   }
 }
 
-/** A tree as a block. */
+/** The element for a tree. */
 export function markdown(tree) {
   return el("div", { class: "markdown" }, tree.map(node));
 }
 
-function node(one) {
-  if (!Array.isArray(one)) return String(one);
-  const [name, inner, value] = one, children = inner.map(node);
+function node(item) {
+  if (!Array.isArray(item)) return String(item);
+  const [name, inner, value] = item, children = inner.map(node);
   if (PLAIN.has(name)) return el(name, {}, children);
   if (name === "heading") return el("div", { class: `heading-${value}`, role: "heading", "aria-level": String(Math.min(6, value + 2)) }, children);
   if (name === "ol") return el("ol", { start: String(value) }, children);

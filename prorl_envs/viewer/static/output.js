@@ -1,14 +1,14 @@
-// What tools and models wrote, made readable: colours of a terminal, diffs, images. Hostile, all of it.
+// Texts of tools and models with terminal colours, diffs and images. All of these texts may be hostile.
 import { el, visible } from "./dom.js";
 import { count } from "./format.js";
 
 const IMAGE = /data:image\/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/]{16,}={0,2}/g;
-// What has no end (an unfinished title, say) is not taken for a sequence: it would hide all that follows.
+// An unfinished sequence, such as a title without an end, does not match; it would hide all following text.
 const ESCAPE = /\u001b(?:\[([0-9;:?]*)[ -/]*([@-~])|\][^\u0007\u001b\n]{0,500}(?:\u0007|\u001b\\)|[@-Z\\^_]|[ -/]+[0-~])/g;
 const SHOWN_LINES = 40, SHOWN_CHARS = 6000;
 const HEADER = /^(?:diff --git |index |--- |\+\+\+ |new file|deleted file|rename |similarity |Binary files )/;
 
-/** Any text as a block: images as images, diffs as diffs, the rest as a terminal would show it. */
+/** An element for any text: image data as images, diffs with colours, other text as in a terminal. */
 export function output(text, { kind = "" } = {}) {
   const parts = [];
   let at = 0;
@@ -21,10 +21,10 @@ export function output(text, { kind = "" } = {}) {
   return parts.length === 1 ? parts[0] : el("div", {}, parts);
 }
 
-/** An image of the data itself; anything else is written out. */
+/** An image from a data URL; any other URL is shown as text. */
 export function image(url) {
-  const whole = new RegExp(`^(?:${IMAGE.source})$`);
-  if (typeof url !== "string" || !whole.test(url)) return el("p", { class: "quiet" }, `image that is not in the data: ${String(url).slice(0, 200)}`);
+  const dataUrl = new RegExp(`^(?:${IMAGE.source})$`);
+  if (typeof url !== "string" || !dataUrl.test(url)) return el("p", { class: "quiet" }, `image that is not in the data: ${String(url).slice(0, 200)}`);
   return el("img", { class: "picture", src: url, alt: "image in the conversation" });
 }
 
@@ -57,7 +57,7 @@ function isDiff(lines) {
   return hunks > 0 && files > 0;
 }
 
-/** A unified diff, a line a row. */
+/** A unified diff with coloured lines. */
 export function diffOf(text) {
   return fragment(text.split("\n").map((line) => {
     const kind = HEADER.test(line) ? "head" : line.startsWith("@@") ? "hunk" : line[0] === "+" ? "add" : line[0] === "-" ? "del" : "";
@@ -65,7 +65,7 @@ export function diffOf(text) {
   }));
 }
 
-/** What an edit replaces, as a diff: common lines at either end are context. */
+/** A diff of an edit's old and new text; up to three common lines at each end are context. */
 export function replacement(before, after) {
   const old = before.split("\n"), now = after.split("\n");
   let head = 0, tail = 0;
@@ -79,11 +79,11 @@ export function replacement(before, after) {
     lines(tail ? old.slice(-tail).slice(0, 3) : [], " ", ""));
 }
 
-/** What a terminal would show: colours, and of lines that were written over, the last state. */
+/** A text as a terminal shows it: with colours, and with the last state of overwritten lines. */
 export function terminal(text) {
   text = text.replaceAll("\r\n", "\n");
   if (text.includes("\r")) text = text.split("\n").map((line) => line.replace(/\r+$/, "").split("\r").at(-1)).join("\n");
-  if (text.includes("\b")) text = rubbedOut(text);
+  if (text.includes("\b")) text = withoutErased(text);
   const style = { fg: "", bg: "", flags: new Set() };
   const parts = [];
   let at = 0;
@@ -97,13 +97,13 @@ export function terminal(text) {
   return fragment(parts);
 }
 
-function rubbedOut(text) {
-  const left = [];
+function withoutErased(text) {
+  const visibleChars = [];
   for (const char of text) {
-    if (char !== "\b") left.push(char);
-    else if (left.length && left.at(-1) !== "\n") left.pop();
+    if (char !== "\b") visibleChars.push(char);
+    else if (visibleChars.length && visibleChars.at(-1) !== "\n") visibleChars.pop();
   }
-  return left.join("");
+  return visibleChars.join("");
 }
 
 function styled(text, { fg, bg, flags }) {

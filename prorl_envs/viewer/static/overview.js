@@ -1,11 +1,11 @@
-// A run as a whole: its statistics as the service computes them, and histograms of its episodes.
+// The overview page of a run: statistics from the server, and histograms of the episodes.
 import { el, fill, say } from "./dom.js";
 import { histogram, ranking } from "./charts.js";
 import { active, count, date, number, plural, seconds } from "./format.js";
 
 const RUNNING_MS = 3000;
 
-/** What a histogram shows: the value of an episode, and how it is written. */
+/** The histograms: the value of an episode, and the function that formats it. */
 const HISTOGRAMS = [
   { name: "Reward", axis: "reward", of: (entry) => entry.reward, write: number },
   { name: "Turns", axis: "model calls per episode", of: (entry) => entry.turns, write: number, whole: true },
@@ -27,13 +27,13 @@ export async function overviewPage(source) {
 
   function drawCharts() {
     const entries = environment ? source.entries.filter((entry) => entry.environment === environment) : source.entries;
-    fill(charts, HISTOGRAMS.map((one) => histogram(entries.map(one.of).filter((value) => value !== null), one)));
+    fill(charts, HISTOGRAMS.map((chart) => histogram(entries.map(chart.of).filter((value) => value !== null), chart)));
   }
 
   function draw() {
     const { overall, environments, running } = view;
     node.querySelector(".badge.live").hidden = !running;
-    fill(facts, known(view).map((text) => el("span", {}, text)));
+    fill(facts, factsOf(view).map((text) => el("span", {}, text)));
     fill(tiles, tilesOf(overall));
     fill(place, table(environments, overall));
     failures.hidden = !Object.keys(overall.failures).length;
@@ -63,7 +63,7 @@ export async function overviewPage(source) {
   return { node, title, news, pollMs: RUNNING_MS };
 }
 
-function known({ description, expected, running, wall_s: wall, sampled_tokens_per_s: speed, overall }) {
+function factsOf({ description, expected, running, wall_s: wall, sampled_tokens_per_s: speed, overall }) {
   return [
     description && `environment ${description.environment}`, description?.model && `model ${description.model}`, description && `started ${date(description.started)}`,
     expected === null ? plural(overall.results, "episode") : `${count(overall.results)} of ${plural(expected, "episode")}${running || overall.results >= expected ? "" : ": the run was interrupted"}`,
@@ -99,9 +99,9 @@ function share(value) {
 function table(environments, overall) {
   const ks = Object.keys(overall.pass_at).map(Number).sort((a, b) => a - b);
   const names = ["Environment", "Tasks", "Episodes", "Mean reward", ...ks.map((k) => `pass@${k}`), "Turns", "Tokens", "Sampled", "Failures"];
-  const row = (name, one) => el("tr", { class: name ? "" : "total" }, el("th", { scope: "row" }, name ? el("a", { href: `#/episodes?env=${encodeURIComponent(name)}` }, name) : "all"),
-    [count(one.tasks), count(one.results), mean(one), ...ks.map((k) => (one.pass_at[k] === undefined ? "–" : share(one.pass_at[k]))), one.turns.toFixed(1), count(one.tokens), count(one.sampled_tokens), count(Object.values(one.failures).reduce((sum, n) => sum + n, 0))].map((text) => el("td", { class: "numeric" }, text)));
-  const rows = Object.entries(environments).map(([name, one]) => row(name, one));
+  const row = (name, stats) => el("tr", { class: name ? "" : "total" }, el("th", { scope: "row" }, name ? el("a", { href: `#/episodes?env=${encodeURIComponent(name)}` }, name) : "all"),
+    [count(stats.tasks), count(stats.results), mean(stats), ...ks.map((k) => (stats.pass_at[k] === undefined ? "–" : share(stats.pass_at[k]))), stats.turns.toFixed(1), count(stats.tokens), count(stats.sampled_tokens), count(Object.values(stats.failures).reduce((sum, n) => sum + n, 0))].map((text) => el("td", { class: "numeric" }, text)));
+  const rows = Object.entries(environments).map(([name, stats]) => row(name, stats));
   if (rows.length > 1) rows.push(row("", overall));
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Statistics by environment" }, el("table", { class: "plain statistics" },
     el("thead", {}, el("tr", {}, names.map((name, i) => el("th", { scope: "col", class: i ? "numeric" : "" }, name)))), el("tbody", {}, rows)));

@@ -1,12 +1,12 @@
-// A result taken apart, whatever is in it: it comes from a file, and what it holds from a model.
+// Parts of a result. The functions accept any values, because a result comes from a file and contains model output.
 
 /** The rows of the trajectory, forks first. */
 export function rowsOf(result) {
   return [...list(result.forks), ...(result.trajectory ? [result.trajectory] : [])];
 }
 
-/** The conversation: what came before the first answer, then one turn for each answer with what followed it.
- *  `record` is the model call of a turn, where the two can be told to belong together. */
+/** The conversation: the messages before the first answer, and one turn per answer with the messages `after` it.
+ *  `record` is the model call of a turn; it is missing if the numbers of turns and model calls differ. */
 export function conversationOf(result) {
   const before = [], turns = [];
   for (const message of list(result.messages)) {
@@ -31,7 +31,7 @@ export function partsOf(content) {
   });
 }
 
-/** The tool calls of a message: {id, name, arguments}; arguments are an object where they can be read. */
+/** The tool calls of a message: {id, name, arguments}. If the arguments are not an object, it is {arguments: value}. */
 export function callsOf(message) {
   return list(message?.tool_calls).map((call) => {
     const called = call?.function ?? call ?? {};
@@ -48,25 +48,25 @@ export function callsOf(message) {
   });
 }
 
-/** What a message says first, and what the model thought before: [reasoning, content]. */
+/** The reasoning and the remaining content of a message: [reasoning, content]. */
 export function thoughts(message) {
-  const own = message?.reasoning_content ?? message?.reasoning ?? message?.thinking;
-  if (typeof own === "string" && own) return [own, message.content];
+  const reasoning = message?.reasoning_content ?? message?.reasoning ?? message?.thinking;
+  if (typeof reasoning === "string" && reasoning) return [reasoning, message.content];
   const found = typeof message?.content === "string" ? /^\s*<think>([\s\S]*?)<\/think>\s*/.exec(message.content) : null;
   return found ? [found[1].trim(), message.content.slice(found[0].length)] : ["", message?.content];
 }
 
-/** Whether the ids of a row or turn are the model's own. Results of format 1 call the field `exact`. */
+/** Whether the ids of a row or turn are the ids that the model sampled. Results of format 1 call the field `exact`. */
 export function tokenExact(part) {
   return (part.token_exact ?? part.exact) !== false;
 }
 
-/** An array, or none. */
+/** The value if it is an array, otherwise an empty array. */
 export function list(value) {
   return Array.isArray(value) ? value : [];
 }
 
-/** Text of whatever it is. */
+/** Any value as text. */
 export function textOf(value) {
   return typeof value === "string" ? value : JSON.stringify(value, null, 2) ?? String(value);
 }

@@ -1,4 +1,4 @@
-// The runs of a folder.
+// The page with the runs of a folder.
 import { el, fill, middle } from "./dom.js";
 import { count, date, plural } from "./format.js";
 import { VirtualList } from "./list.js";

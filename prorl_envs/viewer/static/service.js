@@ -1,4 +1,4 @@
-// A service as it runs: its stages, what came of jobs, model servers, sandboxes, nodes; and what can be done.
+// The page of a running service: stages, results, model servers, sandboxes, nodes, and buttons for actions.
 import { el, fill, middle, say } from "./dom.js";
 import { axes, gauge, highest, ranking, sparkline, stacked } from "./charts.js";
 import { client } from "./client.js";
@@ -19,22 +19,22 @@ export class Service {
   #onNews;
   #broken = false;
 
-  /** `onNews()` is called when the source has more. */
+  /** `onNews()` is called when the source has new results. */
   constructor(source, onNews) {
     this.#source = source;
     this.#onNews = onNews;
     this.light = el("span", { class: "badge", role: "status" }, "connecting");
   }
 
-  /** Begin to follow; returns with the first view of the service. */
+  /** Start to read the event stream. Resolves at the first event. */
   start() {
     return new Promise((resolve) => {
       follow("/v1/dashboard/stream", {
-        state: (there) => {
-          this.light.className = `badge ${there ? "live" : "bad"}`;
-          fill(this.light, there ? "live" : "disconnected");
-          if (there && this.#broken) this.#source.load(this.#onNews).catch((error) => say(error.message)); // what was missed
-          this.#broken = !there;
+        state: (connected) => {
+          this.light.className = `badge ${connected ? "live" : "bad"}`;
+          fill(this.light, connected ? "live" : "disconnected");
+          if (connected && this.#broken) this.#source.load(this.#onNews).catch((error) => say(error.message)); // results of the interruption
+          this.#broken = !connected;
         },
         event: (name, data) => {
           if (name === "refused") say(data.message);
@@ -90,7 +90,7 @@ function dashboard() {
   let last = null, shownState = "";
   const node = el("div", { class: "dashboard" },
     el("h1", { class: "sr" }, "The service"), el("div", { class: "service-top" }, bar, buttons), empty.node, stages,
-    el("div", { class: "panels" }, Object.values(panels).map((one) => one.node)), jobs.node);
+    el("div", { class: "panels" }, Object.values(panels).map(({ node }) => node)), jobs.node);
 
   function update(view, past) {
     last = view;
@@ -98,7 +98,7 @@ function dashboard() {
     fill(bar, summary(view));
     empty.show(!status.unfinished && !Object.values(status.finished).some((n) => n > 0));
     const state = `${status.state} ${status.paused}`;
-    if (state !== shownState) fill(buttons, controls(status, () => last)); // not under a finger or a focus
+    if (state !== shownState) fill(buttons, controls(status, () => last)); // a replaced button loses the focus and the click
     shownState = state;
     fill(stages, stageCards(view, past));
     fill(panels.throughput.place, throughput(view));
@@ -121,12 +121,12 @@ let pressed = false;
 addEventListener("pointerdown", () => { pressed = true; });
 for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => setTimeout(() => { pressed = false; }, 50));
 
-/** Tables with buttons stay while one is pressed, and the focus stays on the button that had it. */
-function refill(one, node) {
+/** Replace a panel's table with buttons, but not while the pointer is pressed. The focus stays on the same button. */
+function refill({ place }, node) {
   if (pressed) return;
-  const held = one.place.contains(document.activeElement) ? nameOf(document.activeElement) : "";
-  fill(one.place, node);
-  if (held) [...one.place.querySelectorAll("button, [tabindex]")].find((other) => nameOf(other) === held)?.focus({ preventScroll: true });
+  const focused = place.contains(document.activeElement) ? nameOf(document.activeElement) : "";
+  fill(place, node);
+  if (focused) [...place.querySelectorAll("button, [tabindex]")].find((button) => nameOf(button) === focused)?.focus({ preventScroll: true });
 }
 
 function nameOf(node) {
@@ -144,10 +144,10 @@ function summary({ status }) {
 }
 
 function controls(status, view) {
-  const held = status.paused || status.state === "draining";
+  const resumable = status.paused || status.state === "draining";
   const button = (name, action, kind = "") => el("button", { type: "button", class: kind, on: { click: action } }, name);
   return [
-    held && button("Resume", control.resume, "primary"), !status.paused && button("Pause …", control.pause),
+    resumable && button("Resume", control.resume, "primary"), !status.paused && button("Pause …", control.pause),
     status.state !== "draining" && button("Drain …", control.drain), button("Limits …", () => control.limits(view())),
   ];
 }

@@ -1,14 +1,15 @@
-// Where results come from: a service that runs, a file behind a small server, or the page itself.
+// Sources of results: a running service, a file behind a small server, or the data in the page.
 import { client } from "./client.js";
 
-/** The source that the page names. That of `runs` is a list of runs alone; each other has
- *  - kind, and what it can do: `texts` (reads tokens);
- *  - load(onNews): bring `entries`, summaries each with its `key`; calls onNews as more is there;
- *  - episode(key): the whole result; tokens(key): the text of each token by row; markdown(key): the parsed texts of each
- *    message; request(key): the request of its group, or null;
- *  - overview(): statistics and description of the run, or null; `runs`: whether it is one of a list of runs;
- *  - look(text, from): a step of a search in what was said, from null or the last step's `next`: {keys, next, share}
- *    with the share of all that has been looked through. Nothing is left where `next` stays as it was. */
+/** The source of a kind. A source of kind `runs` has only load, and its entries are runs. Other sources have:
+ *  - `kind`, and `texts`: whether the source can decode tokens;
+ *  - load(onNews): load the summaries into `entries`, each with a `key`, and call onNews after each part;
+ *  - episode(key): the complete result; tokens(key): the text of each token by row; markdown(key): the parsed texts of
+ *    each message; request(key): the request of the episode's group, or null;
+ *  - overview(): statistics and description of the run, or null; `runs`: whether the run is in a list of runs;
+ *  - look(text, from): one step of a text search. `from` is null or the `next` of the last step. The result is
+ *    {keys, next, share}: keys of episodes found in this step, and the share of data searched so far. The search is
+ *    complete when `next` does not change. */
 export function source(kind) {
   if (kind === "live") return new Live();
   if (kind === "runs") return new Runs();
@@ -21,7 +22,7 @@ class Source {
   texts = false;
   hasOverview = false;
   runs = false;
-  generation = 0; // counts how often other entries took the place of these
+  generation = 0; // number of times that other entries have replaced all entries
 
   entry(key) {
     return this.entries.find((entry) => entry.key === key);
@@ -43,19 +44,19 @@ class File extends Source {
 
   async load(onNews) {
     clearTimeout(this.#timer);
-    for (let asked = this.#ask(); asked; ) {
-      const page = await asked;
+    for (let request = this.#ask(); request; ) {
+      const page = await request;
       const fresh = page.generation !== this.generation;
       if (fresh) this.entries = [];
       this.generation = page.generation;
       for (const values of page.entries) this.entries.push(entryOf(page.names, values, String(this.entries.length)));
-      asked = page.more ? this.#ask() : null; // on its way while this is drawn
+      request = page.more ? this.#ask() : null; // the server answers while this part is drawn
       ({ file: this.title, texts: this.texts, overview: this.hasOverview, runs: this.runs } = page);
       this.progress = page.more ? page.read / page.size : 1;
       this.problems = page.bad_lines ? problems(page) : "";
       if (page.entries.length || fresh || !page.more) onNews();
     }
-    this.#timer = setTimeout(() => this.load(onNews).catch(() => {}), 3000); // a run may be writing to it
+    this.#timer = setTimeout(() => this.load(onNews).catch(() => {}), 3000); // a run may still write to the file
   }
 
   #ask() {
@@ -95,7 +96,7 @@ function entryOf(names, values, key) {
 }
 
 function problems({ bad, bad_lines: lines }) {
-  return `${lines} ${lines === 1 ? "line is" : "lines are"} no result; line ${bad[0][0]}: ${bad[0][1]}`;
+  return `${lines} ${lines === 1 ? "line is not a result" : "lines are not results"}; line ${bad[0][0]}: ${bad[0][1]}`;
 }
 
 const RUNS_MS = 3000;
@@ -176,7 +177,7 @@ class Live extends Source {
     }
   }
 
-  /** Summaries that the stream of events brought. */
+  /** Add summaries; known ones are ignored. */
   add(summaries) {
     for (const entry of summaries) {
       if (this.#keys.has(entry.job_id)) continue;
@@ -205,7 +206,7 @@ class Live extends Source {
   }
 
   async look(text, from) {
-    await this.#loaded; // the oldest that is listed is known only then
+    await this.#loaded; // the cursor of the oldest entry is needed
     const cursors = this.entries.map(({ cursor }) => cursor);
     const first = cursors.reduce((a, b) => Math.min(a, b), Infinity) - 1, last = cursors.reduce((a, b) => Math.max(a, b), 0);
     if (!cursors.length) return { keys: [], next: from, share: 1 };

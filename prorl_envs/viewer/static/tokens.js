@@ -1,14 +1,14 @@
-// The tokens of a trajectory: what the policy sampled with its log-probabilities, what it only read. By segments,
-// drawn when they are opened, so that a row of a hundred thousand tokens costs what is looked at.
+// The tab with the tokens of a trajectory: sampled tokens with their log-probabilities, and tokens that were only read.
+// The tokens are in segments whose elements are created when they are opened, because a row may have 100,000 tokens.
 import { el, fill, svg, visible } from "./dom.js";
 import { count, number, plural } from "./format.js";
 import { list, rowsOf, tokenExact } from "./result.js";
 
 const CHUNK = 1000;
-/** Lower bounds of probability of the six shades. */
+/** Lowest probability of each of the six shades. */
 const SHADES = [0, 0.05, 0.2, 0.5, 0.8, 0.95];
 
-/** Runs of one mask and one turn: {start, end, mask, turn}. Pure. */
+/** Segments of tokens with the same mask and turn: {start, end, mask, turn}. Without access to the page. */
 export function segments(row) {
   const found = [], starts = new Set(list(row.turns).flatMap(({ start, end }) => [start, end]));
   for (let i = 0; i < row.ids.length; i += 1) {
@@ -22,10 +22,10 @@ export function segments(row) {
   return found;
 }
 
-/** The tab. `load()` brings the text of each token by row, or null. */
+/** The content of the tab. `load()` returns the text of each token by row, or null. */
 export async function tokensView(result, load, focusTurn = 0) {
   const rows = rowsOf(result);
-  if (!rows.length) return el("p", { class: "quiet pad" }, "There are no tokens: the episode ended before its prompt was made.");
+  if (!rows.length) return el("p", { class: "quiet pad" }, "There are no tokens: the episode ended before its prompt was created.");
   let texts = null, why = "";
   try {
     texts = await load();
@@ -40,7 +40,7 @@ export async function tokensView(result, load, focusTurn = 0) {
     return rowView(row, texts?.[i] ?? null, i, rows.length, first, focusTurn, info);
   });
   return el("div", { class: "tokens" },
-    !texts && el("p", { class: "quiet" }, `Only the ids are known${why ? `: ${why}` : "."}`),
+    !texts && el("p", { class: "quiet" }, `The tokens are shown as ids${why ? `: ${why}` : "."}`),
     el("div", { class: "legend" }, el("span", {}, el("span", { class: "token observed" }, "read"), "loss mask 0"), el("span", {}, "probability of sampled tokens:"),
       SHADES.map((bound, i) => el("span", {}, el("span", { class: `token p${i}` }, i ? `≥ ${bound}` : `< ${SHADES[1]}`)))),
     info, blocks);
@@ -50,7 +50,7 @@ function rowView(row, texts, index, rows, firstTurn, focusTurn, info) {
   const sampled = row.logprobs.filter((_, i) => row.loss_mask[i]);
   const mean = sampled.length ? sampled.reduce((sum, value) => sum + value, 0) / sampled.length : NaN;
   return el("section", { class: "token-row", "aria-label": `Row ${index + 1}` },
-    rows > 1 && el("h2", {}, index < rows - 1 ? `Row ${index + 1} of ${rows}: a fork, before its history was rewritten` : `Row ${rows} of ${rows}: how it ended`),
+    rows > 1 && el("h2", {}, index < rows - 1 ? `Row ${index + 1} of ${rows}: a fork, before the history was rewritten` : `Row ${rows} of ${rows}: the end of the episode`),
     el("p", { class: "facts" }, el("span", {}, `${count(row.ids.length)} tokens`), el("span", {}, `${count(sampled.length)} to train on`),
       sampled.length > 0 && el("span", {}, `mean log-probability ${number(mean)}`), sampled.length > 0 && el("span", {}, `perplexity ${number(Math.exp(-mean))}`),
       el("span", {}, `drift ${row.drift ?? 0}`), !tokenExact(row) && el("span", { class: "failure" }, "not exact")),
@@ -115,7 +115,7 @@ function shadeOf(logprob) {
   return SHADES.findLastIndex((bound) => probability >= bound);
 }
 
-/** Log-probabilities of the sampled tokens, in their order: the lowest of each of 300 stretches. */
+/** A line chart of the sampled tokens' log-probabilities in order: the lowest value in each of 300 intervals. */
 function profile(values) {
   const width = 300, step = Math.max(1, values.length / width), points = [];
   for (let at = 0; at < values.length; at += step) points.push(Math.min(...values.slice(Math.floor(at), Math.max(Math.floor(at) + 1, Math.floor(at + step)))));
