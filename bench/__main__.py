@@ -1,4 +1,4 @@
-"""Figures 1 to 4 beside their floors and peers.
+"""Figures 1 to 4, compared with their floors and peers.
 
 python -m bench                                   # all; some minutes
 python -m bench --only bash --rounds 5 --subjects ours,floor
@@ -29,7 +29,7 @@ FIGURES = ("bash", "ready", "memory", "cell")
 
 def main() -> None:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises, so that resources are cleaned up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exception closes the resources
     scale = Scale(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Scale)})
     image, no_image = _image()
     print(machine(), "\n")
@@ -79,12 +79,12 @@ def _measure(bench: Bench, figure: str) -> tuple[dict[str, Row], list[Claim], st
 
 
 def machine() -> str:
-    """Return a line about the machine and its load."""
+    """Return a description of the machine and its load in one line."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     model = cpus[0].partition(":")[2].strip() if cpus else platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     user = "root" if os.geteuid() == 0 else "an ordinary user"
     return (
         f"{os.cpu_count()} cores ({model}), {memory:.0f} GB, Linux {platform.release()}, "
@@ -97,7 +97,8 @@ def _load() -> str:
 
 
 def _image() -> tuple[Path | None, str]:
-    """Return a small SIF of this machine's own programs, kept for the next run, or why there is none."""
+    """Return the path of a small SIF of this machine's programs, or None and the reason. The SIF is built
+    once."""
     sif = ENVIRONMENTS / "image.sif"
     if sif.exists():
         return sif, ""
@@ -115,15 +116,15 @@ def _image() -> tuple[Path | None, str]:
 
 def _figures(text: str) -> str:
     if unknown := set(text.split(",")) - set(FIGURES):
-        raise argparse.ArgumentTypeError(f"no figure {', '.join(unknown)}; there are: {', '.join(FIGURES)}")
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; figures: {', '.join(FIGURES)}")
     return text
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Figures 1 to 4 beside their peers.")
-    parser.add_argument("--only", type=_figures, default=",".join(FIGURES), help="which figures, by commas")
-    parser.add_argument("--subjects", default="", help="which subjects: modules of bench/subjects, by commas")
-    parser.add_argument("--json", type=Path, help="write all that was measured to this file")
+    parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", type=_figures, default=",".join(FIGURES), help="figures, with commas")
+    parser.add_argument("--subjects", default="", help="modules of bench/subjects, with commas")
+    parser.add_argument("--json", type=Path, help="file for all measured values")
     scale = Scale()
     for field in dataclasses.fields(Scale):
         kind: Callable[[str], float] = float if field.type is float else int

@@ -1,12 +1,12 @@
-"""Many episodes at once with a model that takes its time: how much longer does a turn take than the model?
+"""Overhead per turn of many concurrent episodes with a slow model.
 
-python -m bench.at_once                       # some six minutes
+python -m bench.at_once                       # about six minutes
 python -m bench.at_once --numbers 10,100 --peers none
 
-Every episode has ten turns with a `bash` call each, and a model call takes 2 to 4 s. The service keeps its
+Every episode has ten turns with a `bash` call each, and a model call takes 2 to 4 s. The service stores its
 results in a file, as by default. A gap is the time from the planned end of a model call to the start of the
-episode's next one: what service, sandbox and loop add to a turn. mini-swe-agent runs the same calls
-with a thread per episode, as its own runner does.
+episode's next model call: the overhead of service, sandbox and loop. mini-swe-agent runs the same calls with
+a thread per episode, as its own runner does.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CPU an episode, ms | memory, MB |
 
 
 class SlowModel(InstantModel):
-    """Model whose calls take their time."""
+    """Model with slow calls."""
 
     def __init__(self, renderer: TemplateRenderer, calls: SlowCalls) -> None:
         super().__init__(renderer, {"tool": "bash", "arguments": COMMAND})
@@ -54,7 +54,7 @@ class SlowModel(InstantModel):
 
 
 async def ours(node: Node, folder: Path, count: int) -> Measurements:
-    """Run that many episodes at once in a service with a file."""
+    """Run `count` concurrent episodes in a service with a store in a file."""
     renderer = builtin_renderer()
     store = SqliteStore(folder / f"{count}.db")
     settings = ServiceSettings(run=count, max_jobs_with_sandbox=count)
@@ -85,10 +85,10 @@ async def ours(node: Node, folder: Path, count: int) -> Measurements:
 
 
 async def peer(kind: str, count: int) -> Measurements:
-    """Run that many episodes of mini-swe-agent at once.
+    """Run `count` concurrent episodes of mini-swe-agent.
 
     Raises:
-        RuntimeError: it ended with an error.
+        RuntimeError: mini-swe-agent ended with an error.
     """
     process = await asyncio.create_subprocess_exec(
         *(str(_PEER), "-m", "bench.subjects.mini_swe_agent_loop", kind, str(count), str(TURNS)),
@@ -107,7 +107,7 @@ async def bench(options: argparse.Namespace, folder: Path) -> None:
     for count in options.numbers:
         async with Node(make_driver(choose_driver()), folder) as node:
             settled()  # as `prorl-envs serve` does
-            await bare(node, 1)  # the templates of sandboxes
+            await bare(node, 1)  # starts the templates of sandboxes
             print((await ours(node, folder, count)).row("**prorl-envs**", count), flush=True)
         for kind in options.peers:
             name = f"mini-swe-agent, {kind}"
@@ -127,7 +127,7 @@ def main() -> None:
         "--peers",
         default="local,bubblewrap",
         type=lambda text: [] if text == "none" else text.split(","),
-        help="environments of mini-swe-agent, which scripts/setup-bench.sh installs; or none",
+        help="environments of mini-swe-agent (installed by scripts/setup-bench.sh), or none",
     )
     options = parser.parse_args()
     logging.getLogger("prorl_envs").setLevel(logging.CRITICAL)

@@ -1,12 +1,12 @@
-"""Effect on graded jobs of sandboxes on the same machine that attack shared kernel resources.
+"""Graded jobs beside sandboxes that attack shared resources of the kernel.
 
 python -m bench.attacked                          # 15 jobs at a time beside 5 attackers; some minutes
 python -m bench.attacked --rounds 5 --json attacked.json
 
 Rounds with and without attackers alternate within one run. Each attacker runs one process at a time in its
-own sandbox, gets a new sandbox when its own is killed, and pauses before the next attempt. Every job runs a
-command in a sandbox and is graded by the file that the command wrote. A wrong reward or a failed job is an
-error, however long it took.
+own sandbox, gets a new sandbox when the old one is killed, and pauses before the next attempt. Every job runs
+a command in a sandbox; the grade depends on the file that the command wrote. A wrong reward or a failed job
+is an error.
 """
 
 import argparse
@@ -67,15 +67,15 @@ class Attackers:
     """The attackers of one round.
 
     Args:
-        attempts: programs started, by attack.
-        killed: attacks that were stopped, alone or with their sandbox.
+        attempts: number of started programs, by attack.
+        killed: number of stopped programs, by attack; the program or its whole sandbox was killed.
     """
 
     attempts: dict[str, int] = field(default_factory=dict)
     killed: dict[str, int] = field(default_factory=dict)
 
     async def go_on(self, driver: Driver, name: str, pause_s: float) -> None:
-        """Attack repeatedly until cancelled."""
+        """Attack repeatedly until the task is cancelled."""
         while True:
             self.attempts[name] = self.attempts.get(name, 0) + 1
             self.killed[name] = self.killed.get(name, 0) + await _is_stopped(driver, name)
@@ -88,8 +88,9 @@ class Round:
 
     Args:
         attacked: whether attackers ran at the same time.
-        job_s: seconds of each job, all stages together.
-        wrong: jobs without the right reward; `failed`: without any.
+        job_s: seconds of each job in all stages.
+        wrong: number of jobs with a wrong reward.
+        failed: number of jobs without a reward.
     """
 
     attacked: bool
@@ -135,16 +136,17 @@ async def attacking(driver: Driver, names: Sequence[str], pause_s: float) -> Asy
 async def graded(
     service: RolloutService, groups: Sequence[GroupRequest], after: int, *, attacked: bool
 ) -> tuple[Round, int]:
-    """Run the groups' jobs, and read their results after a cursor. Return the round and the next cursor."""
+    """Run the groups' jobs, and read the results after the cursor `after`. Return the round and the next
+    cursor."""
     await service.submit(list(groups))
     found: list[Result] = []
     while len(found) < len(groups):
         page = await service.results(after, limit=64, wait_s=60)
         found += page.results
         after = page.next
-    took = [each.timings.init_s + each.timings.run_s + each.timings.eval_s for each in found]
-    wrong = sum(each.reward not in (None, 1.0) for each in found)
-    return Round(attacked, took, wrong, sum(each.reward is None for each in found)), after
+    seconds = [result.timings.init_s + result.timings.run_s + result.timings.eval_s for result in found]
+    wrong = sum(result.reward not in (None, 1.0) for result in found)
+    return Round(attacked, seconds, wrong, sum(result.reward is None for result in found)), after
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round], Attackers]:
@@ -190,11 +192,14 @@ class Summary:
     """Figures of all rounds.
 
     Args:
-        jobs: number graded beside attackers.
-        wrong, failed: of all jobs.
-        calm_s, attacked_s: median seconds of a job.
-        ratio: attacked over calm.
-        attempts, killed: number of attacks, and of stopped attacks.
+        jobs: number of jobs in rounds with attackers.
+        wrong: number of all jobs with a wrong reward.
+        failed: number of all jobs without a reward.
+        calm_s: median seconds of a job in rounds without attackers.
+        attacked_s: median seconds of a job in rounds with attackers.
+        ratio: `attacked_s` divided by `calm_s`.
+        attempts: number of started programs, by attack.
+        killed: number of stopped programs, by attack.
     """
 
     jobs: int
@@ -225,7 +230,7 @@ def summary(rounds: Sequence[Round], attackers: Attackers) -> Summary:
 
 
 def table(found: Summary) -> str:
-    """Return the figures as text."""
+    """Format the figures as Markdown."""
     lines = [
         "| | |\n|---|---|",
         f"| jobs beside attackers | {found.jobs} |",
@@ -242,19 +247,19 @@ def table(found: Summary) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parse the options."""
+    """Create the parser of the options."""
     options = argparse.ArgumentParser(
         prog="python -m bench.attacked",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_argument("--driver", help="by default the best of this machine")
-    options.add_argument("--jobs", type=int, default=15, help="at a time")
-    options.add_argument("--each", type=int, default=2, help="jobs of a round, for each at a time")
-    options.add_argument("--rounds", type=int, default=3, help="with attackers, and as many without")
+    options.add_argument("--driver", help="sandbox driver; by default the best one for this machine")
+    options.add_argument("--jobs", type=int, default=15, help="concurrent jobs")
+    options.add_argument("--each", type=int, default=2, help="jobs of a round, per concurrent job")
+    options.add_argument("--rounds", type=int, default=3, help="rounds with attackers, and rounds without")
     attacks = ", ".join(ATTACKS)
     options.add_argument("--attacks", type=lambda text: text.split(","), default=CHOSEN, help=attacks)
-    options.add_argument("--pause-s", type=float, default=1.0, help="between two attempts of an attacker")
+    options.add_argument("--pause-s", type=float, default=1.0, help="seconds between two attempts")
     options.add_argument("--json", type=Path)
     return options
 

@@ -5,17 +5,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of a table.
+    """One subject, a row of a table.
 
     Args:
-        module: module below `bench.subjects`; also names a peer's environment and its pinned packages.
-        kind: the variant of the module.
-        label: its name in the table.
-        keeps: whether directory, variables and functions persist between actions.
-        isolates: resources that its commands cannot reach.
-        peer: whether it runs in its own environment.
-        image: it needs the SIF.
-        needs: programs without which it cannot run.
+        module: module below `bench.subjects`; also the name of a peer's environment and file of packages.
+        kind: variant of the module.
+        label: name in the table.
+        keeps: state that persists between actions: "yes" (directory, variables and functions), "files" or
+            "no".
+        isolates: resources that the subject's commands cannot reach.
+        peer: whether the subject has its own environment.
+        image: whether the subject needs the SIF.
+        needs: programs that the subject needs.
     """
 
     module: str

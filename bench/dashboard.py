@@ -1,11 +1,11 @@
 """Frame times of a busy service's pages in a browser, and their cost to the service.
 
-python -m bench.dashboard                     # 5,000 jobs in flight, two hundred results a second
+python -m bench.dashboard                     # 5,000 jobs in flight, 200 results per second
 python -m bench.dashboard --jobs 1000 --seconds 5
 
-The service is real, its environments hold no sandbox, and its model answers after a delay. Service and
-browser share this machine, so its load delays frames. The time of the page's own thread is processor time,
-which the load does not change.
+The service is real, its environments have no sandbox, and its model answers after a delay. Service and
+browser share this machine, so its load delays frames. The time of the page's thread is processor time, which
+does not depend on the load.
 """
 
 import argparse
@@ -41,7 +41,8 @@ FIRST = 1000
 #: Number of requests per median.
 LOOKS = 20
 
-#: From now on, collects the seconds of each frame and of each task that blocked the page's thread for long.
+#: Script that records the seconds of each frame, and of each task that blocks the page's thread for over 50
+#: ms.
 _RECORD = """() => {
   window.frames_s = []; window.long_s = [];
   new PerformanceObserver((list) => {
@@ -58,7 +59,7 @@ _RECORD = """() => {
 
 
 class SlowModel:
-    """Model that finishes every task after the given seconds on average."""
+    """Model that finishes every task after `mean_s` seconds on average."""
 
     def __init__(self, mean_s: float) -> None:
         self._mean_s = mean_s
@@ -78,7 +79,8 @@ class SlowModel:
 
 @contextlib.asynccontextmanager
 async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, str]]:
-    """Run a service with `jobs` jobs in flight, of which a given number ends each second; yield its URL."""
+    """Run a service with `jobs` jobs in flight and `rate` results per second; yield the service and its
+    URL."""
     running = max(1, int(jobs * RUN_SHARE))
     model, world = SlowModel(running / rate), ToyWorld()
     world.logging = False
@@ -113,7 +115,7 @@ async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, st
 
 
 async def watched(browser: Any, service: RolloutService, url: str, seconds: float) -> dict[str, float]:
-    """Measure a page for some seconds: every count is of this period."""
+    """Measure a page for some seconds; all returned figures are for this period."""
     page = await browser.new_page()
     cdp = await page.context.new_cdp_session(page)
     received: Counter[str] = Counter()
@@ -130,7 +132,7 @@ async def watched(browser: Any, service: RolloutService, url: str, seconds: floa
 
     async def busy_s() -> float:
         found = (await cdp.send("Performance.getMetrics"))["metrics"]
-        return next(float(one["value"]) for one in found if one["name"] == "TaskDuration")
+        return next(float(metric["value"]) for metric in found if metric["name"] == "TaskDuration")
 
     await page.goto(url)
     await page.get_by_text("live", exact=True).wait_for()
@@ -158,7 +160,7 @@ async def watched(browser: Any, service: RolloutService, url: str, seconds: floa
 
 
 async def looks(service: RolloutService) -> dict[str, float]:
-    """Return the service's processor time for one page request, in milliseconds."""
+    """Return the service's processor time for one request of a page, in milliseconds."""
     took: dict[str, list[float]] = {"the snapshot of the stream": [], "a page of jobs": []}
     for _ in range(LOOKS):
         began = time.process_time()
@@ -195,9 +197,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--jobs", type=int, default=5000, help="in flight")
-    parser.add_argument("--rate", type=float, default=200.0, help="of them that end in a second")
-    parser.add_argument("--seconds", type=float, default=15.0, help="that each page is watched for")
+    parser.add_argument("--jobs", type=int, default=5000, help="jobs in flight")
+    parser.add_argument("--rate", type=float, default=200.0, help="jobs that end per second")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of measurement per page")
     options = parser.parse_args()
     run(bench(options.jobs, options.rate, options.seconds))
 

@@ -1,12 +1,12 @@
 """Drift in random episodes of every model family, with hostile observations.
 
-python -m bench.drift                          # ten thousand episodes a family
-python -m bench.drift --templates FOLDER       # the models' own templates: NAME.jinja, as TRL ships them
+python -m bench.drift                          # ten thousand episodes per family
+python -m bench.drift --templates FOLDER       # the models' own templates: NAME.jinja, as in TRL's package
 
-Every prompt must start with all earlier ids; faithful histories must match the template; observations must
-not add control tokens; calls must be parsed as written. The last column is a deliberate drift: the share of
-wrong positions for a client that tokenises the history again, in the same episodes. The exit status is 1 if
-anything drifts, or if the deliberate drift is not detected.
+The bench checks that every prompt starts with all earlier ids, that unchanged histories match the template,
+that observations add no control tokens, and that calls are parsed as written. The last column is a deliberate
+drift: the share of wrong positions for a client that tokenises the history of the same episodes again. The
+exit status is 1 if there is drift, or if the deliberate drift is not detected.
 """
 
 import argparse
@@ -57,9 +57,8 @@ def _subjects(folder: Path | None) -> Iterator[tuple[str, Callable[[], TemplateR
 
 def _row(name: str, episodes: DriftEpisodes, seconds: float) -> str:
     counts: DriftCounts = episodes.counts
-    compared = [
-        what for what, kept in (("calls", episodes.keeps_calls), ("text", episodes.keeps_answers)) if kept
-    ]
+    comparisons = (("calls", episodes.keeps_calls), ("text", episodes.keeps_answers))
+    compared = [part for part, is_compared in comparisons if is_compared]
     again = f"{100 * counts.again / max(counts.tokens, 1):.0f} %"
     return _ROW.format(
         name,
@@ -75,12 +74,16 @@ def _row(name: str, episodes: DriftEpisodes, seconds: float) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.drift", description="Does any prompt drift?")
-    parser.add_argument("--episodes", type=int, default=10_000, help="a family")
-    parser.add_argument("--turns", type=int, default=4, help="most of an episode")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.drift", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--episodes", type=int, default=10_000, help="episodes per family")
+    parser.add_argument("--turns", type=int, default=4, help="largest number of turns of an episode")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="which, by commas")
-    parser.add_argument("--templates", type=Path, help="a folder of chat templates, instead of the stand-ins")
+    parser.add_argument("--only", default="", help="names of templates, with commas")
+    parser.add_argument(
+        "--templates", type=Path, help="a folder of chat templates, instead of the built-in ones"
+    )
     return parser.parse_args()
 
 

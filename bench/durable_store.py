@@ -1,6 +1,6 @@
 """Cost of a store in a file, compared with a store in memory and with bare flushes.
 
-python -m bench.durable_store --folder FOLDER     # on the disk in question
+python -m bench.durable_store --folder FOLDER     # a folder on the disk to measure
 """
 
 import argparse
@@ -33,7 +33,7 @@ VOCABULARY = 150_000
 
 
 def groups(count: int, prefix: str) -> list[NewGroup]:
-    """Make groups of a task with 2 kB of instruction."""
+    """Create `count` groups of a task with an instruction of 2 kB."""
     task = {"id": "t", "instruction": "Do what has to be done. " * 80}
     return [
         NewGroup(GroupRequest(id=f"{prefix}{i}", environment="bash", task=task, samples=SAMPLES), "t")
@@ -42,7 +42,7 @@ def groups(count: int, prefix: str) -> list[NewGroup]:
 
 
 def results(group: NewGroup, tokens: int, chance: random.Random) -> Iterator[Result]:
-    """Make a result for each sample: half of its tokens sampled, log-probabilities in single precision."""
+    """Create a result per sample. Half of the tokens are sampled; log-probabilities have single precision."""
     span = tokens // (2 * TURNS)
     mask = ([0] * span + [1] * span) * TURNS
     for sample in range(SAMPLES):
@@ -69,7 +69,7 @@ def results(group: NewGroup, tokens: int, chance: random.Random) -> Iterator[Res
 
 
 async def rate[T](work: Callable[[T], Awaitable[object]], items: list[T], at_once: int) -> float:
-    """Return the items per second with this many concurrent callers."""
+    """Return the items per second of `at_once` concurrent callers."""
     queue = iter(items)
 
     async def caller() -> None:
@@ -82,7 +82,7 @@ async def rate[T](work: Callable[[T], Awaitable[object]], items: list[T], at_onc
 
 
 async def measure(name: str, store: Store, tokens: int, count: int) -> None:
-    """Print one store's rates: submissions and results, one caller and 64."""
+    """Print the rates of a store for submissions and results, with one caller and with 64."""
     chance = random.Random(5)
     cells = []
     for at_once in (1, 64):
@@ -94,7 +94,8 @@ async def measure(name: str, store: Store, tokens: int, count: int) -> None:
 
 
 def flushes(folder: Path, count: int = 200) -> float:
-    """Return the rate of single-page appends with a flush each, per second: the floor for one caller."""
+    """Return how many appends of a page, each with a flush, are possible per second: the floor for one
+    caller."""
     with (folder / "floor").open("wb") as file:
         started = time.perf_counter()
         for _ in range(count):
@@ -105,7 +106,7 @@ def flushes(folder: Path, count: int = 200) -> float:
 
 
 async def restart(path: Path, jobs: int) -> None:
-    """Print the time that a restarted service waits for its store with this many unfinished jobs."""
+    """Print the time that a restarted service needs to read `jobs` unfinished jobs from its store."""
     store = SqliteStore(path)
     await store.submit(groups(jobs // SAMPLES, "unfinished-"))
     await store.aclose()
@@ -131,8 +132,10 @@ async def bench(folder: Path, tokens: int, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The durable store against memory and bare flushes.")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to measure")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the files"
+    )
     parser.add_argument("--tokens", type=int, default=8000, help="tokens of a result")
     parser.add_argument("--count", type=int, default=1000, help="groups submitted, and results recorded")
     options = parser.parse_args()

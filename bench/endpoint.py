@@ -2,13 +2,13 @@
 
 python -m bench.endpoint
 
-A harness's conversation grows turn by turn over one kept connection. The model answers at once, in this
-process, so only the endpoint is measured. In alternation, a bare server of the same kind receives the same
-bytes and returns the same answer without parsing either: the difference is the endpoint's overhead. The
-service's own loop does part of that work too (parsing the answer, bridging to the next turn), which is
-measured separately.
+A harness's conversation grows turn by turn over one persistent connection. The model answers without delay in
+this process, so only the endpoint is measured. In alternation, a bare server of the same kind receives the
+same bytes and returns the same answer without parsing them; the difference is the endpoint's overhead. The
+service's own loop also does part of this work (parsing the answer, bridging to the next turn). The bench
+measures this part separately.
 
-On an idle machine read the wall time, on a busy one the CPU time.
+Use the wall time on an idle machine, and the CPU time on a busy machine.
 """
 
 import argparse
@@ -46,7 +46,7 @@ TOKENS = (1_000, 8_000, 32_000)
 
 
 class Instant:
-    """Model that answers at once with one call."""
+    """Model that answers without delay with one tool call."""
 
     def __init__(self) -> None:
         self._renderer = renderer = builtin_renderer()
@@ -57,7 +57,7 @@ class Instant:
         return Sampled(self._ids, (-0.1,) * len(self._ids), "stop", "1", "here")
 
     def own_turn(self) -> None:
-        """Do the work of the service's own loop in a turn, except the model call."""
+        """Do the work of the service's own loop in one turn, except for the model call."""
         sampled = Sampled(self._ids, (-0.1,) * len(self._ids), "stop", "1", "here")
         call = self._renderer.parse(sampled.ids).tool_calls[0]
         self._renderer.bridge(sampled, [{"role": "tool", "tool_call_id": call.id, "content": OBSERVATION}])
@@ -67,7 +67,7 @@ class Instant:
 
 
 class Bare:
-    """Server that reads a whole request and returns a prepared answer."""
+    """Server that reads a request and returns a prepared answer."""
 
     answer = b""
 
@@ -117,7 +117,7 @@ SHAPES: dict[str, tuple[str, str, Any, Callable[[list[Any], Any], None]]] = {
 
 @dataclass(slots=True)
 class Spent:
-    """Return each call's seconds: wall time, and CPU time."""
+    """Wall time and CPU time of each call, in seconds."""
 
     passed: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Spent:
 
 @asynccontextmanager
 async def linked(app: ASGIApp, key: str = "") -> AsyncIterator[ModelHttpClient]:
-    """Open a connection to an application, served as in a sandbox."""
+    """Serve an application as in a sandbox, and connect to it."""
     listener = HttpListener(app, socket.create_server(("127.0.0.1", 0)), INSIDE)
     link = ModelHttpClient(f"http://127.0.0.1:{listener.port}", api_key=key)
     try:
@@ -143,8 +143,8 @@ async def linked(app: ASGIApp, key: str = "") -> AsyncIterator[ModelHttpClient]:
 
 
 async def measured(shape: str, tokens: int, turns: int) -> tuple[Spent, Spent, Spent, int]:
-    """Return each call's time (without the first) at the endpoint, the bare server and the service's own
-    loop, and the length of the last context."""
+    """Return the times of each call but the first at the endpoint, at the bare server and in the service's
+    own loop, and the length of the last context in tokens."""
     path, name, tools, take = SHAPES[shape]
     model, transcript, bare = Instant(), Transcript(), Bare()
     limits = AgentLimits(max_turns=1000, max_tokens=1_000_000)
@@ -190,5 +190,5 @@ async def main(turns: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.endpoint", description=__doc__)
-    parser.add_argument("--turns", type=int, default=30, help="calls of each conversation that are measured")
+    parser.add_argument("--turns", type=int, default=30, help="measured calls per conversation")
     sys.exit(run(main(parser.parse_args().turns)))

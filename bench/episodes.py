@@ -1,6 +1,6 @@
-"""Episodes at once with a model that takes its time: the model calls, and what is measured between them.
+"""Simulated model calls of concurrent episodes, and measurement of the gaps between the calls.
 
-Imports nothing of the package: peers use it with their own interpreter.
+This module imports nothing of the package, because peers use it with their own interpreter.
 """
 
 import random
@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 
 from bench.memory import Memory
 
-#: Least and most seconds of a model call.
+#: Shortest and longest duration of a model call, in seconds.
 CALL_S = (2.0, 4.0)
 
 
 @dataclass(slots=True)
 class Measurements:
-    """Measurements of episodes that ran at once.
+    """Measurements of concurrent episodes.
 
     Args:
         gaps: seconds between two model calls of an episode.
         model_s: seconds of all model calls.
-        begun_s: seconds until every episode had made its first model call.
-        cpu_s: processor time of the process that runs them; its sandboxes are not in it.
-        memory: bytes that were no longer available on the machine when all had begun.
+        begun_s: seconds until every episode has started its first model call.
+        cpu_s: processor time of the process that runs the episodes, without their sandboxes.
+        memory: decrease of the machine's available memory until all episodes have started, in bytes.
     """
 
     gaps: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Measurements:
 
 
 class SlowCalls:
-    """Times of the model calls of episodes. Measures from now on; any thread may call it.
+    """Simulated times of the episodes' model calls. The measurement starts with the creation. Thread-safe.
 
     Args:
         count: number of episodes.
@@ -64,19 +64,19 @@ class SlowCalls:
         self._available = Memory.now().available
 
     def begin(self, episode: str) -> float:
-        """Begin the episode's next call. Return its planned end, in seconds of `time.perf_counter`."""
+        """Start the episode's next call. Return its planned end, in seconds of `time.perf_counter`."""
         with self._lock:
-            now, takes = time.perf_counter(), self._random.uniform(*CALL_S)
+            now, duration = time.perf_counter(), self._random.uniform(*CALL_S)
             if episode in self._ends:
                 self.measured.gaps.append(now - self._ends[episode])
-            end = self._ends[episode] = now + takes
-            self.measured.model_s += takes
+            end = self._ends[episode] = now + duration
+            self.measured.model_s += duration
             if len(self._ends) == self._count and not self.measured.begun_s:
                 self.measured.begun_s = now - self._start
                 self.measured.memory = self._available - Memory.now().available
             return end
 
     def finish(self) -> Measurements:
-        """Return the measurements, when all episodes have ended."""
+        """Return the measurements. Call this method after the end of all episodes."""
         self.measured.cpu_s = time.process_time() - self._start_cpu
         return self.measured

@@ -1,4 +1,4 @@
-"""The measurements: each figure's subjects, side by side and in alternation."""
+"""Measurements of the figures. The subjects of a figure run in alternation."""
 
 import contextlib
 import tempfile
@@ -20,18 +20,18 @@ OPEN_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Amount of measurements.
+    """Numbers and durations of the measurements.
 
     Args:
         rounds: turns of each subject.
-        batch: actions of a turn, if `turn_s` allows.
-        turn_s: seconds after which a slow subject's turn ends.
-        starts: sandboxes of a turn of figure 2.
-        sessions: concurrent sessions for the rates.
-        rate_rounds: turns of a rate.
-        rate_s: seconds of such a turn.
-        idle: idle sandboxes whose memory is measured.
-        live: idle sandboxes at once.
+        batch: largest number of actions per turn.
+        turn_s: seconds after which a turn ends.
+        starts: largest number of new sandboxes or sessions per turn.
+        sessions: concurrent sessions for the measurement of rates.
+        rate_rounds: turns for the measurement of rates.
+        rate_s: seconds of each of these turns.
+        idle: idle sandboxes for the measurement of memory.
+        live: idle sandboxes that must work at the same time.
     """
 
     rounds: int = 30
@@ -50,10 +50,10 @@ class Bench:
     """Runner of figures.
 
     Args:
-        scratch: an existing directory; its path is short, since it contains sockets.
-        image: a SIF; None if none can be built.
-        no_image: the reason why there is none.
-        chosen: selects the subjects to measure.
+        scratch: an existing directory with a short path, because it contains sockets.
+        image: path of a SIF, or None if no SIF can be built.
+        no_image: reason why there is no SIF.
+        chosen: returns whether to measure a subject.
         say: called with progress messages.
     """
 
@@ -65,7 +65,7 @@ class Bench:
     say: Callable[[str], None]
 
     def bash(self) -> dict[str, Row]:
-        """Figure 1: an action, and many sessions at once."""
+        """Measure figure 1: an action, and many concurrent sessions."""
         with self._running("bash", catalogue.BASH) as running:
             self._together(running, "open", count=1)
             self._latencies(running)
@@ -79,13 +79,13 @@ class Bench:
         return {row.entry.key: row for row in running.rows}
 
     def ready(self) -> dict[str, Row]:
-        """Figure 2: a new sandbox, up to its first answer."""
+        """Measure figure 2: a new sandbox, up to its first answer."""
         with self._running("ready", catalogue.READY) as running:
             self._readiness(running)
         return {row.entry.key: row for row in running.rows}
 
     def cell(self) -> dict[str, Row]:
-        """Figure 4: a Python cell, and a new session up to its first answer."""
+        """Measure figure 4: a Python cell, and a new session up to its first answer."""
         with self._running("cell", catalogue.CELL) as running:
             self._together(running, "open", count=1)
             self._latencies(running)
@@ -94,7 +94,8 @@ class Bench:
         return {row.entry.key: row for row in running.rows}
 
     def memory(self) -> dict[str, Row]:
-        """Figure 3: one subject after the other, since memory that several share is divided among them."""
+        """Measure figure 3: memory. The subjects run one after the other, because concurrent subjects would
+        share memory."""
         rows = {}
         for entry in filter(self.chosen, catalogue.IDLE):
             before = OpenResources.now(self.scratch)
@@ -109,7 +110,7 @@ class Bench:
     def _latencies(self, running: "_Running") -> None:
         scale = self.scale
         for number in range(scale.rounds + 1):
-            keep = number > 0  # the first turn warms up
+            keep = number > 0  # the first turn only warms up
             self._turns(running, _act(scale.batch, scale.turn_s, keep=keep))
 
     def _readiness(self, running: "_Running") -> None:
@@ -119,7 +120,7 @@ class Bench:
     def _together(
         self, running: "_Running", operation: str, **arguments: int
     ) -> list[tuple[Row, dict[str, Any]]]:
-        """Run an unmeasured operation in all subjects at once."""
+        """Run an operation that is not measured in all subjects at the same time."""
         answers = []
 
         def answer(row: Row, process: SubjectProcess) -> None:
@@ -139,7 +140,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _running(self, figure: str, entries: Sequence[Entry]) -> Iterator["_Running"]:
-        """Start the subjects of a figure, and close them."""
+        """Start the subjects of a figure, and close them at the end."""
         running = _Running([], [])
         self.say(f"{figure}: starting")
         try:
@@ -215,7 +216,8 @@ def _rate(budget_s: float) -> Step:
 
 
 def _idle(count: int) -> Step:
-    """Memory of each of several idle sessions. The first is not counted: the others share memory with it."""
+    """Measure the memory per idle session. The first session is not counted, because it starts shared
+    processes."""
 
     def step(row: Row, process: SubjectProcess) -> None:
         process.ask("open", count=1, timeout_s=ANSWER_TIMEOUT_S)

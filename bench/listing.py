@@ -1,6 +1,6 @@
 """Time to list, open and search ten thousand stored episodes, compared with reading and decoding the bytes.
 
-python -m bench.listing                        # a file and a store of 10,000, each some 260 MB
+python -m bench.listing                        # a file and a store of 10,000 episodes, about 260 MB each
 python -m bench.listing --tokens 20000 --count 1000
 """
 
@@ -30,7 +30,7 @@ from prorl_envs.viewer.index import Index
 from prorl_envs.viewer.offline import offline_app, reading_ahead
 
 SAMPLES, TURNS = 8, 10
-#: Seconds until a reader follows a printed link.
+#: Seconds until a user opens the printed link.
 FOLLOWED_S = 1.5
 #: Bytes of text in a turn.
 SAID = 700
@@ -38,7 +38,7 @@ NEEDLE = "the needle in the last one"
 
 
 def results(count: int, tokens: int) -> Iterator[Result]:
-    """Make episodes of ten turns, half of the tokens sampled, log-probabilities in single precision."""
+    """Create results of ten turns each. Half of the tokens are sampled."""
     span = tokens // (2 * TURNS)
     mask = ([0] * span + [1] * span) * TURNS
     logprobs = [-0.1234567 * (1 + i % 7) * kind for i, kind in enumerate(mask)]
@@ -78,9 +78,9 @@ def results(count: int, tokens: int) -> Iterator[Result]:
 
 
 async def keep(path: Path, kept: list[Result]) -> None:
-    """Make a store of these episodes."""
+    """Create a store with the results."""
     store = SqliteStore(path, max_tokens=1 << 40)
-    names = dict.fromkeys(one.group_id for one in kept)
+    names = dict.fromkeys(result.group_id for result in kept)
     await store.submit(
         [
             NewGroup(GroupRequest(id=n, environment="bash", task={"id": "t"}, samples=SAMPLES), "t")
@@ -88,12 +88,12 @@ async def keep(path: Path, kept: list[Result]) -> None:
         ]
     )
     for first in range(0, len(kept), 64):
-        await asyncio.gather(*(store.record(one) for one in kept[first : first + 64]))
+        await asyncio.gather(*(store.record(result) for result in kept[first : first + 64]))
     await store.aclose()
 
 
 def floors(path: Path) -> dict[str, float]:
-    """Return the seconds to read the file's bytes, and to decode its JSON with the standard library."""
+    """Return the seconds to read the bytes of a file, and to decode its JSON with the standard library."""
     began = time.perf_counter()
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 20):
@@ -107,12 +107,12 @@ def floors(path: Path) -> dict[str, float]:
 
 
 async def measured(found: Callable[[], EpisodeSource], count: int) -> dict[str, float]:
-    """Return the seconds from the server's start until the page has its data, over HTTP."""
+    """Return the seconds from the start of the server until a client has the page's data over HTTP."""
     began = time.perf_counter()
     episodes, took = found(), {}
 
-    def note(what: str) -> None:
-        took[what] = time.perf_counter() - began
+    def note(step: str) -> None:
+        took[step] = time.perf_counter() - began
 
     async with (
         reading_ahead(episodes, offline_app(episodes, "secret")) as app,
@@ -143,7 +143,7 @@ async def measured(found: Callable[[], EpisodeSource], count: int) -> dict[str, 
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncIterator[Any]:
-    """Open a browser; None if there is none."""
+    """Open a browser; yield None if there is none."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     try:
         from playwright.async_api import async_playwright
@@ -161,8 +161,8 @@ async def chromium() -> AsyncIterator[Any]:
 
 
 async def seen(browser: Any, found: Callable[[], EpisodeSource], count: int) -> dict[str, float]:
-    """Return the seconds until a browser shows the page, from the navigation and from the click. The
-    navigation starts with the server, and for "later" once a reader has followed the link."""
+    """Return the seconds until a browser shows the list and, after a click, an episode. The browser opens the
+    page when the server starts, and for "later" after `FOLLOWED_S`."""
     took = {}
     for waits_s, when in ((0.0, ""), (FOLLOWED_S, ", later")):
         page = await browser.new_page()
@@ -188,16 +188,16 @@ async def seen(browser: Any, found: Callable[[], EpisodeSource], count: int) -> 
 
 
 async def rounds(times: int, work: Callable[[], Awaitable[dict[str, float]]]) -> dict[str, float]:
-    """Compute medians."""
+    """Repeat a measurement, and return the medians."""
     found = [await work() for _ in range(times)]
-    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return {name: statistics.median(values[name] for values in found) for name in found[0]}
 
 
 async def bench(folder: Path, count: int, tokens: int, times: int) -> None:
     path, store = folder / "results.jsonl", folder / "store.db"
     kept = list(results(count, tokens))
     with path.open("w") as file:
-        file.writelines(one.model_dump_json() + "\n" for one in kept)
+        file.writelines(result.model_dump_json() + "\n" for result in kept)
     await keep(store, kept)
     del kept
     ways: dict[str, Callable[[], EpisodeSource]] = {
@@ -207,7 +207,7 @@ async def bench(folder: Path, count: int, tokens: int, times: int) -> None:
     print(f"{machine()}\n\n{count:,} results: file {path.stat().st_size / 1e6:.0f} MB, ", end="")
     print(f"store {store.stat().st_size / 1e6:.0f} MB\n\n| | s | times reading the bytes |\n|---|---|---|")
     found = [floors(path) for _ in range(times)]
-    base = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    base = {name: statistics.median(values[name] for values in found) for name in found[0]}
     floor = base["read the bytes"]
 
     def tell(rows: dict[str, float], where: str = "") -> None:
@@ -226,10 +226,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to measure")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the files"
+    )
     parser.add_argument("--count", type=int, default=10_000, help="episodes")
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens of each")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the medians are printed")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens per episode")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions; their medians are printed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         run(bench(Path(folder), options.count, options.tokens, options.rounds))

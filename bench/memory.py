@@ -1,4 +1,4 @@
-"""Memory of processes, as the kernel counts it."""
+"""Memory of processes and of the machine, from the kernel's statistics."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ KERNEL = ("Slab", "KernelStack", "PageTables", "SecPageTables", "Percpu")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Return the memory in use on the whole machine, in bytes."""
+    """Memory of the machine: memory of the kernel, and available memory, in bytes."""
 
     kernel: int
     available: int
@@ -22,16 +22,16 @@ class Memory:
 
 
 def pss(pids: list[int]) -> int:
-    """Return the bytes of all these processes; shared memory is divided among its users.
+    """Return the memory of the processes in bytes; shared memory is divided among its users.
 
     Raises:
-        PermissionError: a process is another user's. For everyone but root, that includes tool servers.
+        PermissionError: a process belongs to another user, or is a tool server, which only root may inspect.
     """
     total = 0
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):  # it exited
+        except (FileNotFoundError, ProcessLookupError):  # the process has exited
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total

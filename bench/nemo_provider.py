@@ -1,4 +1,5 @@
-"""NeMo Gym's sandbox API over our provider and over its own Apptainer provider: one image, in alternation.
+"""NeMo Gym's sandbox API with our provider and with its Apptainer provider, in alternation with the same
+image.
 
 python -m bench.nemo_provider               # in an environment with NeMo Gym; needs apptainer and busybox
 """
@@ -30,7 +31,7 @@ type Action = Callable[[Any], Awaitable[None]]
 
 
 def build_image(folder: Path) -> Path:
-    """Build a SIF of busybox alone."""
+    """Build a SIF that contains only busybox."""
     root, sif = folder / "root", folder / "image.sif"
     for name in ("bin", "tmp", "etc", "proc", "sys", "dev", "root", "var/tmp", "home"):
         (root / name).mkdir(parents=True)
@@ -52,7 +53,7 @@ async def one(box: Any) -> None:
 
 
 async def many(box: Any, commands: int = 64) -> None:
-    """Number of concurrent commands."""
+    """Run concurrent commands."""
     for done in await asyncio.gather(*(box.exec("true") for _ in range(commands))):
         assert done.return_code == 0, done
 
@@ -73,7 +74,7 @@ async def bench(image: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
                 box = AsyncSandbox({name: config}, SandboxSpec(image=str(image)))
                 started = time.perf_counter()
                 await exits.enter_async_context(await box.start())
-                if turn:  # the first one starts shared processes
+                if turn:  # the first sandbox starts shared processes
                     seconds.setdefault("start to ready", {}).setdefault(name, []).append(
                         time.perf_counter() - started
                     )
@@ -98,9 +99,9 @@ def show(seconds: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Our NeMo Gym provider beside NeMo Gym's Apptainer provider."
+        description="Compare our NeMo Gym provider with NeMo Gym's Apptainer provider."
     )
-    parser.add_argument("--rounds", type=int, default=50, help="turns each row has")
+    parser.add_argument("--rounds", type=int, default=50, help="repetitions of an action")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         show(asyncio.run(bench(build_image(Path(folder)), options.rounds)))

@@ -1,4 +1,4 @@
-"""A subject's process, seen from the harness."""
+"""Control of a subject's process by the harness."""
 
 import json
 import os
@@ -22,11 +22,11 @@ MARK = "PRORL_BENCH_SUBJECT"
 
 
 class SubjectError(Exception):
-    """A subject cannot be measured; the table shows the text."""
+    """Error of a subject that cannot be measured; the table shows the message."""
 
 
 class SubjectProcess:
-    """Process of one subject. Used from one thread; its creator closes it.
+    """Process of one subject. Not thread-safe; the caller must close it.
 
     Args:
         entry: the subject.
@@ -57,16 +57,17 @@ class SubjectProcess:
             )
 
     def ask(self, operation: str, *, timeout_s: float, **arguments: float) -> dict[str, Any]:
-        """Let the subject run an operation of `bench.subjects.protocol`.
+        """Run an operation of `bench.subjects.protocol` in the subject, and return the answer.
 
         Raises:
-            SubjectError: it exited, or did not answer in time.
+            SubjectError: the subject exited, or did not answer in time.
         """
         self.tell(operation, **arguments)
         return self.answer(operation, timeout_s=timeout_s)
 
     def tell(self, operation: str, **arguments: float) -> None:
-        """Start an operation without waiting for it. Raises SubjectError if the subject has exited."""
+        """Start an operation without waiting for the answer. Raises SubjectError if the subject has
+        exited."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"op": operation, **arguments}).encode() + b"\n")
@@ -79,15 +80,15 @@ class SubjectProcess:
         return answer
 
     def finish(self) -> None:
-        """Ask the subject to exit, without waiting. Idempotent."""
+        """Request the subject's exit without waiting for it. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def close(self) -> list[str]:
-        """Stop the subject and everything it started.
+        """Stop the subject and all processes that it has started.
 
         Returns:
-            Names of leaked processes, which were killed.
+            Names of leaked processes, which have been killed.
         """
         assert self._process.stdout is not None
         self.finish()
@@ -97,16 +98,16 @@ class SubjectProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._process.stdout.close()
-        left = self._kill_marked()
+        leaked = self._kill_marked()
         if self._process.returncode:
             ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
             shutil.copy(self._log, ENVIRONMENTS / f"{self.entry.module}-{self.entry.kind}.log")
         shutil.rmtree(self._scratch, ignore_errors=True)
-        return left
+        return leaked
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-        return kept | {
+        inherited = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        return inherited | {
             MARK: str(self._scratch),
             "HOME": str(self._scratch / "home"),  # without a user's .bashrc
             "TMPDIR": str(self._scratch / "tmp"),
@@ -116,14 +117,14 @@ class SubjectProcess:
             "LANG": "C.UTF-8",
             "TERM": "xterm-256color",
             "MSWEA_SILENT_STARTUP": "1",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # OpenHands' import fails if the fetch fails
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # without it, OpenHands' import needs a download
         }
 
     def _read_line(self, operation: str, deadline: float) -> bytes:
         assert self._process.stdout is not None
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
                 raise SubjectError(f"no answer to `{operation}` in time")
             data = os.read(self._process.stdout.fileno(), 1 << 20)
             if not data:
@@ -149,16 +150,16 @@ class SubjectProcess:
                             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                     finally:
                         os.close(pidfd)
-            except OSError:  # it exited, or cannot be read
+            except OSError:  # the process has exited, or belongs to another user
                 continue
         return names
 
 
 def interpreter(entry: Entry) -> Path:
-    """Return the Python that runs the subject.
+    """Return the Python interpreter for the subject.
 
     Raises:
-        SubjectError: it is not installed, or a program it needs is not.
+        SubjectError: the subject or a program that it needs is not installed.
     """
     for program in entry.needs:
         if shutil.which(program) is None:

@@ -1,4 +1,4 @@
-"""Format a run as Markdown for docs/performance.md. Pure."""
+"""Markdown tables of a run, for docs/performance.md."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Results of a run, and comparison with the targets. Pure."""
+"""Results of a run, and comparison with the targets."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -13,14 +13,14 @@ class Row:
     """One subject in one figure.
 
     Args:
-        version: reported by the subject.
-        seconds: of each action, in the order taken.
-        ready: seconds of each new session, from the request to its first right answer.
-        rates: actions a second of many sessions at once, one per round.
-        wrong: number of answers that differ from the output of the command or cell.
+        version: version that the subject reports.
+        seconds: seconds of each action, in the order of measurement.
+        ready: seconds of each new session, from the request to the first correct answer.
+        rates: actions per second of many concurrent sessions, one value per round.
+        wrong: number of answers that differ from the expected output.
         answers: number of all answers.
         memory: bytes, and numbers of sessions, by name.
-        failed: why there are no results, or no more.
+        failed: reason why measurements are missing.
         left: names of leaked processes.
     """
 
@@ -47,10 +47,10 @@ class Claim:
     Args:
         text: description.
         asked: the bound.
-        at_most: whether the bound is an upper one, else a lower one.
-        unit: of `asked` and `measured`; empty for a ratio.
-        measured: None if it could not be measured.
-        reason: why it could not be measured.
+        at_most: whether `asked` is an upper bound; otherwise it is a lower bound.
+        unit: unit of `asked` and `measured`; empty for a ratio.
+        measured: the measured value, or None if there is none.
+        reason: reason why there is no measured value.
     """
 
     text: str
@@ -82,7 +82,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
-    """Targets of figure 1."""
+    """Return the targets of figure 1."""
     ours = _seconds(rows, catalogue.OURS)
     claims = [
         _claim(rows, catalogue.PTY, "action, times the raw pty", 5, True, lambda floor: ratio(ours, floor))
@@ -104,7 +104,7 @@ def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
 
 
 def ready_claims(rows: Rows) -> list[Claim]:
-    """Targets of figure 2."""
+    """Return the targets of figure 2."""
     ours, pool, sif = (_ready(rows, entry) for entry in (catalogue.OURS, catalogue.POOL, catalogue.SIF))
     bare, container = _ready(rows, catalogue.BWRAP), _ready(rows, catalogue.EXEC)
     return [
@@ -129,7 +129,7 @@ def ready_claims(rows: Rows) -> list[Claim]:
 
 
 def memory_claims(rows: Rows, live: int) -> list[Claim]:
-    """Targets of figure 3."""
+    """Return the targets of figure 3."""
     claims = []
     for entry, limit, text in (
         (catalogue.OURS, 3, "idle sandbox, PSS"),
@@ -147,7 +147,7 @@ def memory_claims(rows: Rows, live: int) -> list[Claim]:
 
 
 def cell_claims(rows: Rows) -> list[Claim]:
-    """Targets of figure 4, against the faster of ipykernel's two transports."""
+    """Return the targets of figure 4, compared with the faster of ipykernel's two transports."""
     ours = _seconds(rows, catalogue.IPYTHON)
     kernels = [_seconds(rows, entry) for entry in (catalogue.KERNEL, catalogue.KERNEL_IPC)]
     best = min((seconds for seconds in kernels if seconds is not None), default=None)

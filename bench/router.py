@@ -1,10 +1,11 @@
-"""Routers compared on simulated model servers: prefix hits, load spread, makespan.
+"""Comparison of routers on simulated model servers: prefix hits, balance of the load, makespan.
 
 python -m bench.router
 
-Only decisions are measured: servers, caches and time are simulated from a seed. Ours is the `Router` of the
-service. A server works on all its requests at once, and slows down with their number. A request must prefill
-the tokens that its server's cache (evicting the least recently used) does not hold.
+The bench measures only the routers' decisions: servers, caches and time are simulated from a seed. Our router
+is the service's `Router`. A server processes all its requests concurrently, and slows down with their number.
+A request must prefill the tokens that its server's prefix cache does not contain. The cache evicts the least
+recently used entries.
 """
 
 import argparse
@@ -26,12 +27,18 @@ class Settings:
     """Parameters of a simulation.
 
     Args:
-        servers: at the start; `late` are added at `late_at` and `dead` die at `dead_at` (seconds).
-        groups, samples: the amount of work.
-        live: concurrent episodes.
-        prompt, turns: the median of prompts, in tokens, and of turns.
+        servers: number of servers at the start.
+        groups: number of groups.
+        samples: number of episodes per group.
+        live: number of concurrent episodes.
+        prompt: median length of prompts, in tokens.
+        turns: median number of turns.
         cache: capacity of a server's prefix cache, in tokens.
-        seed: of all random choices.
+        late: number of servers that are added later.
+        late_at: time of this addition, in seconds.
+        dead: number of servers that fail.
+        dead_at: time of this failure, in seconds.
+        seed: seed of all random choices.
     """
 
     servers: int = 16
@@ -56,7 +63,14 @@ PREFILL = 0.02
 
 @dataclass(slots=True)
 class Episode:
-    """One job: a prompt that its group shares, and turns of (ids sampled, ids observed, tool seconds)."""
+    """One job.
+
+    Args:
+        prompt: length of the prompt, which is the same for the whole group, in tokens.
+        turns: for each turn the number of sampled tokens, of observed tokens, and the seconds of its tools.
+        turn: number of completed turns.
+        tokens: current length of the context.
+    """
 
     group: int
     sample: int
@@ -94,29 +108,31 @@ class Cache:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._held: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._cached: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._total = 0
 
     def use(self, episode: Episode) -> int:
-        """Return how many tokens of the episode's context are cached; then cache the whole context."""
-        own, shared = (episode.group, episode.sample), (episode.group, -1)
-        found = self._held.get(shared, 0)
+        """Return the number of cached tokens of the episode's context, then cache the whole context."""
+        continuation, prompt = (episode.group, episode.sample), (episode.group, -1)
+        found = self._cached.get(prompt, 0)
         if found:
-            found += self._held.get(own, 0)
+            found += self._cached.get(continuation, 0)
         self.hold(episode)
         return min(found, episode.tokens)
 
     def hold(self, episode: Episode) -> None:
-        own, shared = (episode.group, episode.sample), (episode.group, -1)
-        for key, tokens in ((own, episode.tokens - episode.prompt), (shared, episode.prompt)):
-            self._total += tokens - self._held.pop(key, 0)
-            self._held[key] = tokens
+        """Cache the episode's whole context."""
+        continuation, prompt = (episode.group, episode.sample), (episode.group, -1)
+        for key, tokens in ((continuation, episode.tokens - episode.prompt), (prompt, episode.prompt)):
+            self._total += tokens - self._cached.pop(key, 0)
+            self._cached[key] = tokens
         while self._total > self._capacity:
-            self._total -= self._held.popitem(last=False)[1]
+            self._total -= self._cached.popitem(last=False)[1]
 
 
 class Server:
-    """Simulated server of several requests at once: `worked` is each request's share since the start."""
+    """Simulated server of concurrent requests. `worked` is the work done per request since the server's
+    start."""
 
     def __init__(self, url: str, cache: int) -> None:
         self.url = url
@@ -185,7 +201,7 @@ class _Known:
 
 
 class RoundRobin(_Known):
-    """Round robin: each call goes to the next server."""
+    """Router that sends each call to the next server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,21 +213,22 @@ class RoundRobin(_Known):
 
 
 class LeastLoaded(_Known):
-    """Least loaded: each call goes to the server with the least work in flight."""
+    """Router that sends each call to the server with the fewest calls in flight."""
 
     def choose(self, episode: Episode) -> str:
         return min(self.load, key=self.load.__getitem__)
 
 
 class StickyLeastLoaded(_Known):
-    """Sticky sessions: a session starts on the server with the least work in flight."""
+    """Router with sticky sessions; a session starts on the server with the fewest calls in flight."""
 
     def choose(self, episode: Episode) -> str:
         return self.pinned(episode, lambda: min(self.load, key=self.load.__getitem__))
 
 
 class CumulativeHeap(_Known):
-    """The paper's published code: sticky sessions; a session starts on the server that started the fewest."""
+    """Router of the paper's published code: sticky sessions; a session starts on the server that has had the
+    fewest sessions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +242,7 @@ class CumulativeHeap(_Known):
 
 
 class ConsistentHashing(_Known):
-    """Consistent hashing of the session's name, on a ring with 100 points per server."""
+    """Router with consistent hashing of the session's name, on a ring with 100 points per server."""
 
     def choose(self, episode: Episode) -> str:
         ring = self._ring()
@@ -246,7 +263,8 @@ class ConsistentHashing(_Known):
 
 
 class PerfectAffinity(_Known):
-    """Group affinity: a whole group uses one server, whatever its load: the most hits possible."""
+    """Router that sends all calls of a group to one server, regardless of the load. It has the highest
+    possible rate of prefix hits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,11 +310,14 @@ class Outcome:
     """Results of a run.
 
     Args:
-        prompt, hit: tokens sent, and tokens found in caches.
-        spread: seconds-weighted mean of max/mean in flight while jobs are waiting; `worst`: 95th
-            percentile.
-        late: share of an added server in the work in flight over its fair share, 15 to 60 seconds after it
-            was added; `late_peak`: the maximum after the first second.
+        prompt: number of tokens in all prompts.
+        hit: number of these tokens that were cached.
+        turns: number of started turns, including repeated ones.
+        spreads: highest load of a server divided by the mean load, and the seconds with this ratio; only
+            while jobs are waiting.
+        late_seen: load of an added server divided by the mean load, and the seconds with this ratio, 15 to 60
+            seconds after the addition.
+        late_peak: the largest ratio of `late_seen`, but from the addition on.
         makespan: seconds until all jobs are done.
     """
 
@@ -331,10 +352,10 @@ def _mean(weighted: list[tuple[float, float]]) -> float:
 
 
 def _percentile(weighted: list[tuple[float, float]], share: float) -> float:
-    left = share * sum(seconds for _, seconds in weighted)
+    remaining = share * sum(seconds for _, seconds in weighted)
     for value, seconds in sorted(weighted):
-        left -= seconds
-        if left <= 0:
+        remaining -= seconds
+        if remaining <= 0:
             return value
     return float("nan")
 
@@ -387,7 +408,7 @@ class Simulation:
             server = self._servers.pop(f"s{number}")
             server.version += 1
             self.policy.remove(server.url)
-            for _, _, episode in server.active:  # sent again, to another server
+            for _, _, episode in server.active:  # another server gets the request
                 self.policy.end(episode, server.url)
                 self._start(episode)
 
@@ -437,7 +458,7 @@ class Simulation:
             self._begin()
 
     def _look(self) -> None:
-        """Account for the time since the last update, during which nothing changed."""
+        """Record the loads of the servers since the last call; they do not change between two calls."""
         seconds, self._looked = self.now - self._looked, self.now
         loads = [len(server.active) for server in self._servers.values()]
         mean = sum(loads) / len(loads)
@@ -464,7 +485,7 @@ ROUTERS: dict[str, Callable[[], Policy]] = {
 
 
 def table(settings: Settings) -> str:
-    """Format as Markdown: a row per router."""
+    """Simulate all routers, and format the results as Markdown with one row per router."""
     lines = [
         "| router | prefix hits | of perfect affinity | max/mean in flight | 95th percentile"
         " | late server's share, 15-60 s (peak) | makespan s |",

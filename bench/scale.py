@@ -1,15 +1,15 @@
-"""Scaling a service past one machine: throughput by number of nodes, and load of the head. Figure 6.
+"""Throughput of a service by number of nodes, and load of the head (figure 6).
 
 python -m bench.scale                          # 1 to 8 nodes, a minute
 python -m bench.scale --nodes 8,64,256 --run 8 # more machines with fewer episodes each
 
-The service with its scheduler, store in memory, router and fleet is the real one, and so are each node's
-worker and agent loop. Calls in one process replace Ray (arguments and results are pickled): add the cost of
-calls of actors, which the last line measures if Ray is installed. Simulated are the model servers (one per
-node; they slow down with the number of requests in flight), the sandboxes (they wait), and time. Simulated
-time skips all waiting and advances while the head computes, so a head that cannot keep up shows. Computation
-of nodes would be on other machines and takes no time here. `bench.durable_store` measures the cost of a
-durable store.
+The service is the real one, with its scheduler, store in memory, router and fleet; so are each node's worker
+and agent loop. Calls in one process replace Ray (arguments and results are pickled), so the cost of calls of
+Ray actors must be added; the last line of the output has this cost if Ray is installed. The model servers
+(one per node; they slow down with the number of requests in flight), the sandboxes (they wait) and time are
+simulated. Simulated time skips all waiting, and advances while the head computes, so an overloaded head
+reduces the throughput. The nodes' computation takes no simulated time, because real nodes are other machines.
+`bench.durable_store` measures the cost of a durable store.
 """
 
 import argparse
@@ -46,18 +46,21 @@ from tests.support.toy import empty_node
 
 #: Seconds per sampled token on an idle server, and the increase per turn in flight.
 DECODE_S, DECODE_SHARE_S = 0.015, 0.0004
-SAMPLED, OBSERVED, PROMPT = 200, 300, 1500  # tokens: of a turn, of its tool results, of a task
-TURNS = 10  # medians; the number of turns and the lengths are log-normal
+# Median numbers of tokens in a turn, its tool results, and a prompt. Lengths and the number of turns are
+# log-normal.
+SAMPLED, OBSERVED, PROMPT = 200, 300, 1500
+TURNS = 10
 INIT_S, TOOL_S, EVAL_S = 1.0, 1.5, 5.0
 SAMPLES = 8
 
 _SEEDS = itertools.count()
-#: Side whose work the running callback is.
+#: Side that the running callback belongs to: "head" or "node".
 SIDE: contextvars.ContextVar[str] = contextvars.ContextVar("side", default="head")
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """Event loop that never waits. Its time is the skipped time plus the processor time of the head."""
+    """Event loop that never waits. Its time is the skipped waiting time plus the processor time of the
+    head."""
 
     def __init__(self) -> None:
         self.skipped = 0.0
@@ -81,7 +84,7 @@ class _SkippingSelector(selectors.DefaultSelector):
 
 
 class LoopClock(SystemClock):
-    """Return the loop's time."""
+    """Clock with the event loop's time."""
 
     def monotonic(self) -> float:
         return asyncio.get_running_loop().time()
@@ -89,7 +92,7 @@ class LoopClock(SystemClock):
 
 @contextmanager
 def computing_counted(loop: SkippingLoop) -> Iterator[None]:
-    """Count this thread's processor time by side, callback by callback, for the duration of the block."""
+    """Measure the processor time of each callback in the block, and add it to the callback's side."""
     handles: Any = events.Handle
     ordinary = handles._run
 
@@ -109,7 +112,7 @@ def computing_counted(loop: SkippingLoop) -> Iterator[None]:
 
 
 class WaitingEnvironment(Environment[Task]):
-    """Environment that only takes time, without a sandbox."""
+    """Environment without a sandbox that only waits."""
 
     name: ClassVar[str] = "waiting"
     task_type = Task
@@ -136,11 +139,11 @@ class WaitingEnvironment(Environment[Task]):
         return Grade(reward=float(self._chance.random() < 0.5))
 
     async def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no sandbox."""
 
 
 class ShortRenderer:
-    """Renderer that makes ids without a tokenizer, whose cost would be the nodes'."""
+    """Renderer without a tokenizer. Tokenizing would be work of the nodes, which is not measured."""
 
     stop_ids: tuple[int, ...] = (1,)
 
@@ -171,32 +174,32 @@ class ShortRenderer:
 
 
 class ModelServer:
-    """Simulated model server: the time of a turn depends on the number of turns in flight."""
+    """Simulated model server. The time of a turn depends on the number of turns in flight."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
         self._in_flight = 0
         self.sampled = 0
-        self._left: dict[str, int] = {}
+        self._remaining_turns: dict[str, int] = {}
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
-        left = self._left.pop(session, None)
-        if left is None:
-            left = max(1, round(TURNS * self._chance.lognormvariate(0, 0.5)))
+        remaining = self._remaining_turns.pop(session, None)
+        if remaining is None:
+            remaining = max(1, round(TURNS * self._chance.lognormvariate(0, 0.5)))
         tokens = max(20, round(SAMPLED * self._chance.lognormvariate(0, 0.6)))
         self._in_flight += 1
         try:
             await asyncio.sleep(tokens * (DECODE_S + DECODE_SHARE_S * self._in_flight))
         finally:
             self._in_flight -= 1
-        if left > 1:
-            self._left[session] = left - 1
+        if remaining > 1:
+            self._remaining_turns[session] = remaining - 1
         self.sampled += tokens
-        ids = (5,) * (tokens - 1) + ((1,) if left == 1 else (5,))
+        ids = (5,) * (tokens - 1) + ((1,) if remaining == 1 else (5,))
         return Sampled(ids, (-0.5,) * tokens, "stop", "1", "simulated", cached_tokens=len(prompt_ids))
 
     async def aclose(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no connection."""
 
 
 @dataclass(slots=True)
@@ -204,12 +207,16 @@ class Row:
     """Results for one number of nodes.
 
     Args:
-        rate: episodes a second of simulated time, in the steady part; `tokens`: sampled, a second. The
-            latter varies less by chance.
-        head_s, node_s: processor seconds per episode, of the head and of all nodes.
-        load: the head's load at this rate, in cores.
-        calls, bytes: from the head to nodes, per episode.
-        spread: largest number of turns in flight on a server over the mean, half-way.
+        nodes: number of nodes.
+        rate: episodes per second of simulated time, while all nodes are full.
+        tokens: sampled tokens per second of simulated time; less random than `rate`.
+        head_s: processor seconds of the head per episode.
+        node_s: processor seconds of all nodes per episode.
+        load: load of the head at this rate, in cores.
+        calls: number of calls between head and nodes per episode.
+        bytes: size of the arguments and results of these calls.
+        spread: largest number of turns in flight on a server divided by the mean, in the middle of the
+            measurement.
     """
 
     nodes: int
@@ -227,7 +234,7 @@ class Row:
 async def site(
     count: int, run: int
 ) -> AsyncIterator[tuple[RolloutService, list[ModelServer], list[LocalNode]]]:
-    """Service with this many nodes and as many model servers."""
+    """Run a service with `count` nodes and as many model servers, and `run` jobs in RUN per node."""
     clock, renderer = LoopClock(), ShortRenderer()
     servers = {f"http://server{number}:8000": ModelServer(number) for number in range(count)}
     pool = ModelPool(servers.__getitem__, clock=clock)
@@ -274,22 +281,23 @@ def groups(first: int, count: int) -> list[GroupRequest]:
 
 
 async def measure(count: int, run: int, episodes: int) -> Row:
-    """Measure the steady part, when all nodes are full, for this many episodes."""
+    """Measure `episodes` episodes while all nodes are full."""
     row, at_once = Row(count), count * run
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippingLoop)
     with computing_counted(loop):
         async with site(count, run) as (service, servers, nodes):
-            await service.submit(groups(0, (4 * at_once + episodes) // SAMPLES))  # never short of work
+            # There are enough jobs to keep all nodes full until the end.
+            await service.submit(groups(0, (4 * at_once + episodes) // SAMPLES))
             done = cursor = 0
 
-            async def finished(wanted: int) -> None:  # as a trainer reads
+            async def finished(wanted: int) -> None:  # reads results like a trainer
                 nonlocal done, cursor
                 while done < wanted:
                     page = await service.results(cursor, limit=1000, wait_s=60)
                     done, cursor = done + len(page.results), page.next
 
-            await finished(2 * at_once)  # two waves: short and long episodes are mixed by then
+            await finished(2 * at_once)  # afterwards, short and long episodes are mixed
             before, began, head_s, node_s = done, loop.time(), loop.head_s, loop.node_s
             tokens = sum(server.sampled for server in servers)
             traffic = [(node.handle.calls, node.handle.bytes) for node in nodes]
@@ -298,8 +306,8 @@ async def measure(count: int, run: int, episodes: int) -> Row:
             assert status.router is not None
             row.spread = status.router.load_imbalance
             await finished(before + episodes)
-            calls = sum(node.handle.calls for node in nodes) - sum(one[0] for one in traffic)
-            size = sum(node.handle.bytes for node in nodes) - sum(one[1] for one in traffic)
+            calls = sum(node.handle.calls for node in nodes) - sum(calls for calls, _ in traffic)
+            size = sum(node.handle.bytes for node in nodes) - sum(size for _, size in traffic)
             seconds, head_s, node_s = loop.time() - began, loop.head_s - head_s, loop.node_s - node_s
             tokens = sum(server.sampled for server in servers) - tokens
             done -= before
@@ -311,7 +319,7 @@ async def measure(count: int, run: int, episodes: int) -> Row:
 
 
 def simulated(count: int, run: int, episodes: int) -> Row:
-    """Return one row, measured in its own event loop."""
+    """Measure one row in its own event loop."""
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         row = runner.run(measure(count, run, episodes))
     gc.collect()
@@ -319,7 +327,7 @@ def simulated(count: int, run: int, episodes: int) -> Row:
 
 
 def actor_call(calls: int = 5_000) -> float:
-    """Return the processor seconds of one call of a Ray actor on this machine, on the caller's side."""
+    """Return the caller's processor seconds for one call of a Ray actor on this machine."""
     import ray
 
     class Echo:
@@ -344,9 +352,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", default="1,2,4,8", help="how many, with commas")
-    parser.add_argument("--run", type=int, default=32, help="episodes in RUN at once on a node")
-    parser.add_argument("--episodes", type=int, default=600, help="that are measured, in each row")
+    parser.add_argument("--nodes", default="1,2,4,8", help="numbers of nodes, with commas")
+    parser.add_argument("--run", type=int, default=32, help="concurrent episodes in RUN per node")
+    parser.add_argument("--episodes", type=int, default=600, help="measured episodes per row")
     chosen = parser.parse_args()
     print(machine())
     print(f"\n{chosen.run} episodes at once on a node, about {TURNS} turns each; one model server per node\n")

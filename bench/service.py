@@ -1,10 +1,11 @@
-"""Overhead of the rollout service per job: with an instant model, compared with the same work without it.
+"""Overhead of the rollout service per job, with an instant model.
 
 python -m bench.service                       # some minutes
 python -m bench.service --jobs 100 --queues 100,1000
 
-Every job is ten turns with a `bash` call each in its own sandbox. The floor is the same sandboxes and calls
-in a bare loop; the toy has the service and no sandbox. All alternate within one run.
+Every job has ten turns with a `bash` call each in its own sandbox. The floor is a bare loop with the same
+sandboxes and calls. The toy environment is measured with the service, but without a sandbox. The subjects
+alternate within one run.
 """
 
 import argparse
@@ -50,9 +51,9 @@ from tests.support.toy import ToyWorld, empty_node
 
 TURNS = 10
 SAMPLES = 8
-#: The command differs each time, so that no cache helps.
+#: The output differs each time, so that no cache has an effect.
 COMMAND = {"command": "echo done $RANDOM"}
-#: Concurrent sandboxes, and jobs in RUN: enough for two cores.
+#: Number of concurrent sandboxes and of jobs in RUN, enough to use two cores fully.
 AT_ONCE = 8
 
 
@@ -61,7 +62,7 @@ class ShellTask(Task):
 
 
 class ShellEnvironment(SandboxedEnvironment[ShellTask]):
-    """Environment with a shell and a trivial grade: only the service is measured."""
+    """Environment with a shell and a constant grade."""
 
     name = "shell"
     task_type = ShellTask
@@ -77,7 +78,7 @@ class ShellEnvironment(SandboxedEnvironment[ShellTask]):
 
 
 class InstantModel:
-    """Model that answers every prompt with the same call, at once."""
+    """Model that answers every prompt with the same tool call, without delay."""
 
     def __init__(self, renderer: TemplateRenderer, call: dict[str, Any]) -> None:
         ids = tuple(renderer.assistant(as_message([call])))
@@ -87,12 +88,12 @@ class InstantModel:
         return self._answer
 
     async def aclose(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no connection."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """One subject's rounds: seconds, and CPU seconds of this process, per job."""
+    """Wall time and CPU time of this process per job, in seconds, for each round of a subject."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -104,17 +105,17 @@ class Measured:
 
 @asynccontextmanager
 async def timed(measured: Measured, jobs: int) -> AsyncIterator[None]:
-    """Add the block's time, as the time of `jobs` jobs."""
+    """Measure the block as the time of `jobs` jobs."""
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     measured.add(jobs, time.perf_counter() - wall, time.process_time() - cpu)
 
 
 async def bare(node: Node, jobs: int) -> None:
-    """Run the same sandboxes and calls without a service."""
+    """Run the sandboxes and calls of `jobs` jobs without a service."""
     numbers = iter(range(jobs))
 
-    async def one() -> None:
+    async def run_jobs() -> None:
         for _ in numbers:
             async with ShellEnvironment(node) as environment:
                 await environment.init(ShellTask(id="t", instruction="Work."))
@@ -123,11 +124,11 @@ async def bare(node: Node, jobs: int) -> None:
                     assert (await environment.call(call, timeout_s=60)).ok
                 await environment.eval()
 
-    await asyncio.gather(*(one() for _ in range(AT_ONCE)))
+    await asyncio.gather(*(run_jobs() for _ in range(AT_ONCE)))
 
 
 def groups(environment: str, jobs: int, names: Iterator[int], turns: int = TURNS) -> list[GroupRequest]:
-    """Make groups with this many jobs in total."""
+    """Create groups with `jobs` jobs in total."""
     return [
         GroupRequest(
             id=f"g{next(names)}",
@@ -141,11 +142,14 @@ def groups(environment: str, jobs: int, names: Iterator[int], turns: int = TURNS
 
 
 class Subject:
-    """Environment behind services that are made for each round.
+    """Environment to measure; each round has its own service.
 
     Args:
-        node, family: the environments' node and family.
-        model: answers at once.
+        node: node of the environments.
+        family: family of the environments.
+        renderer: tokenizer and template of the model.
+        call: tool call of each turn.
+        turns: number of turns per job.
     """
 
     def __init__(
@@ -175,13 +179,17 @@ class Subject:
         return groups("shell", jobs, self._names, self._turns)
 
     async def round(self, measured: Measured, jobs: int, queue: int, folder: Path | None = None) -> None:
-        """Finish `jobs` jobs while `queue` others wait behind them."""
+        """Measure the time to finish `jobs` jobs while `queue` more jobs are queued.
+
+        Args:
+            folder: folder for the store; None stores results in memory.
+        """
         store = SqliteStore(folder / f"{next(self._names)}.db") if folder else None
         service = self.service(store)
         await service.start()
         try:
             await service.submit(self.groups(queue))
-            after = 0  # work done during the submission does not count
+            after = 0  # jobs that finish during the submission are not counted
             while found := (await service.results(after, limit=1000)).results:
                 after = found[-1].cursor
             async with timed(measured, jobs):
@@ -194,7 +202,7 @@ class Subject:
 
 
 async def read(service: RolloutService, jobs: int, after: int) -> None:
-    """Read so many results after a cursor, as a trainer does; each must have a reward."""
+    """Read `jobs` results after a cursor like a trainer. Each must have reward 1."""
     while jobs > 0:
         page = await service.results(after, limit=64, wait_s=60)
         assert all(result.reward == 1.0 for result in page.results), page.results[0].failure
@@ -203,7 +211,8 @@ async def read(service: RolloutService, jobs: int, after: int) -> None:
 
 
 async def submitter(url: str, count: int, pause_s: float) -> tuple[list[float], list[float]]:
-    """Submit groups one by one; return the seconds of each, and of the shortest request before each."""
+    """Submit groups one by one. Return the seconds of each submission, and of a `/health` request before
+    it."""
     names, took, floor = itertools.count(), [], []
     async with RolloutClient(url) as client, httpx.AsyncClient(base_url=url) as plain:
         await client.status()
@@ -223,7 +232,7 @@ async def submitter(url: str, count: int, pause_s: float) -> tuple[list[float], 
 async def submits(
     subject: Subject, count: int, queue: int, folder: Path | None
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of submissions over HTTP, while `queue` jobs wait and the pools are full."""
+    """Return the seconds of submissions over HTTP, and of `/health` requests, while `queue` jobs wait."""
     store = SqliteStore(folder / "submits.db") if folder else None
     service = subject.service(store)
     try:
@@ -233,8 +242,8 @@ async def submits(
                 *(sys.executable, "-m", "bench.service", "--submitter", url, "--submits", str(count)),
                 stdout=asyncio.subprocess.PIPE,
             )
-            said, _ = await process.communicate()
-            took, floor = json.loads(said)
+            output, _ = await process.communicate()
+            took, floor = json.loads(output)
             return took, floor
     finally:
         if store is not None:
@@ -248,7 +257,7 @@ async def bench(options: argparse.Namespace, folder: Path) -> None:
     async with Node(make_driver(choose_driver()), folder, warm_pool_size=AT_ONCE) as node:
         shell = Subject(node, ShellEnvironment, renderer, {"tool": "bash", "arguments": COMMAND})
         settled()  # as `prorl-envs serve` does
-        await bare(node, 2 * AT_ONCE)  # templates, and the pool's estimate of the demand
+        await bare(node, 2 * AT_ONCE)  # starts the templates, and the pool estimates the demand
         floor = Measured()
         rows = {
             (f"service, {name}{kind}", queue): (subject, Measured(), where)
@@ -286,7 +295,7 @@ SUBMITS = """
 
 
 def line(name: str, queue: int | None, measured: Measured, floor: Measured | None) -> None:
-    """Format one row; a ratio is the median of the rounds' ratios."""
+    """Print one row; a ratio is the median of the rounds' ratios."""
     wall, cpu = statistics.median(measured.wall), statistics.median(measured.cpu)
     cells = ["", ""]
     if floor is not None and floor is not measured:
@@ -300,7 +309,10 @@ def line(name: str, queue: int | None, measured: Measured, floor: Measured | Non
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.service", description=__doc__)
     parser.add_argument(
-        "--jobs", type=int, default=160, help="jobs of a round with sandboxes; four times that without"
+        "--jobs",
+        type=int,
+        default=160,
+        help="jobs per round with sandboxes; rounds without have four times as many",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Resources of a service during many jobs: memory, descriptors, processes, file.
+"""Resources of a service during many jobs: memory, descriptors, processes, size of the store's file.
 
 python -m bench.soak                                 # 10,000 jobs with a sandbox each
 python -m bench.soak --jobs 100000 --toy             # without sandboxes
@@ -34,7 +34,8 @@ MAY_GROW = {"memory": 10_000_000, "descriptors": 8, "processes": 8}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Resources of this process and its sandboxes at a moment: bytes, and numbers."""
+    """Resources of this process and its sandboxes at one time; memory and file in bytes, others as
+    numbers."""
 
     jobs: int
     seconds: float
@@ -61,7 +62,7 @@ def look(jobs: int, seconds: float, run_dir: Path, store: Path) -> Held:
 
 
 async def soak(options: argparse.Namespace, folder: Path) -> list[Held]:
-    """Send the jobs over HTTP and read every result once, as a trainer does."""
+    """Submit the jobs over HTTP, and read every result once, like a trainer."""
     renderer, world = builtin_renderer(), ToyWorld()
     world.logging = False
     run_dir, path = folder / "run", folder / "store.db"
@@ -92,14 +93,14 @@ async def feed(
     options: argparse.Namespace,
     look_at: Callable[[int, float], Held],
 ) -> list[Held]:
-    """Keep some jobs queued, and take a sample at `points` moments."""
+    """Submit jobs so that some are always queued, and measure the resources `options.points` times."""
     curve: list[Held] = []
-    started, done, asked, after = time.monotonic(), 0, 0, 0
+    started, done, submitted, after = time.monotonic(), 0, 0, 0
     print("| jobs | s | MB | descriptors | processes | objects | file MB |\n|---|---|---|---|---|---|---|")
     while done < options.jobs:
-        while asked < options.jobs and asked - done < 4 * SAMPLES:
+        while submitted < options.jobs and submitted - done < 4 * SAMPLES:
             await client.submit(subject.groups(SAMPLES))
-            asked += SAMPLES
+            submitted += SAMPLES
         page = await client.page(after, limit=100, wait_s=30)
         assert all(result.reward == 1.0 for result in page.results), page.results[0].failure
         before, done, after = done, done + len(page.results), page.next
@@ -123,8 +124,8 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--points", type=int, default=20, help="of the curve")
-    parser.add_argument("--keep", type=int, default=500, help="results kept by the service")
+    parser.add_argument("--points", type=int, default=20, help="number of measurements")
+    parser.add_argument("--keep", type=int, default=500, help="largest number of results in the store")
     parser.add_argument("--toy", action="store_true", help="without sandboxes")
     options = parser.parse_args()
     logging.getLogger("prorl_envs").setLevel(logging.CRITICAL)
@@ -135,7 +136,8 @@ def main() -> None:
 
 
 def flat(curve: list[Held]) -> bool:
-    """Print the growth between the second quarter and the last, by their medians."""
+    """Print the growth from the second to the last quarter (medians). Return whether it is within the
+    limits."""
     quarter = max(len(curve) // 4, 1)
     early, late = curve[quarter : 2 * quarter] or curve[:1], curve[-quarter:]
     good = True

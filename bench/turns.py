@@ -1,11 +1,12 @@
-"""Cost of one turn by the length of its history: bytes on the wire, and CPU of each of our parts.
+"""Cost of one turn by the length of its history: transferred bytes, and CPU time of the parts of a turn.
 
 python -m bench.turns
 
-A request to a vLLM server carries the whole context as ids, and its answer repeats it, so their bytes grow
-with the history. The CPU time should not grow. The table has the CPU time of a turn with `NEW` new tokens
-after histories of growing length: with a context that caches its JSON and, for comparison, with a plain list
-that is encoded again for each turn.
+A request to a vLLM server contains the whole context as ids, and the answer repeats it, so their sizes grow
+with the history. The CPU time should not grow. The table contains the CPU time of a turn with `NEW` new
+tokens
+after histories of several lengths: with a context that caches its JSON and, for comparison, with a plain list
+that is encoded again in each turn.
 """
 
 import argparse
@@ -32,13 +33,13 @@ VOCABULARY = 150_000
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Minimal HTTP server that answers completions like vLLM, without parsing the numbers of a prompt."""
+    """Answer completion requests like vLLM, without parsing the numbers of a prompt."""
     ids = list(range(SAMPLED))
     logprobs = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": [-0.5] * SAMPLED}
     said = json.dumps({"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs})[:-1]
     while head := await reader.readuntil(b"\r\n\r\n"):
         length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-        if not length:  # a request for the server's properties, of which it has none
+        if not length:  # a GET request for the server's properties, which this server does not have
             writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
             continue
         body = await reader.readexactly(int(length))
@@ -72,8 +73,8 @@ async def turn(
     chance: random.Random,
     grow: Callable[..., Any],
 ) -> list[float]:
-    """Run one turn as the agent loop does; return the CPU seconds of the ledger's check, the call, and the
-    growth."""
+    """Run one turn like the agent loop. Return the CPU seconds of the ledger's check, of the model call, and
+    of the growth of ledger and context."""
     marks = [time.process_time()]
     ledger.sent(context)
     marks.append(time.process_time())
@@ -89,13 +90,14 @@ async def turn(
 
 
 async def measure(url: str, tokens: int, turns: int, kind: type[Context] | type[list[int]]) -> list[float]:
-    """Return medians of a turn's parts after a history of this many tokens."""
+    """Return the median CPU milliseconds of a turn's parts after a history of `tokens` tokens."""
     chance = random.Random(tokens)
     ids = [chance.randrange(VOCABULARY) for _ in range(tokens)]
     context, ledger = kind(ids), Ledger(ids)
     client = VllmClient(url, stop_ids=(1,), vocab_size=VOCABULARY, model="m")
     try:
-        await turn(client, context, ledger, chance, context.extend)  # the first encodes everything
+        # The first turn encodes the whole context.
+        await turn(client, context, ledger, chance, context.extend)
         rows = [await turn(client, context, ledger, chance, context.extend) for _ in range(turns)]
     finally:
         await client.aclose()
@@ -114,10 +116,10 @@ async def bench(histories: Sequence[int], turns: int) -> None:
         url = (await process.stdout.readline()).decode().strip()
         print(TABLE)
         for tokens in histories:
-            kept = await measure(url, tokens, turns, Context)
-            anew = await measure(url, tokens, turns, list)
+            cached = await measure(url, tokens, turns, Context)
+            plain = await measure(url, tokens, turns, list)
             size = len(Context(range(VOCABULARY - tokens, VOCABULARY)).json())
-            cells = f"{kept[0]:.3f} | {kept[2]:.3f} | {kept[1]:.2f} | {anew[1]:.2f}"
+            cells = f"{cached[0]:.3f} | {cached[2]:.3f} | {cached[1]:.2f} | {plain[1]:.2f}"
             print(f"| {tokens:,} | {size / 1e3:,.0f} | {NEW * 7 / 1e3:.1f} | {cells} |", flush=True)
     finally:
         process.stdin.close()

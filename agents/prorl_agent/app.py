@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 the authors of prorl-envs
 # SPDX-License-Identifier: Apache-2.0
-"""The agent whose rollouts are the rollout service's; its YAML block names the service."""
+"""Server of the agent that passes rollouts to a rollout service; its YAML block names the service."""
 
 from prorl_envs.nemo.agent import RolloutAgent
 

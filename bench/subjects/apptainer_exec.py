@@ -1,7 +1,8 @@
 """Apptainer with a process per command, like NeMo Gym's provider: `instance IMAGE`, or `image IMAGE`.
 
-`instance` runs `apptainer exec instance://...`; its sessions share one instance, as instances take seconds to
-start and to stop. `image` runs `apptainer exec IMAGE`, a new container each time.
+`instance` runs `apptainer exec instance://...`; its sessions share one instance, because an instance takes
+seconds to start and to stop. `image` runs `apptainer exec IMAGE`, which creates a new container for each
+command.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ class Apptainer:
 
     def prepare(self) -> str:
         if self._kind == "instance":
-            # To the log, not to a pipe: the instance holds its outputs open until it stops.
+            # The output is not a pipe, because the instance does not close it before it stops.
             subprocess.run(
                 [*APPTAINER, "instance", "start", "--userns", self._image, self._instance],
                 stdin=subprocess.DEVNULL,
@@ -59,7 +60,7 @@ class Apptainer:
 
     def close(self) -> None:
         if self._kind == "instance":
-            with contextlib.suppress(subprocess.CalledProcessError):  # it did not start
+            with contextlib.suppress(subprocess.CalledProcessError):  # the instance has not started
                 subprocess.run([*APPTAINER, "instance", "stop", self._instance], check=True)
 
 

@@ -1,8 +1,8 @@
-"""Lower bounds: minimal subjects with a session, and commands without a session.
+"""Lower bounds: minimal subjects with and without a session.
 
-pty     a bash on a pseudo-terminal, no sandbox: a line written, its output read
-bwrap   a bash on pipes in a sandbox made by bubblewrap alone, with the namespaces that ours have
-spawn   a fresh `bash -c` per command, no sandbox
+pty     a bash on a pseudo-terminal without a sandbox; each action writes a line and reads the output
+bwrap   a bash on pipes in a sandbox of bubblewrap, with the namespaces of our sandboxes
+spawn   a new `bash -c` per command without a sandbox
 """
 
 import os
@@ -61,7 +61,7 @@ class Bwrap:
 
     def close(self) -> None:
         assert self._shell.stdin is not None and self._shell.stdout is not None
-        self._shell.stdin.close()  # bash exits, and with the first process the others
+        self._shell.stdin.close()  # bash exits; it is the sandbox's first process, so all others are killed
         self._shell.stdout.close()
         self._shell.wait()
 

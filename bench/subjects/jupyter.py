@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class Output:
-    """Collect a cell's output and displays from its channel's messages until the kernel is idle."""
+    """Output of a cell, collected from the kernel's messages until the kernel is idle."""
 
     def __init__(self, request: str) -> None:
         self._request = request
@@ -127,11 +127,11 @@ class Jupyter:
         program = str(Path(sys.executable).parent / "jupyter-kernelgateway")
         options = [f"--KernelGatewayApp.port={self._port}", "--KernelGatewayApp.ip=127.0.0.1"]
         self._gateway = subprocess.Popen([sys.executable, program, *options], cwd=os.environ["HOME"])
-        for left in attempts(TIMEOUT_S):
+        for remaining_s in attempts(TIMEOUT_S):
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/api", timeout=left):
+                with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/api", timeout=remaining_s):
                     break
-            except urllib.error.URLError:  # not yet
+            except urllib.error.URLError:  # the gateway has not started
                 continue
         return f"jupyter-kernel-gateway {importlib.metadata.version('jupyter-kernel-gateway')}, {version}"
 

@@ -1,4 +1,4 @@
-"""mini-swe-agent's environments, a new process per command: `local`, or `bubblewrap`."""
+"""mini-swe-agent's environments `local` and `bubblewrap`, which start a new process for each command."""
 
 import importlib.metadata
 import os

@@ -1,6 +1,7 @@
-"""mini-swe-agent's own loop, many episodes at once, with a model that takes its time.
+"""Concurrent episodes of mini-swe-agent's own loop with a slow model.
 
-Run by its interpreter: KIND COUNT TURNS BWRAP. Prints `bench.episodes.Measurements` as JSON.
+mini-swe-agent's interpreter runs this module. Arguments: KIND COUNT TURNS BWRAP. The output is a
+`bench.episodes.Measurements` as JSON.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from bench.episodes import SlowCalls
 
 
 class SlowModel(DeterministicModel):  # type: ignore[misc]  # its package is not in this environment
-    """Model whose calls take their time."""
+    """Model with slow calls."""
 
     def __init__(self, calls: SlowCalls, episode: str, **fields: Any) -> None:
         super().__init__(**fields)

@@ -1,4 +1,4 @@
-"""The tmux session of OpenHands before 1.0, which the paper's baseline uses."""
+"""Tmux session of OpenHands before 1.0; the paper's baseline uses it."""
 
 import importlib.metadata
 import tempfile

@@ -1,4 +1,4 @@
-"""OpenHands' terminal tool on `tmux` or on a pty (`subprocess`), and its agent `server`, over HTTP."""
+"""OpenHands' terminal tool on `tmux` or on a pty (`subprocess`), and its agent `server` over HTTP."""
 
 import importlib.metadata
 import os
@@ -14,7 +14,7 @@ from openhands.tools.terminal.terminal.factory import create_terminal_session
 from bench.subjects.protocol import Session, attempts, bash_task, free_port, serve
 
 START_TIMEOUT_S = 180.0
-#: The pty tool does not remove bash's codes for bracketed paste from its text.
+#: Codes for bracketed paste; the pty tool does not remove them from bash's output.
 _PASTE_MODE = re.compile(r"\x1b\[\?2004[hl]")
 
 
@@ -33,7 +33,7 @@ class Terminal:
 
 
 class Request:
-    """Run a command over HTTP, on its own persistent connection."""
+    """Session that runs commands over HTTP on its own persistent connection."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.AsyncClient(base_url=url, timeout=60)
@@ -63,13 +63,13 @@ class OpenHands:
         self._url = f"http://127.0.0.1:{port}"
         argv = [sys.executable, "-m", "openhands.agent_server", "--host", "127.0.0.1", "--port", str(port)]
         self._server = subprocess.Popen(argv, cwd=os.environ["HOME"])
-        for left in attempts(START_TIMEOUT_S):
+        for remaining_s in attempts(START_TIMEOUT_S):
             if self._server.poll() is not None:
                 raise RuntimeError(f"the agent server ended with status {self._server.returncode}")
             try:
-                if httpx.get(f"{self._url}/ready", timeout=left).is_success:
+                if httpx.get(f"{self._url}/ready", timeout=remaining_s).is_success:
                     break
-            except httpx.TransportError:  # not yet
+            except httpx.TransportError:  # the server has not started
                 continue
         return f"openhands-agent-server {importlib.metadata.version('openhands-agent-server')}"
 

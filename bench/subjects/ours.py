@@ -1,12 +1,12 @@
 """Our own sandboxes and tools.
 
 bash            a persistent shell in a sandbox
-process         a fresh `bash -c` per command in the same sandbox
-sif IMAGE       a persistent shell in a sandbox whose system is a SIF; IMAGE stays mounted between sandboxes
-pool            a sandbox from a warm pool
+process         a new `bash -c` per command in the same sandbox
+sif IMAGE       a persistent shell in a sandbox with the system of a SIF; IMAGE stays mounted between
+sandboxes pool            a persistent shell in a sandbox of a warm pool
 apptainer       a persistent shell in a sandbox inside Apptainer
-apptainer-sif IMAGE   the same, of a SIF
-ipython         a Python session forked warm
+apptainer-sif IMAGE   as `apptainer`, with the system of a SIF
+ipython         a Python session forked from a template
 kernel          a Jupyter kernel in the sandbox
 """
 
@@ -52,7 +52,8 @@ class Box:
 
 
 class Pooled:
-    """Session of the warm pool; closing it waits for a replacement, so that each start is measured alone."""
+    """Session in a sandbox of the warm pool. `close` waits until the pool has a new sandbox, so that its
+    start does not overlap the next measurement."""
 
     def __init__(self, pool: WarmPool, place: SandboxSession) -> None:
         self._pool = pool
@@ -67,7 +68,8 @@ class Pooled:
 
 
 async def fill(pool: WarmPool) -> None:
-    """Keep at least one sandbox ready: the pool starts ahead only as many as were requested at once."""
+    """Wait until the pool has a ready sandbox. Concurrent requests make the pool start sandboxes in
+    advance."""
     await pool.settled()
     while not pool.ready:
         places = await asyncio.gather(*(pool.take(SandboxSpec()) for _ in range(3)))
@@ -108,8 +110,7 @@ class Ours:
         return box
 
     def pids(self) -> list[int]:
-        """Return the processes that made the sandboxes, the tool servers, and all processes inside; no
-        templates."""
+        """Return the sandboxes' bubblewrap processes, tool servers and inner processes, without templates."""
         found: set[int] = set()
         namespaces = set()
         for box in self._boxes:
@@ -137,7 +138,7 @@ def _namespaces() -> Iterator[tuple[int, str]]:
         if entry.name.isdigit():
             try:
                 yield int(entry.name), str((entry / "ns/pid").readlink())
-            except OSError:  # it exited, or is another user's
+            except OSError:  # the process has exited, or belongs to another user
                 continue
 
 

@@ -1,11 +1,11 @@
-"""Measurement loop of a subject, which its own interpreter runs and the harness controls.
+"""Measurement loop of a subject. The subject's own interpreter runs it, and the harness controls it.
 
-Each subject is a process, ours and the floors too, so that none can slow another. It reads one JSON object
-per line from its standard input (`op`, and that operation's arguments) and answers each with a line on its
-standard output. It measures times in its own process, by the host's clock. It exits at the end of its input,
-or after an exception, which is in its log.
+Each subject has its own process, including ours and the floors, so that subjects do not slow each other down.
+The process reads one JSON object per line from its standard input (`op`, and the operation's arguments), and
+writes one line per answer to its standard output. It measures times itself with the host's clock. It exits at
+the end of its input, or after an exception, which is written to its log.
 
-Imports the standard library only: every peer's interpreter runs it.
+This module imports only the standard library, because every peer's interpreter runs it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 type Maybe[T] = T | Awaitable[T]
 type Task = Callable[[], tuple[str, str]]
 
-#: Number of sessions that are opened at once if the subject can.
+#: Largest number of sessions that are opened concurrently; a blocking subject opens one at a time.
 OPEN_AT_ONCE = 8
 #: State of every Python session before its first measured cell.
 STATE = "numbers = list(range(1000))"
@@ -44,50 +44,50 @@ class Subject(Protocol):
     """Interface of subjects.
 
     Args:
-        blocking: its sessions block the thread that uses them; many at once need a thread each.
-        task: makes a text to run, and its expected output.
+        blocking: a call of a session blocks the thread, so concurrent sessions need one thread each.
+        task: returns a command or cell, and its expected output.
     """
 
     blocking: bool
     task: Task
 
     def prepare(self) -> Maybe[str]:
-        """Start everything that all sessions share. Return the subject's name and version."""
+        """Start the processes that all sessions share. Return the subject's name and version."""
         ...
 
     def open(self) -> Maybe[Session]: ...
 
     def pids(self) -> list[int]:
-        """Return the processes that exist only because of the open sessions."""
+        """Return the processes of the open sessions, without shared processes."""
         ...
 
     def close(self) -> Maybe[None]: ...
 
 
 def bash_task() -> tuple[str, str]:
-    """Return a command whose output cannot be guessed, with the output."""
+    """Return a command with random output, and the output."""
     token = secrets.token_hex(8)
     return f"echo {token}", token
 
 
 def cell_task() -> tuple[str, str]:
-    """Return a cell that needs the session's state, with its output."""
+    """Return a cell that needs the session's state, and the output."""
     index, more = random.randrange(1000), random.randrange(1000)
     return f"numbers[{index}] + {more}", str(index + more)
 
 
 async def settle[T](value: Maybe[T]) -> T:
-    """Return the result of a function that blocks or of a coroutine."""
+    """Return the value, or await it if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 def run_cell_state(session: Session, task: Task) -> Maybe[str]:
-    """Give a new Python session its state; do nothing in a shell."""
+    """Create the state of a new Python session; do nothing in a shell."""
     return session.act(STATE) if task is cell_task else ""
 
 
 class Runner:
-    """Runs the harness's operations on one subject."""
+    """Runner of the harness's operations on one subject."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -97,17 +97,17 @@ class Runner:
         return {"version": await settle(self._subject.prepare())}
 
     async def open(self, count: int) -> dict[str, Any]:
-        """Open sessions, and wait for one answer of each. They stay open."""
+        """Open sessions, and wait for one answer of each open session. The sessions stay open."""
         gate = asyncio.Semaphore(1 if self._subject.blocking else OPEN_AT_ONCE)
         started = time.perf_counter()
 
-        async def one() -> None:
+        async def open_session() -> None:
             async with gate:
                 session = await settle(self._subject.open())
                 self._sessions.append(session)
                 await settle(run_cell_state(session, self._subject.task))
 
-        await asyncio.gather(*(one() for _ in range(count)))
+        await asyncio.gather(*(open_session() for _ in range(count)))
         return {"seconds": time.perf_counter() - started, **await self.answer()}
 
     async def answer(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Runner:
         return {"seconds": time.perf_counter() - started}
 
     async def act(self, count: int, budget_s: float) -> dict[str, Any]:
-        """Run up to `count` actions in the first open session, one after the other, within the budget."""
+        """Run up to `count` actions one after the other in the first open session, for at most `budget_s`."""
         seconds: list[float] = []
         wrong = 0
         session = self._sessions[0]
@@ -147,7 +147,7 @@ class Runner:
         return {"seconds": seconds, "wrong": wrong}
 
     async def ready(self, count: int, budget_s: float) -> dict[str, Any]:
-        """Open up to `count` new sessions; measure each from the request to its first answer."""
+        """Open up to `count` new sessions for at most `budget_s`; measure each up to its first answer."""
         seconds: list[float] = []
         wrong = 0
         deadline = time.perf_counter() + budget_s
@@ -163,7 +163,8 @@ class Runner:
         return {"seconds": seconds, "wrong": wrong}
 
     async def rate(self, budget_s: float) -> dict[str, Any]:
-        """Use all open sessions at once, one command after the other in each, until the budget is spent."""
+        """Run actions one after the other in each open session, concurrently in all sessions, for
+        `budget_s`."""
         started = time.perf_counter()
         deadline = started + budget_s
         if self._subject.blocking:
@@ -210,9 +211,9 @@ async def _async_until(session: Session, task: Task, deadline: float) -> tuple[i
 def serve(subject: Subject) -> None:
     """Measure `subject` as the harness requests, until the end of standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of a peer goes to the log, not between the answers
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    os.dup2(2, 1)  # output of a peer goes to the log, because standard output is for answers
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     asyncio.run(_serve(Runner(subject), answers.write))
 
 
@@ -231,7 +232,7 @@ async def _serve(runner: Runner, answer: Callable[[str], object]) -> None:
 
 
 def free_port() -> int:
-    """Return a free TCP port of loopback; peers take a number, not a socket."""
+    """Return a free TCP port on the loopback interface, for peers that cannot take a socket."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -240,7 +241,11 @@ def free_port() -> int:
 
 
 def attempts(seconds: float, pause_s: float = 0.05) -> Iterator[float]:
-    """Yield at intervals, to check whether a server is up, for this many seconds."""
+    """Yield the remaining seconds at intervals, for repeated checks of a server.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         yield deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""SWE-ReX: `local`, its runtime in this process, or `http`, its server behind its own client."""
+"""SWE-ReX: `local` is its runtime in this process, `http` its server with its own client."""
 
 import asyncio
 import importlib.metadata
@@ -55,8 +55,8 @@ class SweRex:
         argv = [sys.executable, "-m", "swerex.server", "--host", "127.0.0.1", "--port", str(port)]
         self._server = subprocess.Popen([*argv, "--auth-token", "bench"])
         runtime = RemoteRuntime(auth_token="bench", host="http://127.0.0.1", port=port, timeout=60)
-        for left in attempts(START_TIMEOUT_S):
-            if await runtime.is_alive(timeout=min(left, 1.0)):
+        for remaining_s in attempts(START_TIMEOUT_S):
+            if await runtime.is_alive(timeout=min(remaining_s, 1.0)):
                 break
             await asyncio.sleep(0)
         return runtime
