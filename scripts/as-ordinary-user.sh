@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run a command as an ordinary user in a fresh clone of this checkout: `as-ordinary-user.sh make demo`.
-# Needs root. Makes a user, gives it a readable Python if the only suitable one is private to root,
-# and removes both afterwards.
+# Run a command as an ordinary user in a new clone of this checkout: `as-ordinary-user.sh make demo`.
+# Needs root. The script creates a user, and removes it at the end. If only root can read a suitable Python, the user
+# gets a copy.
 set -euo pipefail
 [ "$(id -u)" = 0 ] || { echo "error: run as root" >&2; exit 1; }
 [ $# -gt 0 ] || { echo "usage: $0 COMMAND [ARG ...]" >&2; exit 2; }
@@ -11,7 +11,7 @@ user=prorl-$$
 home=$(mktemp -d "${TMPDIR:-/tmp}/prorl-home.XXXXXX")
 useradd --home-dir "$home" --no-create-home --shell /bin/bash "$user"
 finish() {
-    # Processes that the user still runs are leaks: show and kill them. A zombie has exited; it waits until init reaps it.
+    # Show and kill processes that the user still runs; they are leaks. Zombies are not counted, because they have exited.
     left=$(find /proc -maxdepth 1 -name '[0-9]*' -user "$user" -printf '%f\n' 2>/dev/null | while read -r pid; do
         grep -qs '^State:[[:space:]]*[^Z[:space:]]' "/proc/$pid/status" && echo "$pid $(tr '\0' ' ' < "/proc/$pid/cmdline")"
     done || true)
@@ -32,7 +32,7 @@ as_user() {
 
 python=${SETUP_PYTHON:-}
 if [ -z "$python" ] && ! as_user sh -c 'python3.12 -c "" || python3.13 -c ""' 2>/dev/null; then
-    # A copy of root's interpreter, with its library, which it finds relative to itself.
+    # Copy root's interpreter with its library, and make it search for the library relative to itself.
     for prefix in "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[2-9]*; do
         [ -x "$prefix/bin/python3" ] || continue
         cp -a "$prefix" "$home/python"

@@ -1,10 +1,10 @@
 # shellcheck shell=sh
-# Functions that the scripts of this folder share. They source it in the repository's root.
+# Functions of the scripts in this folder. The scripts source this file in the repository's root.
 
 say() { printf '%s\n' "$*" >&2; }
 fail() { say "error: $1"; say "hint: $2"; exit 1; }
 
-# Print the path of uv: the user's, or the one that setup.sh installed. Fails if there is none.
+# Print the path of the user's uv, or of the uv that setup.sh has installed. Fails if there is none.
 find_uv() {
     command -v uv && return
     for path in "${VENV:-.venv}/bin/uv" .build/uv/bin/uv; do
@@ -23,8 +23,8 @@ pip_config() {
     done
 }
 
-# uv trusts a built-in list of authorities, so it fails behind a proxy that intercepts TLS (UnknownIssuer). Use the
-# certificates of pip, or else those of the system. Every version of uv reads SSL_CERT_FILE.
+# uv trusts a built-in list of authorities, so it fails behind a proxy that intercepts TLS (UnknownIssuer). Use pip's
+# certificates, or the system's if pip has none. Every version of uv reads SSL_CERT_FILE.
 trust_certificates() {
     [ -z "${SSL_CERT_FILE:-}${SSL_CERT_DIR:-}${UV_SYSTEM_CERTS:-}${UV_NATIVE_TLS:-}" ] || return 0
     certificates=${PIP_CERT:-${REQUESTS_CA_BUNDLE:-${CURL_CA_BUNDLE:-$(pip_config cert)}}}
@@ -35,7 +35,7 @@ trust_certificates() {
     if [ -n "$certificates" ]; then export SSL_CERT_FILE="$certificates" PIP_CERT="$certificates"; fi
 }
 
-# uv does not read pip's configuration: use the index named there, unless uv has settings of its own.
+# uv does not read pip's configuration. Use the index in pip's configuration unless uv has its own settings.
 use_index() {
     [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}${UV_CONFIG_FILE:-}" ] || return 0
     for path in "${XDG_CONFIG_HOME:-${HOME:-}/.config}/uv/uv.toml" /etc/uv/uv.toml; do

@@ -1,7 +1,7 @@
-"""Download pip, for a Python without `ensurepip` (Debian's without python3-venv): fetch-pip.py DIRECTORY.
+"""Download pip for a Python without `ensurepip` (Debian's without python3-venv): fetch-pip.py DIRECTORY.
 
-Prints the path of the wheel, from which Python can import pip. PIP_INDEX_URL names another index than PyPI,
-PIP_CERT a file of certificates. Runs on Python 3.9 and later, with the standard library only.
+The script prints the path of the wheel; Python can import pip from it. PIP_INDEX_URL names another index than
+PyPI, PIP_CERT a file of certificates. Runs on Python 3.9 and later with only the standard library.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ TIMEOUT_S = 60
 
 
 def newest(page: str, url: str) -> str:
-    """Return the URL of the newest pip release on an index page that this Python can run."""
+    """Return the URL of the newest release of pip on an index page that this Python can run."""
     found = {}
     for tag in LINK.findall(page):
         attributes = {name.lower(): html.unescape(value) for name, value in ATTRIBUTE.findall(tag)}

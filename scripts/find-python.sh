@@ -1,6 +1,6 @@
 #!/bin/sh
-# Print the path of a working Python of one version: find-python.sh 3.13 [DIRECTORY]. Fails if there is none.
-# It looks in PATH, at pyenv, in /opt and at uv. With DIRECTORY, it unpacks Debian's there if it found none.
+# Print the path of a working Python of a version: find-python.sh 3.13 [DIRECTORY]. Fails if there is none.
+# The script searches PATH, pyenv, /opt and uv. If it finds none, it unpacks Debian's Python into DIRECTORY, if given.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/common.sh

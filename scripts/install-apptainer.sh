@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Install the programs of the image tests on a Debian machine: Apptainer, squashfuse, FUSE, busybox. Needs root and
-# a Debian mirror. If the release has no Apptainer, it comes from unstable, with its own C library; the system's C
-# library is unchanged.
+# Install the programs that the image tests need on a Debian machine: Apptainer, squashfuse, FUSE, busybox. Needs root
+# and a Debian mirror. If the release has no Apptainer, the script takes it from unstable, together with a separate C
+# library for it; the system's C library does not change.
 set -euo pipefail
 [ "$(id -u)" = 0 ] || { echo "error: run as root" >&2; exit 1; }
 export DEBIAN_FRONTEND=noninteractive
@@ -10,7 +10,7 @@ install() { apt-get -o DPkg::Lock::Timeout=300 install -y -q --no-install-recomm
 
 apt-get update -q >/dev/null
 install squashfuse squashfs-tools fuse3 uidmap util-linux busybox-static
-# As udev does if it runs: FUSE is meant for every user.
+# udev, if it runs, gives every user access to FUSE; do the same without udev.
 if [ -e /dev/fuse ]; then chmod a+rw /dev/fuse; fi
 
 command -v apptainer >/dev/null && exit 0
@@ -31,7 +31,7 @@ unstable update
 unstable download apptainer libc6 libseccomp2 libsqlite3-0
 for package in "$scratch"/*.deb; do dpkg-deb -x "$package" "$scratch/files"; done
 
-# The libraries of unstable in a separate directory, the only one in which the two programs search.
+# Copy the libraries of unstable to a separate directory. The two programs search for libraries only there.
 own=/opt/apptainer-lib
 architecture=$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || gcc -dumpmachine 2>/dev/null || echo x86_64-linux-gnu)
 libexec=/usr/lib/$architecture/apptainer

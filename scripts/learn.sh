@@ -1,7 +1,8 @@
 #!/bin/sh
-# Train a model through the whole system: learn.sh [arguments of `python -m learn`].
-#   LEARN_VENV  the trainer's environment (.build/learn); kept, about 6 GB, which uv shares with vLLM's if it can.
-# vLLM has its own environment: see setup-vllm.sh.
+# Train a model with the complete system: learn.sh [arguments of `python -m learn`].
+#   LEARN_VENV  directory of the trainer's environment (.build/learn), about 6 GB; it is not removed. If possible, uv
+#               shares the files with vLLM's environment.
+# vLLM has a separate environment; see setup-vllm.sh.
 set -eu
 cd "$(dirname "$0")/.."
 venv=${LEARN_VENV:-.build/learn}

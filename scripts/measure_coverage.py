@@ -1,10 +1,11 @@
-"""Coverage of the tests, subprocesses included, as a table per package, and the functions never executed.
+"""Measure the coverage of the tests including subprocesses, as a table per package.
 
     .venv/bin/python scripts/measure_coverage.py [--functions] [PYTEST ARGUMENTS]
 
-Every Python process that the tests start measures itself if it finds the virtual environment of this run.
-Processes in sandboxes cannot write the data file and are not counted, nor are processes that are killed:
-a function of a tool server that is listed as never executed may well run there.
+`--functions` also lists the functions that were never executed. Every Python process of the tests measures
+itself if it uses the virtual environment of this run. Processes in sandboxes cannot write the data file, and
+killed processes do not write it, so they are not counted. A listed function of a tool server may therefore
+have run.
 """
 
 import ast
@@ -29,14 +30,18 @@ disable_warnings = no-data-collected, module-not-measured, already-imported, mod
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield name, first and last line of every function's body."""
+    """Yield the name of each function, and the first and last line of its body."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno
 
 
 def never_executed(path: Path, lines: set[int]) -> list[str]:
-    """Return the functions of which no line ran. A body that is a docstring has no line."""
+    """Return the functions without an executed line.
+
+    Args:
+        lines: numbers of the file's executed lines.
+    """
     return [
         f"{path}:{first} {name}"
         for name, first, last in functions(path)
@@ -45,7 +50,7 @@ def never_executed(path: Path, lines: set[int]) -> list[str]:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the tests; return their exit status."""
+    """Run the tests, and return the exit status."""
     for old in DATA.parent.glob("data*"):
         old.unlink()
     DATA.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +67,7 @@ def executed() -> CoverageData:
 
 
 def report(*, with_functions: bool) -> None:
-    """Print per package the executed and total statements, and the functions."""
+    """Print the numbers of executed and of all statements and functions per package."""
     coverage = Coverage(config_file=str(SETTINGS))
     coverage.load()
     table: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
@@ -78,8 +83,8 @@ def report(*, with_functions: bool) -> None:
         unused += found
     say = sys.stdout.write
     say("\nstatements          functions       package\n")
-    for package, (ran, every, called, defined) in sorted(table.items()):
-        say(f"{ran:5}/{every:5} {ran / max(every, 1):4.0%}   {called:4}/{defined:4}       {package}\n")
+    for package, (ran, total, called, defined) in sorted(table.items()):
+        say(f"{ran:5}/{total:5} {ran / max(total, 1):4.0%}   {called:4}/{defined:4}       {package}\n")
     if with_functions:
         say("\nnever executed:\n" + "".join(f"  {name}\n" for name in unused))
 

@@ -1,12 +1,12 @@
-"""Mutation testing of the pure core with mutmut; fails if the tests kill too few mutants.
+"""Mutation testing of the modules without I/O with mutmut; fails if the tests kill too few mutants.
 
     .venv/bin/python scripts/mutation.py [--sample 400] [--seed COMMIT] [--only 'prorl_envs/rollout/*']
 
-The modules and their tests are listed in pyproject.toml (`tool.mutmut`), the floor beside them
-(`tool.mutation`). Mutants that no test can kill are listed with a reason in `tests/mutation/equivalent.toml`.
-mutmut copies the sources, all mutants in them, to `mutants/`. One pytest process collects the tests there.
-For each mutant a fork of it runs the tests that reach the mutated function: no mutant pays for the imports.
-Properties and other decorated functions are not mutated.
+pyproject.toml lists the modules and their tests (`tool.mutmut`), and the required share of killed mutants
+(`tool.mutation`). `tests/mutation/equivalent.toml` lists mutants that no test can kill, with reasons.
+mutmut copies the sources with all mutants to `mutants/`. One pytest process collects the tests there. For
+each mutant, a fork of this process runs the tests that reach the mutated function, so that the imports happen
+only once. Properties and other decorated functions are not mutated.
 """
 
 import argparse
@@ -40,14 +40,15 @@ from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.state import state
 from mutmut.utils.format_utils import mangled_name_from_mutant_name
 
-#: Outcomes by the exit code of a mutant's tests. Any other exit code, or a signal, is a kill too.
+#: Outcomes by the exit code of a mutant's tests. Any other exit code and any signal also count as killed.
 SURVIVED, KILLED, TIMED_OUT, NO_TESTS = 0, 1, 24, 33
 EQUIVALENT = Path("tests/mutation/equivalent.toml")
-#: Larger numbers are tuning constants. A test that kills such a mutant would only repeat the constant.
+#: Largest number that is mutated. Larger numbers are tuning constants; a test for them would only repeat the
+#: constant.
 LARGEST_NUMBER = 2
 
 
-#: Keyword arguments without an effect on decisions: an assertion on our own lengths, and texts.
+#: Keyword arguments without an effect on decisions: the length check of `zip`, and texts.
 UNDECIDED = ("strict", "hint")
 
 
@@ -57,14 +58,14 @@ def small_number(node: cst.Integer) -> Iterator[cst.BaseExpression]:
 
 
 def forced_condition(node: cst.If) -> Iterator[cst.If]:
-    """Always take a branch, and never take it."""
+    """Make the condition always false, and always true."""
     for operator, literal in ((cst.And(), "False"), (cst.Or(), "True")):
         test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
         yield node.with_changes(test=cst.BooleanOperation(test, operator, cst.Name(literal)))
 
 
 def dropped_operand(node: cst.BooleanOperation) -> Iterator[cst.BaseExpression]:
-    # In parentheses, since the operand may have been part of a `not` or another operation.
+    # The parentheses of the operation remain, because it may be the operand of a `not` or another operation.
     for operand in (node.left, node.right):
         yield operand if operand.lpar else operand.with_changes(lpar=node.lpar, rpar=node.rpar)
 
@@ -75,7 +76,7 @@ def dropped_filter(node: cst.CompFor) -> Iterator[cst.CompFor]:
 
 
 def dropped_statement(node: cst.SimpleStatementLine) -> Iterator[cst.SimpleStatementLine]:
-    """Delete a call made for its effect, or an assignment to an attribute or an item."""
+    """Delete a call whose result is not used, or an assignment to an attribute or an item."""
     statement = node.body[0]
     effect = isinstance(statement, cst.Expr) and isinstance(statement.value, cst.Call | cst.Await)
     target = statement.targets[0].target if isinstance(statement, cst.Assign) else None
@@ -84,7 +85,7 @@ def dropped_statement(node: cst.SimpleStatementLine) -> Iterator[cst.SimpleState
 
 
 def dropped_keyword(node: cst.Call) -> Iterator[cst.Call]:
-    """Not at class level: most fields of a class are required."""
+    """Remove a keyword argument, but not of a constructor, because most fields of a class are required."""
     called = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
     if isinstance(called, cst.Name) and called.value[:1].isupper():
         return
@@ -100,8 +101,8 @@ def flipped_flag(node: cst.Arg | cst.Assign | cst.Return) -> Iterator[cst.CSTNod
         yield from (node.with_changes(value=new) for new in mutators.operator_name(node.value))
 
 
-#: Mutmut's own operators, limited to those that change a decision. Changed strings are omitted, and values
-#: that become None, which the type checker finds.
+#: Mutation operators that change a decision. Changes of strings are omitted, and values replaced by None,
+#: because the type checker finds these.
 OPERATORS: list[tuple[type[cst.CSTNode], Any]] = [
     (cst.Integer, small_number),
     (cst.If, forced_condition),
@@ -135,7 +136,7 @@ class Mutant:
 
     @property
     def function(self) -> str:
-        """Mutated function, as mutmut names it."""
+        """Mutmut's name of the mutated function."""
         return mangled_name_from_mutant_name(self.name)
 
     @property
@@ -147,7 +148,7 @@ class Mutant:
         return "\n".join(get_diff_for_mutant(self.name, path=self.path).splitlines()[3:])
 
     def change(self) -> tuple[str, str, str]:
-        """Return module, removed and added text: the key of an equivalent mutant."""
+        """Return the module, the removed text and the added text, which identify an equivalent mutant."""
         lines = self.diff().splitlines()
         removed, added = (
             " ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"
@@ -156,7 +157,7 @@ class Mutant:
 
 
 def generate(only: str) -> list[Mutant]:
-    """Write all mutants; return the matching ones."""
+    """Write all mutants; return the mutants of modules that match the pattern `only`."""
     mutators.mutation_operators[:] = OPERATORS  # type: ignore[index]
     shutil.rmtree("mutants", ignore_errors=True)
     Path("mutants").mkdir()
@@ -173,11 +174,11 @@ def generate(only: str) -> list[Mutant]:
 
 
 class Runs:
-    """Pytest plugin: run for each mutant the tests that reach its function, instead of all tests once.
+    """Pytest plugin that runs, for each mutant, the tests that reach the mutated function.
 
     Args:
-        mutants: the mutants to test; their exit codes are set.
-        processes: mutants to run at once.
+        mutants: mutants to test; the plugin sets their exit codes.
+        processes: number of mutants to run concurrently.
     """
 
     def __init__(self, mutants: Sequence[Mutant], processes: int) -> None:
@@ -203,12 +204,16 @@ class Runs:
             if running:
                 pid, status = os.wait()
                 running.pop(pid).exit_code = os.waitstatus_to_exitcode(status)
-        without_mutant(session)  # a failing fork would otherwise look like a kill
+        # If this run fails, failures of the environment may have been counted as killed mutants.
+        without_mutant(session)
         return True
 
 
 def without_mutant(session: pytest.Session) -> dict[str, Any]:
-    """Run all tests in a fork, so that this process does not set up the fixtures of the session.
+    """Run all tests without a mutant in a fork, so that this process does not set up fixtures of the session.
+
+    Returns:
+        `tests`: ids of the tests that reach a function, by function. `seconds`: duration of each test by id.
 
     Raises:
         Failed: a test fails.
@@ -223,7 +228,7 @@ def without_mutant(session: pytest.Session) -> dict[str, Any]:
 
 
 def fork(work: Callable[[], int]) -> int:
-    """Fork; the child exits with the result of `work`. Return its pid."""
+    """Run `work` in a fork, which exits with the result. Return the pid of the fork."""
     if pid := os.fork():
         return pid
     code = KILLED
@@ -234,13 +239,13 @@ def fork(work: Callable[[], int]) -> int:
 
 
 def record_reached(items: Sequence[pytest.Item], path: Path) -> int:
-    """Run all tests without a mutant; record the functions that each calls, and its duration."""
+    """Run all tests without a mutant; record the functions that each test reaches, and its duration."""
     set_mutant_under_test("stats")
     tests: dict[str, list[str]] = {}
     seconds: dict[str, float] = {}
     problem = ""
     for item, following in zip(items, [*items[1:], None], strict=True):
-        clear_caches()  # otherwise only the first test that uses a shared object would reach its constructor
+        clear_caches()  # otherwise only the first test would reach a cached function
         state()._stats.clear()
         start = time.perf_counter()
         if problem := run_test(item, following):
@@ -254,7 +259,11 @@ def record_reached(items: Sequence[pytest.Item], path: Path) -> int:
 
 
 def run_mutant(name: str, items: Sequence[pytest.Item], usual_s: float) -> int:
-    """Run the tests until one fails."""
+    """Run the tests of a mutant until a test fails.
+
+    Args:
+        usual_s: seconds of the tests without the mutant.
+    """
     limit_s = math.ceil(5 + 10 * usual_s)
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
     timer = threading.Timer(6 * limit_s, os._exit, [TIMED_OUT])  # for a mutant that blocks
@@ -269,13 +278,13 @@ def run_mutant(name: str, items: Sequence[pytest.Item], usual_s: float) -> int:
 
 
 def run_test(item: pytest.Item, following: pytest.Item | None) -> str:
-    """Run a test; return its failure, or nothing."""
+    """Run a test; return the text of its failure, or an empty text."""
     reports = runtestprotocol(item, log=False, nextitem=following)
     return "".join(report.longreprtext for report in reports if report.failed)
 
 
 def clear_caches() -> None:
-    """Empty the caches of the package's and the tests' functions, which were filled without the mutant."""
+    """Empty the caches of functions in package and tests, because they were filled without the mutant."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("prorl_envs", "tests"):
             for value in list(vars(module).values()):
@@ -295,7 +304,7 @@ def run(mutants: Sequence[Mutant], processes: int) -> None:
     settings = config()
     arguments = ["--rootdir=.", "-q", *settings.pytest_add_cli_args_test_selection]
     try:
-        # A fork exits at the first failing test, and leaves its temporary directories.
+        # A fork exits at the first failing test without removing its temporary directories.
         with tempfile.TemporaryDirectory(prefix="prm-") as tempfile.tempdir:
             code = pytest.main([*arguments, *settings.pytest_add_cli_args], [Runs(mutants, processes)])
     finally:
@@ -310,9 +319,11 @@ def known_equivalents() -> set[tuple[str, str, str]]:
 
 
 def report(mutants: list[Mutant], floor: float, *, sampled: bool) -> int:
-    """Print the survivors and a table; return the exit status.
+    """Print the surviving mutants and a table; return the exit status.
 
-    A sample may be two standard errors below the floor: only all mutants show whether it holds.
+    Args:
+        floor: required share of killed mutants. A sample may be two standard errors below it, because of
+            chance.
     """
     say = sys.stdout.write
     total, killed = Counter[str](), Counter[str]()
@@ -326,7 +337,7 @@ def report(mutants: list[Mutant], floor: float, *, sampled: bool) -> int:
     say("\nkilled  of   module\n")
     for module in sorted(total):
         say(f"{killed[module]:6} {total[module]:4} {killed[module] / total[module]:5.0%}  {module}\n")
-    say(f"{late:6} of the killed ones ran out of time\n")
+    say(f"{late:6} of the killed mutants exceeded the time limit\n")
     rate = killed.total() / total.total()
     if sampled:
         floor -= 2 * math.sqrt(floor * (1 - floor) / total.total())
@@ -336,14 +347,14 @@ def report(mutants: list[Mutant], floor: float, *, sampled: bool) -> int:
 
 def main() -> int:
     settings = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutation"]
-    parser = argparse.ArgumentParser(description="Mutation testing of the pure core.")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sample", type=int, help="run this many mutants, chosen at random (default: all)")
-    parser.add_argument("--seed", default="", help="of the sample, such as the commit")
+    parser.add_argument("--seed", default="", help="seed of the sample, such as the commit")
     parser.add_argument("--only", default="*", help="pattern of module paths")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="mutants to run at once")
     parser.add_argument("--json", type=Path, help="also write the names and exit codes to this file")
     options = parser.parse_args()
-    os.environ.pop("PYTEST_ADDOPTS", None)  # CI repeats a failed test; here every failure counts
+    os.environ.pop("PYTEST_ADDOPTS", None)  # CI repeats failed tests; here a failed test must not be repeated
     sys.setrecursionlimit(10_000)  # mutmut calls a mutated function through its own functions
     mutants = generate(options.only)
     sampled = bool(options.sample) and options.sample < len(mutants)

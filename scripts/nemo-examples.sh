@@ -1,8 +1,8 @@
 #!/bin/sh
-# Regenerate the example files that NeMo Gym requires, by NeMo Gym's own commands, for all families and for the
-# output of `prorl-envs new`: five rows, their rollouts with the scripted model, the metrics, the verifier's cases.
-# Arguments are pytest's. Takes some minutes. Run it after a change of a family's first five example tasks,
-# prompt or tools; the result is the same on every run.
+# Generate the example files that NeMo Gym requires, for all families and for the output of `prorl-envs new`: five rows,
+# their rollouts with the scripted model, the metrics, and the verifier's cases. NeMo Gym's own commands create the
+# files. The arguments are pytest's. Takes some minutes. Run this script after a change of a family's first five example
+# tasks, prompt or tools; the result is the same on every run.
 set -eu
 cd "$(dirname "$0")/.."
 base=${VENV:-.venv}

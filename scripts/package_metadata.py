@@ -1,7 +1,7 @@
-"""Metadata that depends on the place of publication: the project's links, and the README with such links.
+"""Hatchling hook for metadata with links to the project's repository: the project URLs and the README.
 
-A hook of hatchling (pyproject.toml). RELEASE_REPOSITORY names the project's page on GitHub, and is set by
-scripts/release.py. Without it a build has no project URLs, and the README's links stay relative.
+pyproject.toml names this hook. scripts/release.py sets RELEASE_REPOSITORY to the project's page on GitHub.
+Without this variable a build has no project URLs, and the README's links stay relative.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _RELATIVE = r"""(?![a-z]+:|[#/])(?P<target>[^)\s"]+)"""
-#: First part of an image with a relative address, in Markdown or HTML, and of a link.
+#: Start of a Markdown or HTML image with a relative address, and of a Markdown link with a relative address.
 IMAGE = re.compile(r"""(?P<before>!\[[^\]]*\]\(|<img [^>]*?src=")""" + _RELATIVE)
 LINK = re.compile(r"(?P<before>\]\()" + _RELATIVE)
 
@@ -29,7 +29,7 @@ class PackageMetadata(MetadataHookInterface):
 
 
 def urls(repository: str) -> dict[str, str]:
-    """Return project URLs, under the labels that PyPI knows."""
+    """Return the project URLs by labels that PyPI recognizes."""
     return {
         "Homepage": repository,
         "Documentation": f"{repository}/tree/main/docs",
@@ -40,7 +40,8 @@ def urls(repository: str) -> dict[str, str]:
 
 
 def absolute(text: str, repository: str, tag: str) -> str:
-    """Return Markdown with its relative links made absolute: to files of the repository at a tag."""
+    """Return Markdown with absolute links in place of relative links. They lead to the repository's files at
+    a tag."""
     for pattern, kind in ((IMAGE, "raw"), (LINK, "blob")):
         text = pattern.sub(rf"\g<before>{repository}/{kind}/{tag}/\g<target>", text)
     return text

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Record the demo as the animated picture of the README: record-demo.sh [OUTPUT.svg]. Takes termtosvg from PyPI.
-# The recording is shorter than `make demo`: two tasks of a kind, and one SWE-bench instance.
+# Record the demo for the animated picture in the README: record-demo.sh [OUTPUT.svg]. Uses termtosvg from PyPI.
+# The recorded demo is shorter than `make demo`: two tasks per environment, and one SWE-bench instance.
 set -eu
 cd "$(dirname "$0")/.."
 output=$(realpath "${1:-docs/images/demo.svg}")
@@ -9,7 +9,7 @@ bin=$PWD/.venv/bin
 work=$(mktemp -d)
 trap 'rm -r "$work"' EXIT
 
-# The order of arrival decides which samples are solved.
+# The scripted model solves some samples of a task, depending on their order. Find a solved one.
 cat >"$work/solved.py" <<END
 from prorl_envs.rollout.client.result_files import read_results
 
@@ -29,7 +29,7 @@ prorl-envs show runs/latest "\$job"
 sleep 6
 END
 tool="'$PWD/scripts/uv.sh' tool run --quiet --with 'setuptools<81' termtosvg==1.1.0"
-# `script` gives the recorder a terminal.
+# The recorder needs a terminal; `script` provides one.
 TERM=xterm-256color script -qec \
     "$tool record --screen-geometry 112x40 --command 'sh $work/session' $work/demo.cast" /dev/null >/dev/null
 eval "$tool render --template window_frame --min-frame-duration 100 --max-frame-duration 4000 --loop-delay 4000 \

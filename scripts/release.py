@@ -1,11 +1,12 @@
-"""Publish a release on the package index: `make release` (ARGS=--no-upload: all but the upload).
+"""Publish a release on the package index: `make release` (ARGS=--no-upload: without the upload).
 
-Checks that the checkout is clean, has one version, and describes it in CHANGELOG.md; builds; checks the
-index page; installs the wheel into a new environment and runs it; and uploads. Nothing is
-uploaded if a step fails. CONTRIBUTING.md has the procedure.
+The script checks that the checkout has no changes, that all files name the same version, and that
+CHANGELOG.md describes it. It builds the archives, checks the index page, installs the wheel into a new
+environment, runs it, and uploads the archives. If a step fails, nothing is uploaded. CONTRIBUTING.md
+describes the procedure.
 
-Variables: RELEASE_REPOSITORY, the project's page on GitHub (by default that of the remote `origin`); and
-those of twine for the index and its credentials: TWINE_REPOSITORY_URL, TWINE_USERNAME, TWINE_PASSWORD.
+Environment variables: RELEASE_REPOSITORY, the project's page on GitHub (by default the remote `origin`); and
+twine's variables for the index and its credentials: TWINE_REPOSITORY_URL, TWINE_USERNAME, TWINE_PASSWORD.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main() -> None:
     say(f"building prorl-envs {version} for {os.environ['RELEASE_REPOSITORY']}")
     files = build()
     run("twine", "check", "--strict", *files)
-    say("trying the wheel in an environment of its own")
+    say("testing the wheel in a new environment")
     try_wheel(next(file for file in files if file.endswith(".whl")), version)
     if options.no_upload:
         say(f"not uploaded: {' '.join(files)}")
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def checked_version() -> str:
-    """Return the version, if the checkout is ready for its release."""
+    """Return the version. Exit with an error if the checkout is not ready for its release."""
     if changed := git("status", "--porcelain"):
         sys.exit(f"error: there are changes that are not committed:\n{changed}")
     version = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
@@ -67,8 +68,8 @@ def checked_version() -> str:
 
 def repository() -> str:
     """Return the project's page on GitHub."""
-    if named := os.environ.get("RELEASE_REPOSITORY"):
-        return named
+    if page := os.environ.get("RELEASE_REPOSITORY"):
+        return page
     found = _REMOTE.fullmatch(git("remote", "get-url", "origin", check=False))
     if found is None:
         sys.exit(
@@ -78,22 +79,22 @@ def repository() -> str:
 
 
 def build() -> list[str]:
-    """Build the source archive, and the wheel from it. Return their paths."""
+    """Build the source archive, and a wheel from the archive. Return the paths of both."""
     shutil.rmtree(DIST, ignore_errors=True)
     subprocess.run([ROOT / "scripts" / "uv.sh", "build", "--out-dir", DIST, "."], cwd=ROOT, check=True)
     return [str(path) for path in sorted(DIST.iterdir()) if path.suffix in (".whl", ".gz")]
 
 
 def try_wheel(wheel: str, version: str) -> None:
-    """Install the wheel with its dependencies, and run it."""
+    """Install the wheel with its dependencies into a new environment, and run its program."""
     with tempfile.TemporaryDirectory(prefix="prorl-release-") as folder:
-        place = Path(folder) / "venv"
+        venv = Path(folder) / "venv"
         uv = ROOT / "scripts" / "uv.sh"
-        subprocess.run([uv, "venv", "--python", sys.executable, place], check=True)
+        subprocess.run([uv, "venv", "--python", sys.executable, venv], check=True)
         subprocess.run(
-            [uv, "pip", "install", "--python", place / "bin" / "python", f"{wheel}[data]"], check=True
+            [uv, "pip", "install", "--python", venv / "bin" / "python", f"{wheel}[data]"], check=True
         )
-        program = [str(place / "bin" / "prorl-envs"), "--driver", "local", "doctor"]
+        program = [str(venv / "bin" / "prorl-envs"), "--driver", "local", "doctor"]
         done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0 or version not in done.stdout:
             sys.exit(f"error: the wheel does not run:\n{done.stdout}{done.stderr}")

@@ -1,8 +1,8 @@
-"""Take the pictures of docs/images: the dashboard while the demo runs, then the viewer on its results.
+"""Take the screenshots in docs/images: the demo's dashboard, then the viewer with the demo's results.
 
     .venv/bin/python scripts/screenshots.py [FOLDER]
 
-It needs Chromium (`apt-get install chromium`) and the test extra.
+The script needs Chromium (`apt-get install chromium`) and the test extra.
 """
 
 import json
@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 ROOT = Path(__file__).parent.parent
 PROGRAM = Path(sys.executable).with_name("prorl-envs")
 SIZE = {"width": 1400, "height": 860}
-#: Number of finished jobs at which the demo's dashboard is taken, while others still run.
+#: Number of finished jobs when the screenshot of the dashboard is taken; other jobs still run.
 ENOUGH = 60
 MAX_BYTES = 300_000
 
@@ -56,7 +56,12 @@ def browsing() -> Iterator[Browser]:
 
 
 def take_dashboard(browser: Browser, run: Path, target: Path) -> None:
-    """Run the demo into a folder; take its dashboard once enough jobs have finished."""
+    """Run the demo, and take a screenshot of its dashboard when enough jobs have finished.
+
+    Args:
+        run: folder for the demo's results.
+        target: folder for the screenshot.
+    """
     command = [PROGRAM, "demo", "--out", run]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:
         assert demo.stderr is not None
@@ -78,7 +83,7 @@ def take_dashboard(browser: Browser, run: Path, target: Path) -> None:
 
 
 def take_viewer(browser: Browser, run: Path, target: Path) -> None:
-    """Take the overview of the run, and an episode that solved a SWE-bench task."""
+    """Take screenshots of the run's overview, and of an episode that solved a SWE-bench task."""
     command = [PROGRAM, "view", run, "--tokenizer", "scripted"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as viewer:
         try:
@@ -99,7 +104,7 @@ def solved(link: str) -> int:
     with urllib.request.urlopen(f"{link}api/episodes") as answer:
         body: dict[str, Any] = json.load(answer)
     entries = [dict(zip(body["names"], values, strict=True)) for values in body["entries"]]
-    found = [i for i, one in enumerate(entries) if one["environment"] == "swebench" and one["reward"] == 1]
+    found = [i for i, row in enumerate(entries) if row["environment"] == "swebench" and row["reward"] == 1]
     return min(found, key=lambda i: entries[i]["tokens"])
 
 

@@ -1,4 +1,4 @@
-"""Update the tables of docs/settings.md: defaults and meanings come from prorl_envs/config.py."""
+"""Update the tables of docs/settings.md with the defaults and descriptions in prorl_envs/config.py."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Install the peers that bench/ measures, each from PyPI into its own environment: setup-bench.sh [VENV].
-# A peer that cannot be installed is recorded and shown in the table; the script does not fail. About 2.5 GB, some
-# minutes. Two peers need tmux: root installs it if it is missing, otherwise the table shows that it is missing.
+# Install the peers of bench/ from PyPI, each into its own environment: setup-bench.sh [VENV]. Takes some minutes and
+# about 2.5 GB. If a peer cannot be installed, the script continues, and the table shows the reason. Two peers need
+# tmux; the script installs it if it is missing and the user is root.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 venv=${1:-.venv}

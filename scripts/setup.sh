@@ -1,8 +1,8 @@
 #!/bin/sh
-# Set up .venv for one of two purposes: `setup.sh demo` (light) or `setup.sh test` (with the developers' tools).
-# A second argument names another directory than .venv. Needs only Python 3.9: uv is installed into .build/uv if
-# it is not in PATH, and a Python 3.12 if the machine has none. SETUP_PYTHON names an interpreter.
-# Does nothing if everything is in place.
+# Set up .venv for one of two purposes: `setup.sh demo`, or `setup.sh test` with the developers' tools. A second
+# argument names another directory than .venv. The script needs only Python 3.9: it installs uv into .build/uv if uv is
+# not in PATH, and Python 3.12 if the machine has no suitable version. SETUP_PYTHON names an interpreter. If the
+# environment is up to date, the script does nothing.
 set -eu
 cd "$(dirname "$0")/.."
 purpose=${1:-demo}
@@ -12,7 +12,7 @@ export VENV
 
 suitable() { "$1" -c 'import sys, ssl, sqlite3; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
-# Any Python that can run pip and uv.
+# Print the path of any Python that can run pip and uv.
 find_old_python() {
     for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python3.9 python; do
         path=$(command -v "$name") || continue
@@ -61,7 +61,7 @@ find_python() {
         "install python3.12, or name an interpreter in SETUP_PYTHON, or a mirror of uv's Pythons in UV_PYTHON_INSTALL_MIRROR"
 }
 
-# If Python is set to write no bytecode, every start of a command would compile hundreds of modules for seconds.
+# If Python is configured to write no bytecode, every start of a command would compile hundreds of modules.
 export UV_COMPILE_BYTECODE=1
 compile_ours() {
     [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || "$VENV/bin/python" -m compileall -q prorl_envs envs || true
@@ -74,7 +74,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then compile_ours; exit
 [ "$(uname -s)" = Linux ] || fail "prorl-envs runs on Linux only" "its sandboxes are Linux namespaces"
 [ -z "${SETUP_PYTHON:-}" ] || suitable "$SETUP_PYTHON" \
     || fail "SETUP_PYTHON=$SETUP_PYTHON is not a working Python 3.12 or later" "name another interpreter, or unset it"
-# The demo needs sandboxes: what refuses them is said before anything is installed. Apptainer may be a way round.
+# The demo needs sandboxes, so check for user namespaces before the installation. With Apptainer they are not required.
 if [ "$purpose" = demo ] && [ -z "${PRORL_DRIVER:-}" ] && ! command -v apptainer singularity >/dev/null; then
     python=${SETUP_PYTHON:-$(find_old_python 2>/dev/null)} || python=
     [ -z "$python" ] || "$python" -I prorl_envs/sandbox/linux/user_namespaces.py || exit 1
@@ -87,21 +87,21 @@ if [ ! -x "$VENV/bin/python" ]; then
     say "setting up $VENV with $python"
     scripts/uv.sh venv --seed --allow-existing --python "$python" "$VENV"
 fi
-# For users of the environment without these scripts.
+# Users of the environment may need uv without these scripts.
 command -v uv >/dev/null || [ -x "$VENV/bin/uv" ] || ln -f .build/uv/bin/uv "$VENV/bin/uv" 2>/dev/null \
     || cp .build/uv/bin/uv "$VENV/bin/uv"
 
 group=
 [ "$purpose" = test ] && group="--group dev"
-# uv.lock names files of the public index. Its versions and hashes are installed from the configured index instead, which
-# may be a mirror. What the other purpose installed stays.
+# uv.lock names files of the public index. The same versions and hashes are installed from the configured index, which
+# may be a mirror. Packages of the other purpose are not removed.
 locked="$VENV/locked.txt"
 # shellcheck disable=SC2086
 {
     scripts/uv.sh export --frozen --no-default-groups $group --extra data --no-emit-project --no-annotate -o "$locked" >/dev/null \
         && scripts/uv.sh pip install -r "$locked" && scripts/uv.sh pip install --no-deps -e .
 } || {
-    say "the locked versions could not be installed from the index; installing the newest that fit, which are not tested"
+    say "the locked versions could not be installed from the index; installing the newest compatible versions, which are not tested"
     scripts/uv.sh pip install -e '.[data]' $group
 } || fail "the dependencies could not be installed" "see the messages above: the index must serve PyPI's packages; \
 for an unknown issuer, name the certificates of your proxy in SSL_CERT_FILE (docs/install.md)"

@@ -1,5 +1,5 @@
-"""MkDocs hook (mkdocs.yml) that adds to the site: pages from outside docs/, pages generated from code, and
-the files that pages link to. The links in the sources do not change."""
+"""MkDocs hook (mkdocs.yml) that adds pages to the site: pages from outside docs/, pages generated from code,
+and files that pages link to. The links in the sources do not change."""
 
 import posixpath
 import re
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # tests read this file without MkDocs
 
 ROOT = Path(__file__).parent.parent
 
-#: Pages outside docs/, by their path, and their paths on the site.
+#: Paths of pages outside docs/, and their paths on the site.
 PAGES = {
     "README.md": "index.md",
     "SECURITY.md": "security.md",
@@ -37,7 +37,7 @@ PAGES = {
     for path in ROOT.glob("envs/*/README.md")
 }
 
-#: Pages of the public API: the title of each, and the packages that provide its names.
+#: Pages of the public API: title, and packages of the described names.
 API_PAGES = {
     "client": ("The client", ("rollout.client", "runs", "loggers")),
     "types": ("Results and requests", ("rollout.api", "model")),
@@ -45,7 +45,7 @@ API_PAGES = {
     "sandbox": ("Sandboxes and tools", ("sandbox", "tools", "images")),
     "errors": ("Errors", ("errors",)),
 }
-#: Pages of integrations, which have their own modules.
+#: Pages of integrations: title, and described modules.
 MODULES = {
     "trainers": (
         "Trainers",
@@ -53,7 +53,8 @@ MODULES = {
     ),
 }
 
-#: Search factors by the prefix of a page's path, else 1: instructions come before decisions and sources.
+#: Factors of the search ranking by the prefix of a page's path. Other pages have the factor 1. Instructions
+#: rank before decisions and sources.
 BOOSTS = {
     "index.md": 2.0,
     "tutorial.md": 2.0,
@@ -62,16 +63,16 @@ BOOSTS = {
     "evaluate.md": 2.0,
     "troubleshooting.md": 2.0,
     "glossary.md": 1.5,
-    "decisions/": 0.001,  # titles count a thousandfold
+    "decisions/": 0.001,  # the search multiplies matches in titles by 1,000
     "changelog.md": 0.1,
     "conformance.md": 0.3,
     "attacks.md": 0.3,
     "source/": 0.001,
 }
 
-#: A link or picture in Markdown, and the source of a picture in HTML.
+#: A Markdown link or picture, or the source of an HTML picture.
 LINK = re.compile(r"""(\]\(|\b(?:src|srcset)=")([^)"\s#:]+)(#[^)"\s]*)?([)"])""")
-#: A badge, which would be fetched from elsewhere.
+#: A badge. It is removed, because the browser would load it from another server.
 BADGE = re.compile(r"^\[?!\[[^\]]*\]\(https://img\.shields\.io/.*\n", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {
@@ -85,19 +86,19 @@ LANGUAGES = {
 
 
 def public_names(packages: tuple[str, ...]) -> list[str]:
-    """Return the public names of these packages."""
-    beginnings = tuple(f"prorl_envs.{package}" for package in packages)
-    return [name for name in prorl_envs.__all__ if prorl_envs.MODULES[name].startswith(beginnings)]
+    """Return the public names of the packages."""
+    prefixes = tuple(f"prorl_envs.{package}" for package in packages)
+    return [name for name in prorl_envs.__all__ if prorl_envs.MODULES[name].startswith(prefixes)]
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
-    """Add the pages from outside docs/, and the generated ones."""
+    """Add the pages from outside docs/, the generated pages and the linked files."""
     from mkdocs.structure.files import File
 
     for path, uri in PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
     for name, (title, packages) in API_PAGES.items():
-        text = f"# {title}\n\n" + "".join(f"::: prorl_envs.{each}\n\n" for each in public_names(packages))
+        text = f"# {title}\n\n" + "".join(f"::: prorl_envs.{public}\n\n" for public in public_names(packages))
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     for name, (title, modules) in MODULES.items():
         text = f"# {title}\n\n" + "".join(f"::: {module}\n\n" for module in modules)
@@ -112,19 +113,20 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Make links lead to pages of the site, and set the search rank."""
-    here = page.file.src_uri
-    page.meta.setdefault("search", {})["boost"] = boost(here)
-    path = next((path for path, uri in PAGES.items() if uri == here), f"docs/{here}")
+    """Change links into links to pages of the site, and set the page's factor of the search ranking."""
+    page_uri = page.file.src_uri
+    page.meta.setdefault("search", {})["boost"] = boost(page_uri)
+    path = next((path for path, uri in PAGES.items() if uri == page_uri), f"docs/{page_uri}")
 
-    def moved(match: re.Match[str]) -> str:
+    def site_link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
         uri = uri_of(target)
         if uri is None:
             return match[0]
-        return f"{match[1]}{posixpath.relpath(uri, posixpath.dirname(here) or '.')}{match[3] or ''}{match[4]}"
+        relative = posixpath.relpath(uri, posixpath.dirname(page_uri) or ".")
+        return f"{match[1]}{relative}{match[3] or ''}{match[4]}"
 
-    return outside_fences(markdown, lambda text: LINK.sub(moved, BADGE.sub("", text)))
+    return outside_fences(markdown, lambda text: LINK.sub(site_link, BADGE.sub("", text)))
 
 
 def boost(uri: str) -> float:
@@ -133,7 +135,7 @@ def boost(uri: str) -> float:
 
 
 def outside_fences(text: str, change: Any) -> str:
-    """Return `text` with `change` applied to everything but code blocks."""
+    """Apply `change` to the parts of a text between code blocks."""
     parts, end = [], 0
     for fence in FENCE.finditer(text):
         parts += [change(text[end : fence.start()]), fence[0]]
@@ -142,7 +144,8 @@ def outside_fences(text: str, change: Any) -> str:
 
 
 def uri_of(target: str) -> str | None:
-    """Return the site path of a repository file or of a folder with a README; None if the site lacks it."""
+    """Return the site path of a repository file, or of a folder with a README; None if the file does not
+    exist."""
     if (ROOT / target).is_dir():
         target = f"{target}/README.md"
     if target in PAGES:
@@ -157,7 +160,7 @@ def source_uri(path: str) -> str:
 
 
 def linked() -> Iterator[str]:
-    """Return the linked files that are no pages."""
+    """Return the linked files that are not pages."""
     found = set()
     for page in [*PAGES, *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]:
         for link in LINK.finditer(FENCE.sub("", (ROOT / page).read_text())):
@@ -168,11 +171,11 @@ def linked() -> Iterator[str]:
 
 
 def commands() -> str:
-    """Generate the page of the command line from its declarations."""
+    """Generate the page of the commands from their declarations."""
     lines = [
         "# Commands",
         "",
-        "Each has `--help`. Exit status 0: done; 1: it did not come out well; 2: wrong input.",
+        "Each command has `--help`. Exit status 0: success; 1: failure; 2: wrong input.",
         "",
     ]
     for path, command in walk("prorl-envs", typer.main.get_command(cli)):
@@ -186,14 +189,14 @@ def commands() -> str:
 
 
 def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each command with its words."""
+    """Yield each command and its full name."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from walk(f"{path} {name}", inner)
 
 
 def described(parameter: Any) -> str:
-    """Format a row of a command's table."""
+    """Return a row of a command's table; an empty text for hidden parameters."""
     if parameter.name == "help" or getattr(parameter, "hidden", False):
         return ""
     names = (

@@ -1,11 +1,11 @@
 #!/bin/sh
 # Run the tests of limits that the kernel enforces: test-cgroup2.sh [COMMAND [ARG ...]].
-# They run in a virtual machine with this machine's own system, which it cannot change, and Debian's kernel. systemd,
-# which must be installed here, delegates a subtree of control groups to an ordinary user, who runs the command;
-# $DELEGATED before a program in it gives the program its own scope. Without a command: `prorl-envs doctor`, and the
-# tests. Needs a Debian or a relative.
-#   CGROUP2_DIR  directory of the kernel, and of the machine's boot messages, boot.log (.build/cgroup2, 500 MB)
-#   CGROUP2_ACCEL  kvm, or tcg, which works everywhere and takes many times as long (tcg)
+# The tests run in a virtual machine with Debian's kernel and this machine's own files, which it cannot change. systemd,
+# which must be installed on this machine, delegates a subtree of control groups to an ordinary user, who runs the
+# command. In the command, $DELEGATED before a program runs it in its own scope. The default command runs
+# `prorl-envs doctor` and the tests. Needs Debian or a derived distribution.
+#   CGROUP2_DIR    directory of the kernel and of the virtual machine's boot messages, boot.log (.build/cgroup2, 500 MB)
+#   CGROUP2_ACCEL  kvm, or tcg, which works on every machine but is many times slower (tcg)
 set -eu
 cd "$(dirname "$0")/.."
 checkout=$(pwd -P)
@@ -26,7 +26,7 @@ if [ ! -f "$kept/.installed" ]; then
     version=${image#linux-image-}
     for name in depmod modprobe; do ln -sf kmod "$kept/system/bin/$name"; done
     "$kept/system/bin/depmod" -b "$kept/system" "$version"
-    first=$kept/first # what the kernel starts with: enough to mount the rest
+    first=$kept/first # the initial file system; it mounts the others
     mkdir -p "$first/bin" "$first/modules"
     cp "$kept/system/bin/busybox" "$first/bin"
     for module in virtio_pci 9pnet_virtio 9p overlay; do
@@ -55,7 +55,7 @@ cd '$checkout'
 PATH="\$(realpath '$venv')/bin:\$PATH" HOME=/home/guest TMPDIR=/home/guest/tmp COLUMNS=120 PYTHONDONTWRITEBYTECODE=1
 export PATH HOME TMPDIR COLUMNS PYTHONDONTWRITEBYTECODE
 mkdir -p "\$TMPDIR"
-export DELEGATED='systemd-run --user --scope --quiet -p Delegate=yes' # a scope each: the service must be alone in it
+export DELEGATED='systemd-run --user --scope --quiet -p Delegate=yes' # the service needs a scope without other processes
 exec$words
 END
 cat > "$kept/first/init" <<END
@@ -74,17 +74,17 @@ for module in \$(\$b cat /modules/order); do \$b insmod "/modules/\$module"; don
 \$b sed -i '/^[^:]*:[^:]*:4242:/d' /all/etc/passwd
 echo 'guest:*:4242:4242::/home/guest:/bin/sh' >> /all/etc/passwd
 echo 'guest:x:4242:' >> /all/etc/group
-for folder in '$checkout' '$python' '$kept'; do # an ordinary user's way to what root has
+for folder in '$checkout' '$python' '$kept'; do # an ordinary user may not read root's folders
     while [ "\$folder" != / ]; do \$b chmod o+rx "/all\$folder"; folder=\$(\$b dirname "\$folder"); done
 done
 \$b cp /command /all/home/guest/command
 echo 'tmpfs /home/guest/tmp tmpfs mode=1777 0 0' > /all/etc/fstab
 units=/all/etc/systemd/system
 \$b cp /guest.service \$units
-\$b ln -sf /dev/null \$units/systemd-tmpfiles-setup.service # it empties /tmp, file after file
+\$b ln -sf /dev/null \$units/systemd-tmpfiles-setup.service # the service empties /tmp, which takes long
 echo "guest:*:20000::::::" >> /all/etc/shadow
 \$b chown -R 4242:4242 /all/home/guest
-\$b rm -f /all/.dockerenv # or systemd takes this for a container
+\$b rm -f /all/.dockerenv # with this file, systemd assumes that it runs in a container
 exec \$b switch_root /all /sbin/init --unit=guest.service
 END
 cat > "$kept/first/guest.service" <<'END'
@@ -107,7 +107,7 @@ END
 chmod +x "$kept/first/init"
 (cd "$kept/first" && find . | "$kept/system/bin/busybox" cpio -o -H newc 2>/dev/null | gzip -1 > "$kept/first.gz")
 
-accel=${CGROUP2_ACCEL:-tcg} # a /dev/kvm that can be opened is not always one that works
+accel=${CGROUP2_ACCEL:-tcg} # kvm is not the default, because a /dev/kvm that can be opened does not always work
 [ "$accel" = tcg ] && cpu=max || cpu=host
 qemu-system-x86_64 -accel "$accel" -cpu "$cpu" -smp 2 -m 4G -nodefaults -no-user-config -display none -no-reboot \
     -kernel "$kept/system/boot/vmlinuz-$version" -initrd "$kept/first.gz" \

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run the README's commands in a fresh Debian, as an ordinary user: test-install.sh [RELEASE]. The system has Python,
-# git, make and certificates, and nothing else. Needs root, mmdebstrap and a Debian mirror; takes some minutes.
+# Run the README's commands as an ordinary user in a new Debian system: test-install.sh [RELEASE]. The system has only
+# Python, git, make and certificates. Needs root, mmdebstrap and a Debian mirror; takes some minutes.
 #   RELEASE        bookworm (Python 3.11, too old for this package) or trixie (3.13); bookworm by default
-#   INSTALL_TESTS  the tests that `make test` runs there; all by default
-# It shares only this machine's network, certificates, proxies and apt's download settings.
+#   INSTALL_TESTS  the tests that `make test` runs in the system; all by default
+# The system uses this machine's network, certificates, proxies and apt's download settings, and nothing else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
@@ -24,7 +24,7 @@ useradd --root "$root" --create-home --shell /bin/bash user
 git clone --quiet "file://$PWD" "$root/home/user/prorl-envs"
 chroot "$root" chown -R user: /home/user
 
-# Not chroot: a process whose root is not that of its mount namespace may not make user namespaces.
+# pivot_root is used instead of chroot, because a process in a chroot may not create user namespaces.
 certificates=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
 inside() {
     unshare --mount --pid --fork --kill-child --propagation private sh -ec '

