@@ -1,5 +1,4 @@
-"""NeMo Gym's sandbox API with our provider and with its Apptainer provider, in alternation with the same
-image.
+"""NeMo Gym's sandbox API with our provider and with its Apptainer provider, in alternation on one image.
 
 python -m bench.nemo_provider               # in an environment with NeMo Gym; needs apptainer and busybox
 """

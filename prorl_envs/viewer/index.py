@@ -1,5 +1,4 @@
-"""Index of a JSONL file of results: summary and position of each line. The index never loads the whole
-file."""
+"""Index of a JSONL file of results: summary and position of each line. It never loads the whole file."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Server of stored results for a browser on this machine. Requests without the secret token get status
-404."""
+"""Server of stored results for a browser on this machine. Requests without the secret token get a 404."""
 
 import asyncio
 import contextlib
