@@ -33,7 +33,7 @@ def test_sometimes():
 """
 
 
-def test_why_a_repeated_test_failed_is_shown(pytester: pytest.Pytester) -> None:
+def test_the_failure_of_a_repeated_test_is_shown(pytester: pytest.Pytester) -> None:
     report = run(pytester, FLAKY, "--reruns", "2").stdout.str()
     assert "1 passed, 1 rerun" in report
     assert "ran again: test_one.py::test_sometimes" in report and "the first try" in report
@@ -71,7 +71,7 @@ def test_fails(service): assert False
 
 
 @pytest.mark.parametrize("name", ["test_passes", "test_fails"])
-def test_a_teardown_that_never_ends_is_ended_with_a_traceback(pytester: pytest.Pytester, name: str) -> None:
+def test_a_hanging_teardown_is_ended_with_a_traceback(pytester: pytest.Pytester, name: str) -> None:
     pytester.makepyfile(test_one=f"import pytest\n{HANGING}")
     limits = ["-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true"]
     done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", name, *limits, timeout=60)

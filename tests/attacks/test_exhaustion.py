@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
 TOO_MANY = "limit of 40 processes was reached: all but its shells were killed"
 
 
-async def test_a_bomb_that_changes_its_process_all_the_time(box: Toolbox) -> None:
+async def test_a_bomb_whose_processes_fork_and_exit_all_the_time(box: Toolbox) -> None:
     """Each of its processes forks and exits, so a kill by process number always comes too late."""
     result = None
     try:
@@ -47,7 +47,7 @@ async def test_a_bomb_that_changes_its_process_all_the_time(box: Toolbox) -> Non
         await usable(box)
 
 
-async def test_a_process_limit_that_leaves_none_for_the_tool_server(box: Toolbox) -> None:
+async def test_a_process_limit_that_leaves_no_process_for_the_tool_server(box: Toolbox) -> None:
     """At the limit, below what kills a bomb: each call is answered or refused, and the agent can recover."""
     fill = "(trap '' TERM INT HUP; for i in {1..30}; do sleep 60 & done; wait) > /dev/null 2>&1 & echo filled"
     assert (await box.bash(fill, timeout_s=T)).text.endswith("filled\n")
@@ -72,7 +72,7 @@ async def test_a_disk_filled_outside_the_workspace(box: Toolbox, place: str) -> 
     await usable(box)
 
 
-async def test_a_tree_too_deep_for_any_walker(box: Toolbox) -> None:
+async def test_a_tree_of_1500_nested_directories(box: Toolbox) -> None:
     nest = """
         import os
         for _ in range(1500):

@@ -8,7 +8,7 @@ def rows(*found: Row) -> dict[str, Row]:
     return {row.entry.key: row for row in found}
 
 
-def test_ratios_are_of_medians_in_the_direction_asked() -> None:
+def test_ratios_compare_medians_in_the_requested_direction() -> None:
     found = rows(
         Row(catalogue.PTY, seconds=[0.05e-3] * 3),
         Row(catalogue.OURS, seconds=[0.1e-3, 0.2e-3, 9.0], rates=[7000.0, 9000.0, 8500.0]),

@@ -166,7 +166,7 @@ def test_brackets_are_not_markup(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("doctor",), ("envs",), ("scripted-model", "bash")])
-def test_a_user_without_a_home_is_told_so(
+def test_a_user_without_a_home_gets_an_error(
     fast_cli: FastCli, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Kubernetes, the user often has no entry in /etc/passwd and no HOME."""

@@ -26,7 +26,7 @@ def write(folder: Path, url: str) -> tuple[str, ...]:
     return ("--config", "settings.yaml")
 
 
-def test_its_rows_are_validated(cli: Cli, tmp_path: Path) -> None:
+def test_rows_of_a_resources_server_are_validated(cli: Cli, tmp_path: Path) -> None:
     with served(FastAPI(routes=ResourcesDesk().app().routes)) as url:
         config = write(tmp_path, url)
         done = cli("validate", "desk", "rows.jsonl", *config)
@@ -41,7 +41,7 @@ def test_its_rows_are_validated(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_its_tasks_are_run(cli: Cli, tmp_path: Path) -> None:
+def test_tasks_of_a_resources_server_are_run(cli: Cli, tmp_path: Path) -> None:
     with served(FastAPI(routes=ResourcesDesk().app().routes)) as url:
         data = (*write(tmp_path, url), "--data", "rows.jsonl")
         with scripted(tmp_path, "desk", *data) as (_, options):

@@ -119,7 +119,7 @@ async def test_a_family_that_lacks_packages_is_optional(
 
 
 @pytest.mark.anyio
-async def test_tasks_do_not_run_where_no_sandbox_starts(
+async def test_tasks_do_not_run_if_no_sandbox_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (1000, 1000))

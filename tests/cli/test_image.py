@@ -57,14 +57,14 @@ def test_a_dockerfile_is_built_with_readable_progress(tmp_path: Path, busybox: s
     assert second.stderr.endswith("  in the store already\n")
 
 
-def test_a_build_that_fails_says_where(tmp_path: Path, busybox: str) -> None:
+def test_a_failed_build_names_the_failing_line(tmp_path: Path, busybox: str) -> None:
     done = run(tmp_path, *write_context(tmp_path, busybox, "FROM base\n\nRUN echo why; exit 7\n"))
     assert done.returncode == 2
     assert "Dockerfile:3: RUN failed with exit status 7" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_killed_build_leaves_nothing_half_made(tmp_path: Path, busybox: str) -> None:
+def test_a_killed_build_leaves_nothing_incomplete(tmp_path: Path, busybox: str) -> None:
     build = write_context(tmp_path, busybox, "FROM base\nRUN echo half > /half; test -e /go || sleep 1000\n")
     with subprocess.Popen(
         [PROGRAM, "image", *build],

@@ -33,7 +33,7 @@ def test_new_environments_work_unmodified(tmp_path: Path) -> None:
     assert "9 passed" in tested.stdout
 
 
-def test_nemo_gym_finds_it_beside_its_own(tmp_path: Path) -> None:
+def test_nemo_gym_finds_a_new_environment_beside_its_own(tmp_path: Path) -> None:
     package = new("lab_book", "bash", tmp_path)
     site = tmp_path / "site"
     install(site, package)

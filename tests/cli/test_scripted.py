@@ -34,7 +34,7 @@ def scripted(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[s
 
 
 @pytest.mark.thorough
-def test_a_run_against_it_scores_as_scripted(cli: Cli, tmp_path: Path) -> None:
+def test_a_run_with_the_scripted_server_has_the_scripted_rewards(cli: Cli, tmp_path: Path) -> None:
     mix = "solve=1,wrong=1,error500=1"
     with scripted(tmp_path, "bash", "--mix", mix) as (process, options):
         assert options[0] == "--llm" and options[2] == "--tokenizer"

@@ -50,13 +50,13 @@ def serving(
     assert ended == (0 if ended_by is signal.SIGTERM else -ended_by)
 
 
-def test_it_serves_without_a_model_server(tmp_path: Path) -> None:
+def test_serve_starts_without_a_model_server(tmp_path: Path) -> None:
     with serving(tmp_path) as (url, said):
         assert "model server:    none yet" in said
         _used(url)
 
 
-def test_it_resumes_after_a_kill(tmp_path: Path) -> None:
+def test_a_killed_service_is_resumed(tmp_path: Path) -> None:
     task = json.loads(ROW.read_text().splitlines()[0])
     with serving(tmp_path, ended_by=signal.SIGKILL) as (url, said), SyncRolloutClient(url) as client:
         assert "store:           runs/service.db\n" in said
@@ -118,13 +118,13 @@ def _used(url: str) -> None:
         assert router is not None and router.waiting, "no server has answered yet"
 
 
-def test_without_a_tokenizer_it_names_the_missing_option(tmp_path: Path) -> None:
+def test_serve_without_a_tokenizer_names_the_missing_option(tmp_path: Path) -> None:
     ended = subprocess.run([SCRIPT, "serve"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "no model server is named" in ended.stderr and "--tokenizer alone" in ended.stderr
 
 
-def test_without_a_writable_folder_it_names_the_remedy(tmp_path: Path) -> None:
+def test_serve_without_a_writable_folder_names_the_remedy(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "runs").write_text("in the way")
     command = [str(SCRIPT), "serve", "--tokenizer", "tokenizer", "--port", "0"]

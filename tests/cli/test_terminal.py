@@ -75,7 +75,7 @@ def test_a_model_runs_a_folder_of_tasks(cli: Cli, folder: Path) -> None:
     assert all(row.ids for one in results for row in one.rows)
 
 
-def test_what_cannot_run_is_listed_with_all_reasons(cli: Cli, folder: Path) -> None:
+def test_tasks_that_cannot_run_are_listed_with_all_reasons(cli: Cli, folder: Path) -> None:
     hello = folder / "tasks" / "hello"
     (hello / "task.toml").write_text('[environment]\ngpus = 1\n[environment.env]\nA = "${KEY}"\n')
     (folder / "tasks" / "two-steps" / "task.toml").write_text("[environment\n")

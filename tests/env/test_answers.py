@@ -29,7 +29,7 @@ from prorl_envs.env.expressions import ExpressionError
         ("+0 1/2", 0.5),
     ],
 )
-def test_numbers_as_people_write_them(text: str, value: float) -> None:
+def test_numbers_in_common_notations(text: str, value: float) -> None:
     assert parse_number(text) == value
 
 

@@ -41,7 +41,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_describes_observations_scores_and_protection_from_cheats(name: str) -> None:
+def test_a_page_describes_observations_scores_and_protection_from_cheats(name: str) -> None:
     found = sections(name)
     assert [heading for heading in HEADINGS if len(found.get(heading, "")) < 200] == []
     tools = {tool.name for tool in family(name)(empty_node()).tools}
@@ -50,21 +50,23 @@ def test_it_describes_observations_scores_and_protection_from_cheats(name: str) 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_counts_the_shipped_tasks(name: str) -> None:
+def test_a_page_has_the_number_of_shipped_tasks(name: str) -> None:
     (count,) = {count for text in sections(name).values() for count in COUNT.findall(text)}
     assert 6 + NUMBERS.index(count) == len(load_tasks(name, example_path(name)))
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", [name for name in FAMILIES if rows(name)])
-async def test_its_own_row_discriminates(name: str, shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
+async def test_the_example_row_of_a_page_discriminates(
+    name: str, shared_driver: BubblewrapDriver, tmp_path: Path
+) -> None:
     tasks = [family(name).load(row) for row in rows(name)]
     (verdict,) = await validate(family(name), Node(shared_driver, tmp_path), tasks, repeats=1)
     assert (verdict.untouched, verdict.problems) == (0.0, ()) and set(verdict.reference) == {1.0}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_its_settings_are_valid(name: str, tmp_path: Path) -> None:
+def test_the_settings_of_a_page_are_valid(name: str, tmp_path: Path) -> None:
     blocks = [
         block
         for text in sections(name).values()

@@ -16,7 +16,7 @@ def test_the_built_in_families() -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "code", "ipython", "math", "stem", "swebench", "terminal"])
-def test_each_has_its_name_and_loadable_examples(name: str) -> None:
+def test_each_family_has_its_name_and_loadable_examples(name: str) -> None:
     assert issubclass(family(name), Environment)
     assert family(name).name == name
     tasks = load_tasks(name, example_path(name))

@@ -42,7 +42,7 @@ def test_spaces_of_the_same_length_are_equal() -> None:
     assert repr(UnicodeText(10)) == "UnicodeText(10)"
 
 
-def test_it_can_be_batched() -> None:
+def test_the_space_can_be_batched() -> None:
     space = UnicodeText(10)
     batch = batch_space(space, 2)
     assert concatenate(space, ["a", "ß"], ()) == ("a", "ß")

@@ -246,7 +246,7 @@ async def test_documents_that_are_damaged(tmp_path: Path, manifest: bytes, says:
 
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["with ranges", "without"])
-async def test_an_interrupted_download_goes_on(tmp_path: Path, ranges: bool) -> None:
+async def test_an_interrupted_download_is_resumed(tmp_path: Path, ranges: bool) -> None:
     behaviour = Behaviour.of(LAYER)
     layer = next(iter(behaviour.blobs))
 
@@ -352,7 +352,7 @@ async def test_a_token_service_that_fails(tmp_path: Path, token: bytes, says: st
 
 
 @pytest.mark.parametrize("realm", ["file:///etc/passwd", "", "ftp://{host}/"])
-async def test_a_token_service_elsewhere_than_on_the_web(tmp_path: Path, realm: str) -> None:
+async def test_a_token_service_whose_address_is_not_http(tmp_path: Path, realm: str) -> None:
     behaviour = Behaviour.of(LAYER)
     behaviour.answer = asks_for_a_token(b"{}", realm)
     await refuse(tmp_path, behaviour, RegistryRefused, "no safe token service")
@@ -403,7 +403,7 @@ def wait_for_size(path: Path, size: int) -> None:
         pass
 
 
-async def test_a_killed_pull_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_a_killed_pull_is_resumed(tmp_path: Path) -> None:
     behaviour = Behaviour.of(LAYER)
     layer = next(iter(behaviour.blobs))
     sent = asyncio.Event()

@@ -77,7 +77,7 @@ def said(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-async def test_a_layer_appears_when_it_is_whole(layers: LayerStore) -> None:
+async def test_a_layer_appears_when_it_is_complete(layers: LayerStore) -> None:
     async with layers.making("a") as place:
         assert place is not None
         (place / "file").touch()
@@ -102,7 +102,7 @@ async def test_a_failed_maker_leaves_nothing(layers: LayerStore) -> None:
     assert await make(layers, "a")
 
 
-async def test_makers_at_once_make_it_once(layers: LayerStore) -> None:
+async def test_concurrent_makers_make_a_layer_once(layers: LayerStore) -> None:
     made = []
 
     async def one() -> None:
@@ -113,7 +113,7 @@ async def test_makers_at_once_make_it_once(layers: LayerStore) -> None:
     assert sum(place is not None for place in made) == 1
 
 
-def test_two_processes_make_it_once(layers: LayerStore) -> None:
+def test_two_processes_make_a_layer_once(layers: LayerStore) -> None:
     with start(MAKER, layers.root, "a") as first:
         assert said(first) == "making"
         with start(MAKER, layers.root, "a") as second:
@@ -122,7 +122,7 @@ def test_two_processes_make_it_once(layers: LayerStore) -> None:
     assert (layers.root / "layers" / "a" / "part").read_text() == "text"
 
 
-async def test_a_killed_maker_is_swept_and_its_layer_made_again(layers: LayerStore) -> None:
+async def test_files_of_a_killed_maker_are_removed_and_the_layer_is_made_again(layers: LayerStore) -> None:
     with start(MAKER, layers.root, "a") as maker:
         assert said(maker) == "making"
         layers.sweep()
@@ -170,7 +170,7 @@ async def test_a_held_layer_was_not_evicted(layers: LayerStore) -> None:
         pass
 
 
-async def test_an_image_goes_with_its_layers(layers: LayerStore) -> None:
+async def test_an_image_is_removed_with_its_layers(layers: LayerStore) -> None:
     kept, lost = await make(layers, "kept"), await make(layers, "lost")
     layers.write_image("one", LayeredImage(layers=(kept,)))
     layers.write_image("two", LayeredImage(layers=(kept, lost)))
@@ -181,7 +181,7 @@ async def test_an_image_goes_with_its_layers(layers: LayerStore) -> None:
     assert layers.image("two") is None
 
 
-async def test_the_use_of_an_image_is_that_of_its_layers(layers: LayerStore) -> None:
+async def test_the_last_use_of_an_image_is_the_last_use_of_its_layers(layers: LayerStore) -> None:
     layers.write_image("one", LayeredImage(layers=(await make(layers, "a"),)))
     unused(layers, "a", 100)
     assert layers.image("one") is not None
@@ -196,7 +196,7 @@ async def test_a_key_is_a_plain_name(layers: LayerStore, key: str) -> None:
         layers.image(f"{key}/../x")
 
 
-def test_a_download_goes_on_until_it_is_complete(layers: LayerStore) -> None:
+def test_a_download_is_resumed_until_it_is_complete(layers: LayerStore) -> None:
     with layers.downloading("d", 10) as file:
         file.write(b"12345")
         with pytest.raises(SandboxError, match="another process"), layers.downloading("d", 10):
@@ -207,7 +207,7 @@ def test_a_download_goes_on_until_it_is_complete(layers: LayerStore) -> None:
     assert list((layers.root / "downloads").iterdir()) == []
 
 
-def test_an_old_download_is_swept(layers: LayerStore) -> None:
+def test_an_old_download_is_removed(layers: LayerStore) -> None:
     for name in ("new", "old"):
         with layers.downloading(name, 10) as file:
             file.write(b"12345")

@@ -105,7 +105,9 @@ def mounted_listing(image: LayeredImage) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tag", ["gzip", "zstd", "many"])
-async def test_a_pulled_image_mounts_as_what_was_pushed(registry: Registry, tmp_path: Path, tag: str) -> None:
+async def test_a_mounted_pulled_image_equals_the_pushed_one(
+    registry: Registry, tmp_path: Path, tag: str
+) -> None:
     image = await puller(tmp_path, registry.host).pull(f"docker://{registry.host}/team/made:{tag}")
     assert len(image.layers) == 3
     assert mounted_listing(image) == listing(registry.unpacked)
@@ -116,7 +118,7 @@ async def test_a_pulled_image_mounts_as_what_was_pushed(registry: Registry, tmp_
 
 
 @pytest.mark.parametrize("driver_name", LAYERED_DRIVERS)
-async def test_a_sandbox_starts_from_it(
+async def test_a_sandbox_starts_from_a_pulled_image(
     registry: Registry, tmp_path: Path, run_dir: Path, driver_name: str
 ) -> None:
     image = await puller(tmp_path, registry.host).resolve(f"{registry.host}/team/made:gzip")

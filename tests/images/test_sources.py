@@ -61,7 +61,7 @@ def test_files_are_recognised_by_their_content(rootfs: Path, rootfs_tar: Path, t
 @pytest.mark.parametrize(
     "content", [b"", b"no image", b"\x1f\x8b damaged", b"BZh", b"\xfd7zXZ\0", b"\0" * 4096]
 )
-def test_files_that_are_no_archive_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_archives_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(InputError, match=r"not an image|neither"):
         parse_source(tmp_path / "file")

@@ -162,7 +162,7 @@ OUTSIDE = "outside"
         [entry("a\0b"), entry("l", LINK, "x" * 5000)],
     ],
 )  # fmt: skip
-def test_nothing_leads_out(place: Path, entries: list[Entry]) -> None:
+def test_no_entry_changes_files_outside(place: Path, entries: list[Entry]) -> None:
     outside = place.parent / OUTSIDE
     (outside / "sub").mkdir(parents=True)
     (outside / "victim").write_text("unchanged")
@@ -203,7 +203,7 @@ def test_a_bomb_after_the_end_of_the_tar(place: Path) -> None:
         )
 
 
-def test_a_sparse_file_counts_as_large_as_it_is(place: Path, tmp_path: Path) -> None:
+def test_a_sparse_file_counts_with_its_apparent_size(place: Path, tmp_path: Path) -> None:
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     subprocess.run(["tar", "-C", tmp_path, "-cSf", tmp_path / "l.tar", "sparse"], check=True)

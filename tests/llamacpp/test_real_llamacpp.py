@@ -73,7 +73,7 @@ async def some(client: LlamaCppClient, sampling: Sampling, count: int) -> list[S
     return found
 
 
-async def test_it_is_detected_and_probed(url: str) -> None:
+async def test_the_server_is_detected_and_probed(url: str) -> None:
     report = await probe(url, prompt_ids=PROMPT, vocab_size=RENDERER.vocab_size)
     assert report.ok, report.problem
     assert report.model.endswith("tiny.gguf")
@@ -83,7 +83,7 @@ async def test_it_is_detected_and_probed(url: str) -> None:
     await client.aclose()
 
 
-async def test_its_probabilities_are_those_of_the_policy(url: str) -> None:
+async def test_the_reported_probabilities_are_those_of_the_policy(url: str) -> None:
     """Many single tokens, drawn at two temperatures: frequent ones have the reported probability, and those
     at the lower temperature are those at the higher one, sharpened."""
     async with talking(url) as client:
@@ -143,7 +143,7 @@ async def test_a_seed_is_reproducible_and_a_long_prompt_is_refused(url: str) -> 
             await client.generate(PROMPT * 500, Sampling(max_tokens=1), session="s")
 
 
-async def test_disconnecting_frees_its_slot(url: str) -> None:
+async def test_disconnecting_frees_the_slot_of_the_server(url: str) -> None:
     async with talking(url) as client:
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(max_tokens=900, seed=1), session="s"))
         await asyncio.wait([task], timeout=0.05)
@@ -154,7 +154,7 @@ async def test_disconnecting_frees_its_slot(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_check_llm_lists_its_missing_features(url: str) -> None:
+async def test_check_llm_lists_the_missing_features(url: str) -> None:
     servers = Servers.of(RENDERER, limits=ClientLimits(attempts=1))
     client = servers.connect(url)
     subject = CheckSubject(client, servers, url, PROMPT)

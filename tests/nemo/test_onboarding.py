@@ -45,7 +45,7 @@ def prepared_venv() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_tests_pass_and_its_data_is_complete(root: GymRoot, name: str) -> None:
+def test_the_tests_of_a_server_pass_and_its_data_is_complete(root: GymRoot, name: str) -> None:
     flags = ["--resources-server", server_name(name), "+should_validate_data=true", *root.flags]
     done = gym(root, "env", "test", *flags)
     said = done.stdout + done.stderr
@@ -82,7 +82,7 @@ def test_a_server_can_be_published(root: GymRoot, name: str) -> None:
 @pytest.mark.skipif(not HAS_MANIFESTS, reason="this NeMo Gym has no manifests")
 @pytest.mark.usefixtures("prepared_venv")
 @pytest.mark.parametrize("name", ["bash", "lab_book"])
-def test_its_manifest_is_valid_and_its_verifier_tested(root: GymRoot, name: str) -> None:
+def test_the_manifest_of_a_server_is_valid_and_its_verifier_tested(root: GymRoot, name: str) -> None:
     valid = gym(root, "env", "validate", server_name(name), within="venvs")
     assert valid.returncode == 0 and "profile=custom-gym-verifier" in valid.stdout, (
         valid.stdout + valid.stderr

@@ -53,7 +53,7 @@ def test_every_server_finds_the_prepared_virtual_environment(tmp_path: Path, ven
         assert (tree / server / ".venv" / "bin" / "activate").exists()
 
 
-def test_servers_of_other_packages_find_it_too(tmp_path: Path, venv: Path) -> None:
+def test_servers_of_other_packages_find_the_virtual_environment_too(tmp_path: Path, venv: Path) -> None:
     installed = venv / "lib" / "python3.12" / "site-packages" / "resources_servers" / "prorl_lab_book"
     installed.mkdir(parents=True)
     (installed / "app.py").touch()
@@ -62,7 +62,7 @@ def test_servers_of_other_packages_find_it_too(tmp_path: Path, venv: Path) -> No
     assert not (root.path / "resources_servers/prorl_lab_book").exists()  # NeMo Gym finds it in its package
 
 
-def test_servers_installed_into_the_root_find_it_too(tmp_path: Path, venv: Path) -> None:
+def test_servers_installed_into_the_root_find_the_virtual_environment_too(tmp_path: Path, venv: Path) -> None:
     installed = tmp_path / "root" / "resources_servers" / "prorl_lab_book"
     installed.mkdir(parents=True)
     (installed / "app.py").touch()

@@ -192,7 +192,7 @@ OWN_ROUTES = ("verify", "reset", "step", "seed_session", "aggregate_metrics")
 
 
 @pytest.mark.parametrize("route", OWN_ROUTES)
-def test_a_model_that_calls_a_route_of_the_server_is_told_that_there_is_no_such_tool(route: str) -> None:
+def test_a_models_call_of_a_route_is_answered_as_a_call_of_an_unknown_tool(route: str) -> None:
     """An agent posts to any route that the model names."""
     forged = row(EASY) | {"response": answer(), "verify_responses": []}
     with client() as agent:

@@ -153,7 +153,9 @@ async def test_an_error_of_the_verifier_has_no_reward(desk: ResourcesDesk, roll:
     assert "KeyError(1)" in result.failure.message
 
 
-async def test_an_unreachable_verifier_is_asked_by_another_attempt(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_an_unreachable_verifier_gets_the_request_of_another_attempt(
+    desk: ResourcesDesk, roll: Roll
+) -> None:
     desk.misbehave("verify", answers("busy", 503))
     (result,) = await roll(desk_row())
     assert (result.reward, result.attempts) == (1.0, 2)

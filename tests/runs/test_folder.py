@@ -124,7 +124,7 @@ def test_a_damaged_line_is_named_and_kept(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_failed_samples_are_run_again_if_asked(tmp_path: Path) -> None:
+def test_failed_samples_are_run_again_if_requested(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, DESCRIPTION, [group()]) as folder:
         folder.append(result(0, state=JobState.FAILED))
         folder.append(result(1))

@@ -40,7 +40,7 @@ def test_no_results_have_no_mean() -> None:
     assert (found.mean_reward, found.standard_error, found.pass_at, found.turns) == (None, None, {}, 0.0)
 
 
-def test_environments_are_apart() -> None:
+def test_statistics_of_environments_are_separate() -> None:
     found = by_environment([sample("a", 1.0), sample("a", 0.0, "math"), sample("b", 1.0)])
     assert {name: one.mean_reward for name, one in found.items()} == {"bash": 1.0, "math": 0.0}
 

@@ -10,7 +10,7 @@ from tests.support.clock import FakeClock
 pytestmark = pytest.mark.anyio
 
 
-async def test_it_implements_the_protocol() -> None:
+async def test_the_clock_implements_the_protocol() -> None:
     assert isinstance(FakeClock(), Clock)
     assert FakeClock(start=5.0).monotonic() == 5.0
 

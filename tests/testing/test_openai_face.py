@@ -62,7 +62,7 @@ def test_the_longest_instruction_in_the_prompt_is_the_task(url: str) -> None:
     assert play(url, "reference", prompt) == [*arguments(LIST, COUNT), DONE_TEXT]
 
 
-def test_each_behaviour_does_as_its_name_says(url: str) -> None:
+def test_each_behaviour_has_the_described_answers(url: str) -> None:
     instruction = TASKS[0].instruction
     assert play(url, "nothing", instruction) == [DONE_TEXT]
     assert play(url, "endless", instruction, most=4) == arguments(LIST, LIST, LIST, LIST)

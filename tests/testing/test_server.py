@@ -66,7 +66,7 @@ async def test_a_group_plays_its_mix() -> None:
         assert server.counts.behaviours == {"solve": 4, "idle": 2, "wrong": 2}
 
 
-async def test_it_describes_itself() -> None:
+async def test_the_server_describes_itself() -> None:
     async with ScriptedServer(BOOK) as server:
         await roll(server, "s")
         model = (await get(server, "/v1/models")).json()["data"][0]

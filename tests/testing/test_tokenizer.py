@@ -25,7 +25,7 @@ def test_text_is_compressed() -> None:
     assert TOKENIZER.get_vocab_size() <= VOCAB_SIZE
 
 
-def test_it_is_built_the_same_each_time(tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_same_each_time(tmp_path: Path) -> None:
     for name in ("one", "two"):
         save_tokenizer(tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "one").iterdir())

@@ -43,7 +43,7 @@ def test_the_objects_named_by_a_request(path: str, query: bytes, about: set[tupl
     assert named_items(path, query) == about
 
 
-async def test_a_lease_expires_unless_a_client_asks_or_waits() -> None:
+async def test_a_lease_expires_unless_a_client_sends_requests_or_waits() -> None:
     clock, ended = FakeClock(), list[str]()
 
     async def end(name: str) -> None:

@@ -232,7 +232,7 @@ async def test_skyrl_generates_whole_batches() -> None:
         await asyncio.to_thread(toy.until_empty)
 
 
-async def test_slime_cancels_its_episode_once_it_has_enough() -> None:
+async def test_slime_cancels_its_episode_when_its_batch_is_complete() -> None:
     class Sample(SimpleNamespace):
         Status = str
 

@@ -85,7 +85,7 @@ def test_entries_and_their_lines(tmp_path: Path) -> None:
     index.close()
 
 
-def test_it_reads_in_steps_and_continues_while_a_run_writes(tmp_path: Path) -> None:
+def test_the_index_reads_in_steps_and_continues_while_a_run_writes(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", *(result(f"g/{n}") for n in range(4)))
     index = Index(path)
     assert index.extend(1) and len(index.summaries) == 1

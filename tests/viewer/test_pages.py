@@ -246,7 +246,7 @@ async def test_ten_thousand_episodes_use_few_rows_of_the_page(chromium: Any, tmp
         assert await page.locator(".list .row").count() < 60
 
 
-async def test_one_file_contains_everything(chromium: Any, tmp_path: Path) -> None:
+async def test_an_exported_file_is_self_contained(chromium: Any, tmp_path: Path) -> None:
     path = tmp_path / "out.html"
     lines = [one.model_dump_json().encode() for one in (result("g/0"), hostile())]
     path.write_bytes(export_html(lines, f"r {ATTACK}", partial(token_texts, builtin_renderer().decode)))
@@ -263,7 +263,7 @@ async def test_one_file_contains_everything(chromium: Any, tmp_path: Path) -> No
         assert await page.locator("#tokens-1 .token").count() == 3
 
 
-async def test_without_the_link_there_is_no_access(address: str) -> None:
+async def test_without_the_secret_link_there_is_no_access(address: str) -> None:
     async with httpx.AsyncClient() as client:
         answer = await client.get(f"{address}api/episodes/0")
         assert answer.status_code == 200 and answer.headers["content-security-policy"] == POLICY

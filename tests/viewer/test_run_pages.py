@@ -203,7 +203,7 @@ async def test_the_results_of_opened_runs_are_closed_with_the_pages(finished: Pa
     assert not is_open(results_file)
 
 
-async def test_lists_by_keyboard_alone(chromium: Any, finished: Path) -> None:
+async def test_lists_are_used_with_only_the_keyboard(chromium: Any, finished: Path) -> None:
     async with viewing(finished) as url, looking(chromium, f"{url}#/episodes") as page:
         grid = page.get_by_role("grid", name="Episodes")
         await grid.locator(".row").nth(3).wait_for()

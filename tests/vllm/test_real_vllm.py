@@ -105,7 +105,9 @@ async def test_both_routes_stream_an_answer_while_it_is_sampled(
     assert all(len(set(counts)) > 3 and counts == sorted(counts) for counts in told)
 
 
-async def test_it_passes_check_llm(server: RealServer, renderer: TemplateRenderer, prompt: list[int]) -> None:
+async def test_vllm_passes_check_llm(
+    server: RealServer, renderer: TemplateRenderer, prompt: list[int]
+) -> None:
     servers = Servers.of(renderer)
     client = servers.connect(server.url)
     try:

@@ -183,7 +183,7 @@ async def test_answers_of_a_last_message(node: Node, words: str, reward: float) 
         assert (await env.eval()).reward == reward
 
 
-def test_articles_alone_are_words() -> None:
+def test_articles_on_their_own_are_words() -> None:
     the = task({"type": "text", "values": ["The"]})
     assert is_right(the, "the") and not is_right(the, "a")
 

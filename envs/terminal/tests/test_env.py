@@ -126,7 +126,7 @@ async def test_options_give_no_network_to_a_task_without_one(node: Node, make_ro
         assert one.env._here("test").sandbox.spec.network == Network()
 
 
-async def test_variables_of_this_process_stay_here(
+async def test_a_task_cannot_read_variables_of_this_process(
     node: Node, make_row: MakeRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "hidden")

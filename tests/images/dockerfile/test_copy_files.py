@@ -131,7 +131,7 @@ def test_a_file_replaces_a_directory_and_a_directory_a_file(copying: Copying) ->
     assert copying.copy("one", to="/") == {"x": "file", "y/new": "1"}
 
 
-def test_a_directory_after_a_file_hides_what_the_file_hid(copying: Copying) -> None:
+def test_a_directory_that_replaces_a_new_file_hides_the_lower_directory(copying: Copying) -> None:
     write(copying.context, {"one/x": "file", "two/x/new": "1"})
     write(copying.below, {"x/old": "0"})
     assert copying.copy("one", "two", to="/") == {"x/new": "1"}

@@ -80,7 +80,7 @@ def test_several_documents_follow_each_other() -> None:
     "text",
     ['RUN echo "a <<EOF"', "RUN echo $((1<<2)) $(( 1 << 2 ))", 'RUN ["cat", "<<EOF"]', "RUN cat <<< x"],
 )
-def test_what_is_no_document(text: str) -> None:
+def test_text_that_is_not_a_document(text: str) -> None:
     (found,) = parse(text)
     assert found.heredocs == ()
 
@@ -95,7 +95,7 @@ def test_flags_and_json_forms() -> None:
     assert run.text == "a"
 
 
-def test_what_is_not_json_is_the_shell_form() -> None:
+def test_text_that_is_not_json_is_the_shell_form() -> None:
     assert parse("RUN ['a']")[0].items is None
     assert parse('RUN [ -f "x" ] && y')[0].items is None
 

@@ -361,7 +361,7 @@ def test_turns_prompts_and_hits_are_counted() -> None:
     assert seen.servers[0].weight_version == "v7", "an answer without a version changes none"
 
 
-def test_a_session_is_lost_with_its_server_and_otherwise_moved() -> None:
+def test_sessions_moved_for_balance_and_after_failures_are_counted() -> None:
     router = router_with("a", "b", "c")
     fill(router, 60)
     for _ in range(15):

@@ -25,14 +25,14 @@ BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments":
 PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 
 
-def test_without_complaints_there_is_no_bound() -> None:
+def test_without_refusals_there_is_no_bound() -> None:
     window = AimdWindow()
     for number in range(10_000):
         window.answered(number)
     assert not window.full(10_000)
 
 
-def test_simultaneous_complaints_count_once() -> None:
+def test_simultaneous_refusals_count_once() -> None:
     window = AimdWindow()
     for _ in range(50):
         window.complained(40, 0.0)

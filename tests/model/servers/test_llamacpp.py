@@ -73,7 +73,7 @@ async def test_an_answer_that_the_server_lost_is_not_sampled_again() -> None:
     assert asked == 1
 
 
-def test_a_request_asks_for_exactly_the_policy() -> None:
+def test_a_request_has_only_the_samplers_of_the_policy() -> None:
     asked = json.loads(encode_request([1, 2], Sampling(temperature=0.5, top_p=0.9, max_tokens=7)))
     assert asked["prompt"] == [1, 2] and asked["n_predict"] == 7
     assert asked["samplers"] == ["temperature", "top_p"] and asked["post_sampling_probs"]

@@ -79,7 +79,7 @@ def test_observations_cannot_smuggle_control_tokens(first: str, second: str) -> 
 
 
 @given(HOSTILE)
-def test_text_without_literals_is_encoded_unchanged(text: str) -> None:
+def test_text_without_control_tokens_is_encoded_unchanged(text: str) -> None:
     """Quoting changes nothing for harmless text: the ids are those of one plain encoding."""
     if any(text.endswith(c[:k]) or c[k:].startswith(text[:1]) for c in CONTROL for k in range(1, len(c))):
         text = f"a{text}a"

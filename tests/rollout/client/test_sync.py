@@ -30,7 +30,7 @@ async def over_tcp(bench: Any) -> AsyncIterator[str]:
         yield url
 
 
-def test_it_has_every_method_with_the_same_docstring() -> None:
+def test_the_synchronous_client_has_every_method_with_the_same_docstring() -> None:
     for name, method in inspect.getmembers(RolloutClient, inspect.isfunction):
         if not name.startswith("_") and name != "aclose":
             assert inspect.getdoc(getattr(SyncRolloutClient, name)) == inspect.getdoc(method), name
@@ -65,7 +65,7 @@ async def test_groups_and_streams_from_a_thread_without_a_loop(bench: Any) -> No
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
 
 
-async def test_it_works_beside_a_running_loop(bench: Any) -> None:
+async def test_the_synchronous_client_works_beside_a_running_loop(bench: Any) -> None:
     async with over_tcp(bench) as url:
         with SyncRolloutClient(url) as client:  # its constructor blocks this loop for a moment
             status = await asyncio.to_thread(client.status)

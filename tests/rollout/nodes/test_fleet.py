@@ -486,7 +486,7 @@ async def test_the_time_of_steps_on_a_node_is_counted_once(make_site: Any) -> No
     assert view.result is not None and view.result.timings.run_s == 5
 
 
-async def test_an_episode_and_a_group_of_the_same_id_do_not_meet(make_site: Any) -> None:
+async def test_an_episode_and_a_group_of_the_same_id_are_independent(make_site: Any) -> None:
     site = await make_site()
     await site.join("a")
     world = site.worlds["a"]

@@ -23,7 +23,7 @@ def starts(decisions: list[Decision]) -> list[tuple[str, Stage]]:
     return [(d.job, d.stage) for d in decisions if isinstance(d, Start)]
 
 
-def test_a_job_walks_through_its_stages_and_is_finished_before_it_is_closed() -> None:
+def test_a_job_runs_its_stages_and_is_finished_before_it_is_closed() -> None:
     scheduler = Scheduler(WIDE)
     assert scheduler.submit([("a", "g")]) == [Start("a", Stage.INIT, 1)]
     assert scheduler.ended("a") == [Start("a", Stage.RUN, 1)]
@@ -229,7 +229,7 @@ def test_attempts_that_failed_under_an_earlier_scheduler_count() -> None:
     assert scheduler.failed("b", retryable=True) == [Close("b")]
 
 
-def test_events_of_unknown_jobs_are_bugs() -> None:
+def test_impossible_events_raise_errors() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
     with pytest.raises(ValueError, match="already"):
@@ -339,7 +339,7 @@ def test_a_stage_that_stopped_while_its_node_was_lost_fails_with_the_next() -> N
     assert len(scheduler) == 1
 
 
-def test_external_episodes_run_on_any_node_unless_they_must_run_here() -> None:
+def test_external_episodes_run_on_any_node_unless_they_must_run_on_the_head() -> None:
     scheduler = nodes(a=1)
     assert scheduler.reserve("x") == [AdmitExternal("x", "a")]
     assert scheduler.reserve("waits") == [], "this machine takes no jobs"

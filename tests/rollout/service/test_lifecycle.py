@@ -239,7 +239,7 @@ async def test_only_a_jobs_possibly_last_start_is_waited_for(make_bench: Any) ->
     ]
 
 
-async def test_a_job_that_repeatedly_kills_its_service_is_given_up(make_bench: Any, tmp_path: Path) -> None:
+async def test_a_job_that_repeatedly_kills_its_service_fails(make_bench: Any, tmp_path: Path) -> None:
     async with opened(tmp_path / "store.db") as store:
         task = {"id": "t", "instruction": "do"}
         request = GroupRequest(id="g", environment="toy", task=task, samples=2)

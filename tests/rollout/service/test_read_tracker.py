@@ -360,7 +360,7 @@ async def test_a_durable_service_keeps_unread_results_over_its_bounds_and_restar
 
 
 @pytest.mark.parametrize("bound", [{"max_results": 2}, {"max_tokens": 1}])
-async def test_unread_results_over_the_bounds_are_warned_of_now_and_then(
+async def test_warnings_of_unread_results_over_the_bounds_are_limited(
     make_bench: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, bound: dict[str, int]
 ) -> None:
     retention, clock = RetentionSettings.model_validate(bound), FakeClock()
@@ -381,7 +381,7 @@ async def test_unread_results_over_the_bounds_are_warned_of_now_and_then(
     await store.aclose()
 
 
-async def test_dropped_unread_results_of_a_store_in_memory_are_counted_and_warned_of(
+async def test_dropped_unread_results_of_a_store_in_memory_are_counted_and_logged(
     make_bench: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = FakeClock()

@@ -47,9 +47,7 @@ async def fork(driver: BubblewrapDriver, sandbox: Sandbox) -> Sandbox:
     return forked
 
 
-async def test_a_copy_continues_where_its_original_was(
-    own_driver: BubblewrapDriver, started: Sandbox
-) -> None:
+async def test_a_copy_has_the_files_of_its_original(own_driver: BubblewrapDriver, started: Sandbox) -> None:
     await run_script(started, "echo work > w; echo home > ~/h; echo tmp > /tmp/t; ln -s w link")
     forked = await fork(own_driver, started)
     assert await run_script(forked, "cat link ~/h /tmp/t") == "work\nhome\ntmp\n"

@@ -172,7 +172,7 @@ def test_a_copy_stops_on_request(tree: Path, copy: Path) -> None:
     assert not (copy / "file").exists()
 
 
-def test_a_tree_that_changes_all_the_time(tree: Path, copy: Path, tmp_path: Path) -> None:
+def test_a_tree_that_changes_during_the_copy(tree: Path, copy: Path, tmp_path: Path) -> None:
     """A link replaces the directory again and again: nothing outside is ever copied."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")

@@ -64,7 +64,7 @@ def test_the_cause_is_found(
     assert "container" not in found.cause
 
 
-def test_a_container_is_told_how_to_be_started(tmp_path: Path) -> None:
+def test_the_remedy_in_a_container_is_an_option_of_its_start(tmp_path: Path) -> None:
     proc = machine(tmp_path / "proc", settings={"kernel/apparmor_restrict_unprivileged_userns": "1"})
     inside = refusal_of(
         "new namespaces: Operation not permitted",
@@ -117,7 +117,7 @@ def test_a_chroot_at_a_mount_point_is_found(tmp_path: Path, first: str, chroot: 
     assert ("chroot" in found.cause) == chroot
 
 
-def test_a_guess_of_bubblewrap_is_no_cause(tmp_path: Path) -> None:
+def test_a_guess_of_bubblewrap_is_not_the_cause(tmp_path: Path) -> None:
     said = (
         "No permissions to creating new namespace, likely because the kernel does not allow non-privileged "
         "user namespaces. On e.g. debian this can be enabled with 'sysctl kernel.unprivileged_userns_clone=1'"
@@ -129,7 +129,7 @@ def test_a_guess_of_bubblewrap_is_no_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1000])
-def test_the_set_up_asks_without_packages(limit: int) -> None:
+def test_the_set_up_script_finds_the_cause_without_packages(limit: int) -> None:
     script = f'echo {limit} > /proc/sys/user/max_user_namespaces; exec "$0" -I -S "$1"'
     done = subprocess.run(
         ["unshare", "-U", "-r", "sh", "-c", script, sys.executable, user_namespaces.__file__],

@@ -12,14 +12,14 @@ def learned(start_s: float = 1.0, memory_s: float = 60.0) -> Demand:
     return demand
 
 
-def test_after_a_single_request_none_is_kept_ready() -> None:
+def test_after_a_single_request_no_sandbox_is_kept_ready() -> None:
     demand = learned()
     assert demand.wanted(0.0) == 0
     demand.taken(0.0)
     assert demand.wanted(0.1) == 0
 
 
-def test_a_steady_rate_of_requests_keeps_one_ready() -> None:
+def test_a_steady_rate_of_requests_keeps_one_sandbox_ready() -> None:
     demand = learned()
     for now in (0.0, 10.0, 20.0):
         demand.taken(now)

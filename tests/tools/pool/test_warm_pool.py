@@ -80,7 +80,9 @@ async def use(pool: WarmPool, spec: SandboxSpec = PLAIN, times: int = 1) -> None
     await asyncio.wait_for(pool.settled(), 30)
 
 
-async def test_after_two_uses_one_is_ready_for_the_third(pool: WarmPool, driver: CountingDriver) -> None:
+async def test_after_two_uses_a_sandbox_is_ready_for_the_third(
+    pool: WarmPool, driver: CountingDriver
+) -> None:
     await use(pool)
     assert pool.ready == 0
     await use(pool)
@@ -93,7 +95,7 @@ async def test_after_two_uses_one_is_ready_for_the_third(pool: WarmPool, driver:
     await place.aclose()
 
 
-async def test_each_is_handed_out_once(pool: WarmPool) -> None:
+async def test_each_sandbox_is_handed_out_once(pool: WarmPool) -> None:
     await use(pool, times=4)
     assert pool.ready == 3
     places = await asyncio.gather(*(pool.take(PLAIN) for _ in range(6)))
@@ -168,7 +170,7 @@ async def test_a_failing_driver_is_not_called_repeatedly(
         await place.aclose()
 
 
-async def test_without_a_limit_none_is_kept_ready(driver: CountingDriver, run_dir: Path) -> None:
+async def test_without_a_limit_no_sandbox_is_kept_ready(driver: CountingDriver, run_dir: Path) -> None:
     pool = WarmPool(driver, limit=0)
     await use(pool, times=3)
     assert len(driver.started) == 3
@@ -198,7 +200,7 @@ async def test_a_session_whose_tools_fail_leaks_no_sandbox(driver: CountingDrive
     assert not driver.started[0].alive
 
 
-async def test_at_most_as_many_as_allowed_start_at_once(driver: CountingDriver, run_dir: Path) -> None:
+async def test_the_number_of_concurrent_starts_is_limited(driver: CountingDriver, run_dir: Path) -> None:
     pool = WarmPool(driver, limit=0, max_concurrent_starts=2)
     asked = [asyncio.create_task(pool.take(PLAIN)) for _ in range(6)]
     await asyncio.sleep(0)

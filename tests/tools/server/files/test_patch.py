@@ -270,7 +270,7 @@ def test_git_diffs_of_new_and_removed_files_are_read() -> None:
     assert parse(patch) == [Add("new", "x\n"), Delete("old")]
 
 
-def test_files_made_to_take_for_ever_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_would_take_quadratic_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_match, "_COMPARISONS", 1000)
     with pytest.raises(EditError, match="repeat too often"):
         update("\n" * 1000, "@@", *[" "] * 100, "-x")
