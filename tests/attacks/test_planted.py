@@ -90,7 +90,7 @@ async def test_startup_files_of_python_reach_no_later_session(python_box: Toolbo
     assert await absent(python_box, "ran")
 
 
-def held(tree: Path) -> int:
+def bytes_below(tree: Path) -> int:
     """Return the bytes on disk below a directory."""
     paths = (Path(folder, name) for folder, folders, files in os.walk(tree) for name in (*folders, *files))
     return sum(512 * path.lstat().st_blocks for path in paths)
@@ -119,6 +119,6 @@ async def test_planted_links_for_a_reader_on_the_host(box: Toolbox, plant: str, 
     assert os.listdir(tmp_path) == []  # noqa: PTH208
     snapshot = await box.sandbox.snapshot()
     try:
-        assert held(snapshot.path) < 1 << 20  # no link was followed, and holes are still holes
+        assert bytes_below(snapshot.path) < 1 << 20  # no link was followed, and holes are still holes
     finally:
         await snapshot.remove()

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def whole(result: ToolResult) -> None:
+def check_unchanged(result: ToolResult) -> None:
     """Check that the answer is unchanged after a round trip through JSON and UTF-8."""
     content: dict[str, Any] = {"text": result.text, "data": result.data}
     assert msgspec.json.decode(msgspec.json.encode(content)) == content
@@ -38,25 +38,25 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 async def test_strings_of_the_shell(box: Toolbox, name: str) -> None:
-    whole(await box.bash(COMMANDS[name], timeout_s=T))
-    whole(await box.bash("pwd; ls -la; echo $_", timeout_s=T))
-    whole(await box.bash("exit 3", timeout_s=T))
-    whole(await box.bash("pwd", timeout_s=T))
+    check_unchanged(await box.bash(COMMANDS[name], timeout_s=T))
+    check_unchanged(await box.bash("pwd; ls -la; echo $_", timeout_s=T))
+    check_unchanged(await box.bash("exit 3", timeout_s=T))
+    check_unchanged(await box.bash("pwd", timeout_s=T))
 
 
 async def test_strings_of_the_editor(box: Toolbox) -> None:
     await box.bash("touch $'\\xff\\e[31m' $'a\\nb' $'\\xed\\xa0\\x80'; printf '\\xff\\x1b[2J\\x00' > b; "
                    "printf 'caf\\xe9\\n\\x1b[2J' > c; ln -s $'\\xff' l", timeout_s=T)  # fmt: skip
     for path in ("/workspace", "/workspace/b", "/workspace/c", "/workspace/l", "/workspace/\ufffd", "/x\x1b"):
-        whole(await box.edit({"command": "view", "path": path}))
-    whole(
+        check_unchanged(await box.edit({"command": "view", "path": path}))
+    check_unchanged(
         await box.edit({"command": "str_replace", "path": "/workspace/c", "old_str": "caf", "new_str": "x"})
     )
     for arguments in (
         {"command": "view", "path": "/a\0b"},
         {"command": "create", "path": "/workspace/\ud800"},
     ):
-        whole(await box.edit(arguments))
+        check_unchanged(await box.edit(arguments))
 
 
 CELLS = [
@@ -74,7 +74,7 @@ CELLS = [
 
 @pytest.mark.parametrize("code", CELLS)
 async def test_strings_of_a_python_session(python_box: Toolbox, code: str) -> None:
-    whole(await python_box.python(code, timeout_s=T))
+    check_unchanged(await python_box.python(code, timeout_s=T))
     assert (await python_box.python("6 * 7", timeout_s=T)).text == "42\n"
 
 
@@ -84,7 +84,7 @@ async def test_strings_of_a_jupyter_kernel(attacked: Driver) -> None:
     box = await Toolbox.open(sandbox, python=PythonEngine.KERNEL)
     try:
         for code in CELLS:
-            whole(await box.python(code, timeout_s=T))
+            check_unchanged(await box.python(code, timeout_s=T))
         # As JSON escapes, which can spell text that UTF-8 cannot. The kernel's own packer would refuse them.
         pack = "k.session.pack = lambda message: json.dumps(message, default=str).encode()"
         send = f"import json\nk = get_ipython().kernel\n{pack}\nk.session.send(k.iopub_socket, "
@@ -94,7 +94,7 @@ async def test_strings_of_a_jupyter_kernel(attacked: Driver) -> None:
             ("error", {"ename": "\ud800", "evalue": "", "traceback": ["\ud800"]}),
             ("display_data", {"data": {"a/\ud800": "\ud800", "b": {"\udfff": ["\ud800"]}}, "metadata": {}}),
         ):
-            whole(await box.python(send.format(kind, ascii(content)), timeout_s=T))
+            check_unchanged(await box.python(send.format(kind, ascii(content)), timeout_s=T))
     finally:
         await box.aclose()
         await sandbox.close()

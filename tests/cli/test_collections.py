@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 REFERENCE = [{"tool": "add", "arguments": {"count": 3}}, {"tool": "read", "arguments": {}}]
 
 
-def write(folder: Path, url: str) -> tuple[str, ...]:
+def write_files(folder: Path, url: str) -> tuple[str, ...]:
     """Write the settings and the data; return the options that name them."""
     entry = f"{{nemo: {{url: '{url}', finish_tool: read}}, limits: {{max_turns: 4}}}}"
     (folder / "settings.yaml").write_text(f"environments: {{desk: {entry}}}")
@@ -28,7 +28,7 @@ def write(folder: Path, url: str) -> tuple[str, ...]:
 
 def test_rows_of_a_resources_server_are_validated(cli: Cli, tmp_path: Path) -> None:
     with served(FastAPI(routes=ResourcesDesk().app().routes)) as url:
-        config = write(tmp_path, url)
+        config = write_files(tmp_path, url)
         done = cli("validate", "desk", "rows.jsonl", *config)
         assert (done.returncode, "ok" in done.stdout) == (0, True), done.stderr
         (tmp_path / "rows.jsonl").write_text(json.dumps(desk_row(id="four", expected=4, reference=REFERENCE)))
@@ -43,7 +43,7 @@ def test_rows_of_a_resources_server_are_validated(cli: Cli, tmp_path: Path) -> N
 @pytest.mark.thorough
 def test_tasks_of_a_resources_server_are_run(cli: Cli, tmp_path: Path) -> None:
     with served(FastAPI(routes=ResourcesDesk().app().routes)) as url:
-        data = (*write(tmp_path, url), "--data", "rows.jsonl")
+        data = (*write_files(tmp_path, url), "--data", "rows.jsonl")
         with scripted(tmp_path, "desk", *data) as (_, options):
             done = cli("run", "desk", *data, *options, "--samples", "2", "--out", "runs")
     assert done.returncode == 0, done.stderr

@@ -74,7 +74,7 @@ BY_LINE = {FileKind.JSON, FileKind.TEXT}
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Callable[[FileKind], str]:
+def make_file(tmp_path: Path) -> Callable[[FileKind], str]:
     def make(kind: FileKind) -> str:
         MAKE[kind](tmp_path / "given")
         return "given"
@@ -83,8 +83,8 @@ def made(tmp_path: Path) -> Callable[[FileKind], str]:
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_the_kind_of_a_file(kind: FileKind, made: Callable[[FileKind], str], tmp_path: Path) -> None:
-    assert kind_of(tmp_path / made(kind)) is kind
+def test_the_kind_of_a_file(kind: FileKind, make_file: Callable[[FileKind], str], tmp_path: Path) -> None:
+    assert kind_of(tmp_path / make_file(kind)) is kind
 
 
 def test_every_kind_is_tested() -> None:
@@ -105,9 +105,9 @@ def test_further_archives_and_parts_of_a_run(tmp_path: Path) -> None:
     "command", ["show given", "view given", "view given --html x.html", "compare given given", "replay given"]
 )
 def test_commands_that_read_results_refuse_other_kinds(
-    command: str, kind: FileKind, made: Callable[[FileKind], str], fast_cli: FastCli
+    command: str, kind: FileKind, make_file: Callable[[FileKind], str], fast_cli: FastCli
 ) -> None:
-    made(kind)
+    make_file(kind)
     done = fast_cli(*command.split())
     assert done.code == 2 and done.err.count("error: ") == 1 and "hint: " in done.err, done.err
     if kind not in BY_LINE:
@@ -118,9 +118,9 @@ def test_commands_that_read_results_refuse_other_kinds(
 
 @pytest.mark.parametrize("kind", sorted(set(MAKE) - READ_AS_ROWS))
 def test_commands_that_read_task_rows_refuse_other_kinds(
-    kind: FileKind, made: Callable[[FileKind], str], fast_cli: FastCli, tmp_path: Path
+    kind: FileKind, make_file: Callable[[FileKind], str], fast_cli: FastCli, tmp_path: Path
 ) -> None:
-    path = made(kind)
+    path = make_file(kind)
     done = fast_cli("validate", "bash", path)
     assert done.code == 2 and done.err.count("error: ") == 1 and "hint: " in done.err, done.err
     if kind in BY_LINE:
@@ -143,9 +143,9 @@ def test_commands_that_read_task_rows_refuse_other_kinds(
     ],
 )
 def test_the_hint_names_the_commands_for_the_kind(
-    kind: FileKind, command: str, hint: str, made: Callable[[FileKind], str], fast_cli: FastCli
+    kind: FileKind, command: str, hint: str, make_file: Callable[[FileKind], str], fast_cli: FastCli
 ) -> None:
-    made(kind)
+    make_file(kind)
     assert hint in fast_cli(*command.split()).err
 
 

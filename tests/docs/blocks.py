@@ -78,7 +78,7 @@ def _blocks() -> Iterator[Block]:
 BLOCKS = tuple(_blocks())
 
 
-def each(*languages: str, runs: bool | None = None) -> pytest.MarkDecorator:
+def parametrize(*languages: str, runs: bool | None = None) -> pytest.MarkDecorator:
     """Parametrize a test with the blocks of these languages."""
     chosen = [
         block for block in BLOCKS if block.language in languages and (runs is None or block.runs is runs)

@@ -28,7 +28,7 @@ from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolCall
-from tests.docs.blocks import BLOCKS, ROOT, Block, commands, each, pages
+from tests.docs.blocks import BLOCKS, ROOT, Block, commands, parametrize, pages
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 from tests.test_docs import program
 from tests.viewer.conftest import result, written
@@ -83,7 +83,7 @@ def problem_of(words: list[str]) -> str:
 CALL = re.compile(r"^(?:\w+=\S* )*(?:srun .*?|exec )?(?:\S*/)?prorl-envs((?:\s.*)?)$")
 
 
-def ours(line: str) -> list[list[str]]:
+def our_commands(line: str) -> list[list[str]]:
     """Return the words of each call of the program in a line of shell."""
     line = line.replace("$(grep -- --llm scripted.txt)", "--llm http://h/v1 --tokenizer WORD")
     line = re.sub(r"\$\(hostname\)", "WORD", line)
@@ -93,22 +93,24 @@ def ours(line: str) -> list[list[str]]:
     return [shlex.split(one[1]) for one in found if one]
 
 
-@each("bash")
+@parametrize("bash")
 def test_shell_blocks_are_valid_and_our_commands_have_these_options(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.body, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for line in commands(block.body):
-        for words in ours(line):
+        for words in our_commands(line):
             problem = problem_of(words)
             assert not problem or "does not exist" in problem, f"{block.id}: {line}: {problem}"
 
 
 def test_the_parser_detects_errors() -> None:
-    assert ours('FOO=1 prorl-envs run "a b" | tee x && .venv/bin/prorl-envs show r') == [
+    assert our_commands('FOO=1 prorl-envs run "a b" | tee x && .venv/bin/prorl-envs show r') == [
         ["run", "a b"],
         ["show", "r"],
     ]
-    assert ours("sbatch x sh -c 'prorl-envs run bash --samples 8'") == [["run", "bash", "--samples", "8"]]
+    assert our_commands("sbatch x sh -c 'prorl-envs run bash --samples 8'") == [
+        ["run", "bash", "--samples", "8"]
+    ]
     wrong = {
         "rnu bash": "No such command",
         "run bash --sample 8": "No such option",
@@ -121,7 +123,7 @@ def test_the_parser_detects_errors() -> None:
 # Data.
 
 
-@each("yaml")
+@parametrize("yaml")
 def test_yaml_blocks_are_settings(block: Block) -> None:
     found = yaml.safe_load(block.body)
     if block.runs:
@@ -132,7 +134,7 @@ def test_yaml_blocks_are_settings(block: Block) -> None:
         request_defaults(settings)
 
 
-@each("json")
+@parametrize("json")
 def test_json_blocks_are_rows_of_their_family(block: Block) -> None:
     fragment = block.body.lstrip().startswith('"')
     row = json.loads(f"{{{block.body}}}" if fragment else block.body)
@@ -141,7 +143,7 @@ def test_json_blocks_are_rows_of_their_family(block: Block) -> None:
         Catalog.of(Settings()).family(family[1]).load(row)
 
 
-@each("toml")
+@parametrize("toml")
 def test_toml_blocks_are_toml(block: Block) -> None:
     assert tomllib.loads(block.body)
 
@@ -253,7 +255,7 @@ async def service() -> AsyncIterator[str]:
         yield url
 
 
-@each("python", runs=True)
+@parametrize("python", runs=True)
 async def test_python_blocks_run(
     block: Block, service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +274,7 @@ async def test_python_blocks_run(
         await USES[name](made, service)
 
 
-@each("python", runs=False)
+@parametrize("python", runs=False)
 def test_python_blocks_that_are_not_run_compile_and_import(block: Block) -> None:
     tree = ast.parse(block.body)
     compile(tree, block.id, "exec")

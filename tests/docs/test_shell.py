@@ -21,7 +21,7 @@ from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.client.sync import SyncRolloutClient
 from prorl_envs.rollout.client.token_files import LocalToken
 from tests.cli.conftest import SCRIPT
-from tests.docs.blocks import BLOCKS, ROOT, Block, commands, each
+from tests.docs.blocks import BLOCKS, ROOT, Block, commands, parametrize
 from tests.viewer.conftest import result, written
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(200)]
@@ -67,7 +67,7 @@ class World:
 
 
 @contextmanager
-def running(folder: Path, *arguments: str, until: str) -> Iterator[str]:
+def running_command(folder: Path, *arguments: str, until: str) -> Iterator[str]:
     """Run a command of ours until the block ends; yield the match of the first line that fits. Its sandboxes
     have a folder of their own: a service keeps some ready from one test to the next, which is not a leak."""
     places = {"PRORL_CACHE_DIR": str(folder / "cache")}
@@ -106,10 +106,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     (folder / "runs" / "latest").mkdir(parents=True)
     written(folder / "runs" / "latest" / "results.jsonl", *stored)
     with ExitStack() as stack:
-        scripted = running(folder, "scripted-model", "bash", "--data", "tasks.jsonl", until=r"--llm .*")
+        scripted = running_command(
+            folder, "scripted-model", "bash", "--data", "tasks.jsonl", until=r"--llm .*"
+        )
         model = stack.enter_context(scripted)
         options = [*model.split(), "--port", "0", "--store", "memory"]
-        served = running(folder, "serve", *options, until=r"http://127[\d.:]+(?= )")
+        served = running_command(folder, "serve", *options, until=r"http://127[\d.:]+(?= )")
         service = stack.enter_context(served)
         with SyncRolloutClient(service) as client:
             names = {"step7/greeting": 1, "step7/log": 4}
@@ -119,7 +121,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(folder, model, service)
 
 
-@each("bash", runs=True)
+@parametrize("bash", runs=True)
 def test_shell_blocks_run(block: Block, world: World) -> None:
     if block.page == "docs/tutorial.md":
         pytest.skip("tests/test_tutorial.py runs it, as a part of the whole")
@@ -155,7 +157,7 @@ def interrupted(world: World, line: str) -> None:
     assert said and process.returncode in (0, 130), f"{line}: {said}{rest}"
 
 
-@each("json")
+@parametrize("json")
 def test_rows_with_a_reference_are_valid(block: Block, world: World) -> None:
     if '"reference"' not in block.body:
         pytest.skip("it has no reference, which is what would be tried")

@@ -72,7 +72,7 @@ def start(program: str, *arguments: str | Path) -> "subprocess.Popen[str]":
     )
 
 
-def said(process: "subprocess.Popen[str]") -> str:
+def output_line(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -115,16 +115,16 @@ async def test_concurrent_makers_make_a_layer_once(layers: LayerStore) -> None:
 
 def test_two_processes_make_a_layer_once(layers: LayerStore) -> None:
     with start(MAKER, layers.root, "a") as first:
-        assert said(first) == "making"
+        assert output_line(first) == "making"
         with start(MAKER, layers.root, "a") as second:
             first.communicate("\n")
-            assert said(second) == "exists"
+            assert output_line(second) == "exists"
     assert (layers.root / "layers" / "a" / "part").read_text() == "text"
 
 
 async def test_files_of_a_killed_maker_are_removed_and_the_layer_is_made_again(layers: LayerStore) -> None:
     with start(MAKER, layers.root, "a") as maker:
-        assert said(maker) == "making"
+        assert output_line(maker) == "making"
         layers.sweep()
         assert len(list((layers.root / "incoming").iterdir())) == 2, (
             "its place and its lock stay while it lives"
@@ -155,7 +155,7 @@ async def test_eviction_by_age_and_size_takes_the_least_recently_used(layers: La
 async def test_eviction_skips_a_layer_in_use_by_another_process(layers: LayerStore) -> None:
     layer = await make(layers, "a")
     with start(HOLDER, layer) as holder:
-        assert said(holder) == "holding"
+        assert output_line(holder) == "holding"
         assert layers.evict(max_bytes=0) == []
         holder.send_signal(signal.SIGKILL)
     assert layers.evict(max_bytes=0) == ["a"]

@@ -22,11 +22,11 @@ async def node(run_dir: Path, tmp_path: Path) -> AsyncIterator[Node]:
         yield node
 
 
-def some(split: Split, count: int, seed: int = 0) -> list[LearnTask]:
+def tasks_of(split: Split, count: int, seed: int = 0) -> list[LearnTask]:
     return list(itertools.islice(tasks(split, seed), count))
 
 
-def asked(task: LearnTask) -> tuple[str, ...]:
+def topic_of(task: LearnTask) -> tuple[str, ...]:
     """Return the topic of a task, from its instruction."""
     words = str(task.row["instruction"]).replace(".txt", "").replace(".sh", "").split()
     if task.level == 3:
@@ -35,26 +35,26 @@ def asked(task: LearnTask) -> tuple[str, ...]:
 
 
 def test_a_seed_gives_the_same_tasks_and_another_seed_others() -> None:
-    assert some("train", 30) == some("train", 30)
-    assert some("train", 30) != some("train", 30, seed=1)
-    assert [task.level for task in some("train", 6)] == [*LEVELS, *LEVELS]
+    assert tasks_of("train", 30) == tasks_of("train", 30)
+    assert tasks_of("train", 30) != tasks_of("train", 30, seed=1)
+    assert [task.level for task in tasks_of("train", 6)] == [*LEVELS, *LEVELS]
 
 
 def test_topics_of_held_out_tasks_never_occur_in_training() -> None:
-    trained = {asked(task) for task in some("train", 1500)}
-    examined = {asked(task) for task in some("held_out", 300)}
+    trained = {topic_of(task) for task in tasks_of("train", 1500)}
+    examined = {topic_of(task) for task in tasks_of("held_out", 300)}
     assert not trained & examined
     assert all(held_out(*topic) for topic in examined) and not any(held_out(*topic) for topic in trained)
 
 
 def test_ids_differ_between_splits_and_seeds() -> None:
-    sets = [some("train", 50), some("train", 50, seed=1), some("held_out", 50)]
+    sets = [tasks_of("train", 50), tasks_of("train", 50, seed=1), tasks_of("held_out", 50)]
     assert len({task.row["id"] for one in sets for task in one}) == 150
 
 
 @pytest.mark.anyio
 async def test_references_score_1_and_untouched_workspaces_0(node: Node) -> None:
-    given = [BashEnvironment.load(task.row) for task in some("held_out", 9)]
+    given = [BashEnvironment.load(task.row) for task in tasks_of("held_out", 9)]
     verdicts = await validate(BashEnvironment, node, given)
     assert [(verdict.task_id, verdict.problems) for verdict in verdicts if not verdict.ok] == []
 

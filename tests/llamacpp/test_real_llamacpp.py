@@ -62,7 +62,7 @@ async def talking(url: str, *stops: int) -> AsyncIterator[LlamaCppClient]:
         await client.aclose()
 
 
-async def some(client: LlamaCppClient, sampling: Sampling, count: int) -> list[Sampled]:
+async def readable_answers(client: LlamaCppClient, sampling: Sampling, count: int) -> list[Sampled]:
     """Return that many answers; the server loses those whose text is not UTF-8, and reports it."""
     found: list[Sampled] = []
     while len(found) < count:
@@ -89,7 +89,7 @@ async def test_the_reported_probabilities_are_those_of_the_policy(url: str) -> N
     async with talking(url) as client:
         said: dict[float, dict[int, float]] = {}
         for temperature in (0.7, 1.4):
-            answers = await some(client, Sampling(temperature=temperature, max_tokens=1), 300)
+            answers = await readable_answers(client, Sampling(temperature=temperature, max_tokens=1), 300)
             said[temperature] = {answer.ids[0]: answer.logprobs[0] for answer in answers}
             top = max(said[temperature], key=said[temperature].__getitem__)
             share = sum(answer.ids[0] == top for answer in answers) / len(answers)

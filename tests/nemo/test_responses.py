@@ -44,7 +44,7 @@ def result(messages: list[dict[str, Any]], of: Trajectory | None) -> Result:
     )
 
 
-def said(content: str, *calls: str) -> dict[str, Any]:
+def answer(content: str, *calls: str) -> dict[str, Any]:
     tool_calls = [
         {"id": f"c-{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
         for name in calls
@@ -52,25 +52,25 @@ def said(content: str, *calls: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content} | ({"tool_calls": tool_calls} if calls else {})
 
 
-def told(name: str) -> dict[str, Any]:
+def tool_result(name: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"c-{name}", "name": name, "content": f"{name} done"}
 
 
 PROMPT: list[dict[str, Any]] = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": "example"},
-    said("an example answer"),
+    answer("an example answer"),
     {"role": "user", "content": "do it"},
 ]
 
 
 def test_each_model_call_carries_its_tokens_on_its_last_item() -> None:
     conversation = [
-        said("Now.", "ls", "cat"),
-        told("ls"),
-        told("cat"),
+        answer("Now.", "ls", "cat"),
+        tool_result("ls"),
+        tool_result("cat"),
         {"role": "user", "content": "note"},
-        said(""),
+        answer(""),
     ]
     items = output_items(result(PROMPT + conversation, trajectory((4, 7), (9, 10), length=10)))
     kinds = [item["type"] for item in items]
@@ -102,14 +102,14 @@ def test_any_trajectory_of_the_ledger_is_one_row(steps: list[tuple[int, int]]) -
     for observed, sampled in steps:
         spans.append((length + observed, length + observed + sampled))
         length = spans[-1][1]
-    items = output_items(result([*PROMPT, *(said("x") for _ in steps)], trajectory(*spans, length=length)))
+    items = output_items(result([*PROMPT, *(answer("x") for _ in steps)], trajectory(*spans, length=length)))
     row = [*items[-1]["prompt_token_ids"], *items[-1]["generation_token_ids"]]
     assert row == list(range(100, 100 + length))
     check_contiguous(items)
 
 
 def test_a_retokenised_history_is_refused_with_its_position() -> None:
-    items = output_items(result([*PROMPT, said("a"), said("b")], trajectory((4, 7), (9, 10), length=10)))
+    items = output_items(result([*PROMPT, answer("a"), answer("b")], trajectory((4, 7), (9, 10), length=10)))
     items[1]["prompt_token_ids"][5] += 1
     with pytest.raises(NotContiguous, match=r"model call 1 differs from the history at token 5 of 7"):
         check_contiguous(items)

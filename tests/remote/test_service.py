@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from prorl_envs.errors import FailureKind
 from prorl_envs.remote import environment
 from prorl_envs.rollout.api.types import JobState, Stage, StopReason
-from tests.support.resources import ResourcesDesk, answers, count_to_three, desk_row, spoken
+from tests.support.resources import ResourcesDesk, answers, count_to_three, desk_row, message_text
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +49,7 @@ async def test_the_verifier_gets_the_row_the_messages_and_the_calls(desk: Resour
     ]
     assert [c["call_id"] for c in calls] == [o["call_id"] for o in outputs]
     assert len({c["call_id"] for c in calls}) == 3
-    assert spoken(output) == "It is three."
+    assert message_text(output) == "It is three."
 
 
 async def test_samples_have_separate_sessions(desk: ResourcesDesk, roll: Roll) -> None:

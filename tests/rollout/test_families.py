@@ -71,10 +71,10 @@ async def test_references_score_one_and_others_zero(
     assert rewards == {name: [0.0, 1.0] for name in families}
     assert all(result.trajectory is not None and result.trajectory.drift == 0 for result in results)
     played = await asyncio.to_thread(through_gymnasium, rows, tmp_path)
-    assert {r.environment: said(r) for r in results if r.reward} == played
+    assert {r.environment: reproducible_parts(r) for r in results if r.reward} == played
 
 
-def said(result: Result) -> dict[str, Any]:
+def reproducible_parts(result: Result) -> dict[str, Any]:
     """Return the parts of a service's result that must be reproducible."""
     calls = [call["function"] for message in result.messages for call in message.get("tool_calls", ())]
     return {

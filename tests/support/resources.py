@@ -116,7 +116,7 @@ class ResourcesDesk:
         body = await request.json()
         self.verified.append(body)
         count = self.counts[request.cookies[_COOKIE]]
-        right = count == body["expected"] and body.get("say", "") in spoken(body["response"]["output"])
+        right = count == body["expected"] and body.get("say", "") in message_text(body["response"]["output"])
         return JSONResponse({**body, "reward": float(right), "count": count, "right": right})
 
 
@@ -126,7 +126,7 @@ def count_to_three(session: str, turn: int) -> Any:
     return [[one], [two, {"tool": "read", "arguments": {}}], "It is three."][turn % 3]
 
 
-def spoken(output: Sequence[dict[str, Any]]) -> str:
+def message_text(output: Sequence[dict[str, Any]]) -> str:
     """Return the text of a response's messages."""
     messages = [item for item in output if item["type"] == "message"]
     return "".join(part["text"] for message in messages for part in message["content"])

@@ -26,7 +26,7 @@ from tests.cli.conftest import SCRIPT
 from tests.cli.test_scripted import scripted
 from tests.cli.test_serve import serving as serving_by_hand
 from tests.support.toy import ToyModel, ToyWorld, empty_node
-from tests.viewer.test_pages import ATTACK, looking
+from tests.viewer.test_pages import ATTACK, open_page
 
 pytestmark = pytest.mark.anyio
 
@@ -69,7 +69,7 @@ async def test_the_pages_follow_the_service(chromium: Any, watched: tuple[Watche
     bench, url = watched
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit("step1/a", 6)
-    async with looking(chromium, f"{url}/dashboard") as page:
+    async with open_page(chromium, f"{url}/dashboard") as page:
         await page.get_by_text("6 unfinished jobs").wait_for()
         run = page.get_by_role("meter", name="run pool")
         await page.wait_for_function("n => n.ariaValueNow === '2'", arg=await run.element_handle())
@@ -103,7 +103,7 @@ async def test_a_service_without_jobs_shows_commands_that_work(chromium: Any, tm
     ):
         async with RolloutClient(url) as client:
             link = await client.login_link()
-        async with looking(chromium, link) as page:
+        async with open_page(chromium, link) as page:
             empty = page.get_by_role("region", name="No jobs yet")
             await empty.locator("pre").nth(1).wait_for()
             commands = await empty.locator("pre").all_inner_texts()
@@ -124,7 +124,7 @@ async def test_the_service_is_controlled_from_the_page(chromium: Any, watched: t
     bench, url = watched
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit("g", 3)
-    async with looking(chromium, f"{url}/dashboard") as page:
+    async with open_page(chromium, f"{url}/dashboard") as page:
         await page.get_by_role("button", name="Limits").click()
         await page.get_by_label("Concurrent jobs in RUN").fill("3")
         await page.get_by_role("button", name="Set").click()
@@ -159,7 +159,7 @@ async def test_hostile_text_of_a_running_service_is_text(chromium: Any, watched:
     bench, url = watched
     await bench.submit("g", 2, id=ATTACK, instruction=ATTACK, faults={"eval": "grader"})
     await bench.finish("g")
-    async with looking(chromium, f"{url}/dashboard") as page:
+    async with open_page(chromium, f"{url}/dashboard") as page:
         await page.get_by_role("region", name="Groups").get_by_role("link").wait_for()
         assert await page.locator("main img, main script").count() == 0
         await page.evaluate("location.hash = '#/episode/g%2F0'")

@@ -65,7 +65,7 @@ def hostile() -> Any:
 
 
 @asynccontextmanager
-async def looking(chromium: Any, url: str, **options: Any) -> AsyncIterator[Any]:
+async def open_page(chromium: Any, url: str, **options: Any) -> AsyncIterator[Any]:
     """Open a page at a URL. Fail if it loads anything from elsewhere, or has an error."""
     context = await chromium.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
     context.set_default_timeout(20_000)
@@ -120,7 +120,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def test_an_episode_is_shown_as_a_conversation(chromium: Any, address: str) -> None:
-    async with looking(chromium, f"{address}#/episode/0") as page:
+    async with open_page(chromium, f"{address}#/episode/0") as page:
         turn = page.get_by_role("region", name="Turn 1")
         await turn.get_by_text("git diff", exact=True).wait_for()
         assert await turn.locator(".line.add").inner_text() == "+x = 2\n"
@@ -142,7 +142,7 @@ async def test_an_episode_is_shown_as_a_conversation(chromium: Any, address: str
 
 
 async def test_hostile_text_is_text(chromium: Any, address: str) -> None:
-    async with looking(chromium, f"{address}#/episode/4") as page:
+    async with open_page(chromium, f"{address}#/episode/4") as page:
         await page.get_by_role("heading", name="onerror").wait_for()
         folded = page.locator("details:not([open]) > summary:visible")
         while await folded.count():
@@ -164,7 +164,7 @@ async def test_hostile_text_is_text(chromium: Any, address: str) -> None:
 
 
 async def test_lists_are_searched_sorted_and_walked_by_keyboard(chromium: Any, address: str) -> None:
-    async with looking(chromium, address) as page:
+    async with open_page(chromium, address) as page:
         grid = page.get_by_role("grid", name="Episodes")
         rows = grid.locator(".row")
         await page.get_by_text("5 episodes").wait_for()
@@ -191,7 +191,7 @@ async def test_lists_are_searched_sorted_and_walked_by_keyboard(chromium: Any, a
 
 
 async def test_samples_of_a_group_are_side_by_side(chromium: Any, address: str) -> None:
-    async with looking(chromium, f"{address}#/group/g") as page:
+    async with open_page(chromium, f"{address}#/group/g") as page:
         await page.locator(".compare-head").nth(2).wait_for()
         await page.get_by_label("sample 2").uncheck()
         await page.locator(".compare-head").nth(2).wait_for(state="detached")
@@ -204,7 +204,7 @@ WHERE = {"#/episode/4": ".verdict .evidence", "#/group/g": ".compare-grid", "#/e
 
 
 async def test_names_landmarks_and_a_narrow_window(chromium: Any, address: str) -> None:
-    async with looking(
+    async with open_page(
         chromium, f"{address}#/episode/0", viewport={"width": 380, "height": 700}, reduced_motion="reduce"
     ) as page:
         await page.get_by_role("region", name="Turn 1").wait_for()
@@ -237,7 +237,7 @@ async def test_ten_thousand_episodes_use_few_rows_of_the_page(chromium: Any, tmp
     line = result("g/0").model_dump_json()
     path = tmp_path / "many.jsonl"
     path.write_text("".join(line.replace('"g/0"', f'"g/{n}"', 1) + "\n" for n in range(10_000)))
-    async with offline(path) as url, looking(chromium, url) as page:
+    async with offline(path) as url, open_page(chromium, url) as page:
         await page.get_by_text("10,000 episodes").wait_for()
         assert await page.locator(".list .row").count() < 60
         await page.get_by_role("grid").focus()
@@ -250,7 +250,7 @@ async def test_an_exported_file_is_self_contained(chromium: Any, tmp_path: Path)
     path = tmp_path / "out.html"
     lines = [one.model_dump_json().encode() for one in (result("g/0"), hostile())]
     path.write_bytes(export_html(lines, f"r {ATTACK}", partial(token_texts, builtin_renderer().decode)))
-    async with looking(chromium, f"{path.as_uri()}") as page:
+    async with open_page(chromium, f"{path.as_uri()}") as page:
         await page.get_by_text("2 episodes").wait_for()
         await page.get_by_label("Text in messages").fill("Let me look.")
         await page.keyboard.press("Enter")
@@ -274,7 +274,7 @@ async def test_without_the_secret_link_there_is_no_access(address: str) -> None:
     assert "unsafe" not in POLICY and "default-src 'none'" in POLICY
 
 
-def acting(job: str, reward: float | None, *steps: tuple[str, str]) -> Any:
+def episode_of_commands(job: str, reward: float | None, *steps: tuple[str, str]) -> Any:
     """Return an episode whose turns run these commands, each with its output."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Do it."}]
     for number, (arguments, output) in enumerate(steps):
@@ -299,10 +299,10 @@ async def _columns(page: Any) -> list[tuple[str, list[str]]]:
 
 async def test_a_group_is_compared_from_best_to_worst(chromium: Any, tmp_path: Path) -> None:
     rewards = [0.5, 0.5, 0.25, 1.0, 0.5, 0.0, 0.75, None]
-    samples = [acting(f"g/{n}", reward, (LS, "")) for n, reward in enumerate(rewards)]
+    samples = [episode_of_commands(f"g/{n}", reward, (LS, "")) for n, reward in enumerate(rewards)]
     async with (
         offline(written(tmp_path / "r.jsonl", *samples)) as url,
-        looking(chromium, f"{url}#/group/g") as page,
+        open_page(chromium, f"{url}#/group/g") as page,
     ):
         await page.locator(".compare-head").nth(3).wait_for()
         assert [name for name, _ in await _columns(page)] == ["sample 3", "sample 6", "sample 2", "sample 5"]
@@ -319,7 +319,7 @@ async def test_a_comparison_shows_markdown(chromium: Any, tmp_path: Path) -> Non
     samples = [result(f"g/{n}", messages=messages) for n in range(2)]
     async with (
         offline(written(tmp_path / "r.jsonl", *samples)) as url,
-        looking(chromium, f"{url}#/group/g") as page,
+        open_page(chromium, f"{url}#/group/g") as page,
     ):
         cells = page.locator(".compare-cell .markdown")
         await cells.nth(1).wait_for()
@@ -331,16 +331,18 @@ async def test_a_comparison_shows_markdown(chromium: Any, tmp_path: Path) -> Non
 async def test_differences_between_samples_are_marked(chromium: Any, tmp_path: Path) -> None:
     same = ('{"timeout": 1, "command": "a"}', "ok")  # the order of arguments is ignored
     samples = [
-        acting("g/0", 1.0, (LS, "x"), (TWO, "ok")),
-        acting("g/1", 0.9, (LS, "x"), same, (LS, "x")),  # continues where most have ended
-        acting("g/2", 0.1, (LS, "y"), same),  # the same command, another output
-        acting("g/3", 0.0, ('{"command": "rm"}', "x")),  # another command; ends where most continue
-        acting("h/0", 1.0, (LS, "x")),
-        acting("h/1", 0.0, ('{"command": "rm"}', "x")),
+        episode_of_commands("g/0", 1.0, (LS, "x"), (TWO, "ok")),
+        episode_of_commands("g/1", 0.9, (LS, "x"), same, (LS, "x")),  # continues where most have ended
+        episode_of_commands("g/2", 0.1, (LS, "y"), same),  # the same command, another output
+        episode_of_commands(
+            "g/3", 0.0, ('{"command": "rm"}', "x")
+        ),  # another command; ends where most continue
+        episode_of_commands("h/0", 1.0, (LS, "x")),
+        episode_of_commands("h/1", 0.0, ('{"command": "rm"}', "x")),
     ]
     async with (
         offline(written(tmp_path / "r.jsonl", *samples)) as url,
-        looking(chromium, f"{url}#/group/g") as page,
+        open_page(chromium, f"{url}#/group/g") as page,
     ):
         await page.locator(".compare-head").nth(3).wait_for()
         assert await _columns(page) == [

@@ -21,7 +21,7 @@ from prorl_envs.viewer.export import export_html
 from prorl_envs.viewer.index import Index
 from prorl_envs.viewer.offline import offline_app, runs_app
 from tests.viewer.conftest import DIFF, result
-from tests.viewer.test_pages import looking
+from tests.viewer.test_pages import open_page
 
 pytestmark = pytest.mark.anyio
 
@@ -107,7 +107,7 @@ async def viewing(path: Path) -> AsyncIterator[str]:
 async def test_the_overview_has_the_numbers_of_the_summary(chromium: Any, finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     overall = summary["overall"]
-    async with viewing(finished) as url, looking(chromium, url) as page:
+    async with viewing(finished) as url, open_page(chromium, url) as page:
         await page.get_by_role("heading", name="Run r").wait_for()
         tile = page.get_by_role("region", name="Mean reward")
         shown = f"{overall['mean_reward']:.3f} ± {overall['standard_error']:.3f}"
@@ -147,7 +147,7 @@ async def test_a_run_in_progress_is_updated(chromium: Any, tmp_path: Path) -> No
     first, *others = results()
     with create(tmp_path / "run") as folder:
         folder.append(first)
-        async with viewing(tmp_path / "run") as url, looking(chromium, url) as page:
+        async with viewing(tmp_path / "run") as url, open_page(chromium, url) as page:
             await page.get_by_text("1 of 4 episodes").wait_for()
             await page.get_by_text("running", exact=True).wait_for()
             folder.append(others[0])
@@ -170,7 +170,7 @@ async def test_the_runs_of_a_folder_are_listed(chromium: Any, finished: Path) ->
             runs_app(RunsFolder(runs), "secret") as app,
             answering(app, last_requests_s=1, log_level="critical") as url,
         ):
-            async with looking(chromium, f"{url}/secret/") as page:
+            async with open_page(chromium, f"{url}/secret/") as page:
                 rows = page.get_by_role("grid", name="Runs").locator(".row")
                 await rows.nth(1).wait_for()
                 texts = {text.split()[0]: text for text in await rows.all_inner_texts()}
@@ -185,7 +185,7 @@ async def test_the_runs_of_a_folder_are_listed(chromium: Any, finished: Path) ->
                 assert page.url.endswith("/run/finished/")
                 await page.get_by_role("link", name="Runs").click()
                 await rows.nth(1).wait_for()
-            async with looking(chromium, f"{url}/secret/run/other/#/episodes") as page:
+            async with open_page(chromium, f"{url}/secret/run/other/#/episodes") as page:
                 await page.get_by_text("1 episode", exact=False).first.wait_for()
 
 
@@ -204,7 +204,7 @@ async def test_the_results_of_opened_runs_are_closed_with_the_pages(finished: Pa
 
 
 async def test_lists_are_used_with_only_the_keyboard(chromium: Any, finished: Path) -> None:
-    async with viewing(finished) as url, looking(chromium, f"{url}#/episodes") as page:
+    async with viewing(finished) as url, open_page(chromium, f"{url}#/episodes") as page:
         grid = page.get_by_role("grid", name="Episodes")
         await grid.locator(".row").nth(3).wait_for()
         focused = "(n => n.ariaLabel || n.id || n.innerText)(document.activeElement)"
@@ -238,7 +238,7 @@ async def test_lists_are_used_with_only_the_keyboard(chromium: Any, finished: Pa
 
 
 async def test_an_id_is_shortened_in_its_middle(chromium: Any, finished: Path) -> None:
-    async with viewing(finished) as url, looking(chromium, f"{url}#/episodes") as page:
+    async with viewing(finished) as url, open_page(chromium, f"{url}#/episodes") as page:
         cell = page.locator(".list .middle").first
         await cell.wait_for()
         assert await cell.inner_text() == LONG and await cell.get_attribute("title") == LONG
@@ -249,7 +249,7 @@ async def test_an_id_is_shortened_in_its_middle(chromium: Any, finished: Path) -
 
 
 async def test_links_to_turns_and_the_filtered_list(chromium: Any, finished: Path) -> None:
-    async with viewing(finished) as url, looking(chromium, f"{url}#/episode/0#turn-2") as page:
+    async with viewing(finished) as url, open_page(chromium, f"{url}#/episode/0#turn-2") as page:
         await page.locator("#turn-2:focus").wait_for()
         await page.get_by_role("link", name="Turn 1").click()
         await page.locator("#turn-1:focus").wait_for()
@@ -278,7 +278,7 @@ async def test_hostile_markdown_runs_nothing_and_loads_nothing(
     exported.write_bytes(export_html(lines, "r", None, RunView(finished)))
     async with viewing(finished) as url:
         for address in (url, exported.as_uri()):
-            async with looking(chromium, address) as page:
+            async with open_page(chromium, address) as page:
                 await page.evaluate("location.hash = '#/episode/1'")
                 await (
                     page.get_by_role("region", name="Turn 1").get_by_role("heading", name="Title").wait_for()
@@ -301,7 +301,7 @@ async def test_hostile_markdown_runs_nothing_and_loads_nothing(
 
 
 async def test_patch_tests_and_metadata(chromium: Any, finished: Path) -> None:
-    async with viewing(finished) as url, looking(chromium, f"{url}#/episode/0") as page:
+    async with viewing(finished) as url, open_page(chromium, f"{url}#/episode/0") as page:
         side = page.get_by_role("complementary")
         details = await side.inner_text()
         for known in (

@@ -38,7 +38,7 @@ QUICK = {
 }
 
 
-def some(names: Iterable[str]) -> list[Any]:
+def with_thorough_marks(names: Iterable[str]) -> list[Any]:
     """Mark all cases but those in QUICK as thorough, because each takes some seconds."""
     return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in names]
 
@@ -80,7 +80,7 @@ async def test_concurrent_jobs_build_once(node: Node, task: SwebenchTask) -> Non
     assert not list((node.cache_dir / "swebench").glob("*.building"))
 
 
-@pytest.mark.parametrize("instance", some(chosen()))
+@pytest.mark.parametrize("instance", with_thorough_marks(chosen()))
 async def test_the_reference_resolves_and_the_untouched_tree_does_not(
     node: Node, tasks: Mapping[str, SwebenchTask], instance: str
 ) -> None:
@@ -152,7 +152,7 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("cheat", some(CHEATS))
+@pytest.mark.parametrize("cheat", with_thorough_marks(CHEATS))
 async def test_no_cheat_scores(node: Node, task: SwebenchTask, cheat: str) -> None:
     grade = await graded(node, task, CHEATS[cheat])
     assert grade.reward == 0
@@ -185,7 +185,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("spoil", some(SPOILED))
+@pytest.mark.parametrize("spoil", with_thorough_marks(SPOILED))
 async def test_a_right_fix_scores_despite_other_changes(node: Node, task: SwebenchTask, spoil: str) -> None:
     grade = await graded(node, task, SPOILED[spoil], solved=True)
     assert grade.reward == 1, grade.evidence

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_check_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look often whether connections are open, so that tests of broken ones are quick."""
     monkeypatch.setattr(model_client, "_LOOK_S", 0.02)
 
@@ -73,7 +73,7 @@ async def server(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator
             await asyncio.wait(ended)
 
 
-def saying(answer: bytes, *, then_close: bool = False) -> Talk:
+def talk_with(answer: bytes, *, then_close: bool = False) -> Talk:
     """Answer every request with these bytes."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,7 +113,7 @@ async def test_complete_answers(sent: bytes, body: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal talks
         talks += 1
-        await saying(sent)(reader, writer)
+        await talk_with(sent)(reader, writer)
 
     async with server(talk) as url, client(url) as link:
         for _ in range(3):
@@ -125,7 +125,7 @@ async def test_complete_answers(sent: bytes, body: bytes) -> None:
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 async def test_an_answer_may_end_with_the_connection(version: bytes) -> None:
-    talk = saying(b"HTTP/%b 200 OK\r\nretry-after: 3\r\n\r\nok" % version, then_close=True)
+    talk = talk_with(b"HTTP/%b 200 OK\r\nretry-after: 3\r\n\r\nok" % version, then_close=True)
     async with server(talk) as url, client(url) as link:
         assert await link.request("POST", "/x", b"{}") == b"ok"
 
@@ -151,7 +151,7 @@ async def test_an_answer_may_end_with_the_connection(version: bytes) -> None:
     ids=lambda sent: repr(sent[:60]),
 )
 async def test_incomplete_and_ambiguous_answers_are_refused(sent: bytes) -> None:
-    async with server(saying(sent, then_close=True)) as url, client(url) as link:
+    async with server(talk_with(sent, then_close=True)) as url, client(url) as link:
         with pytest.raises(ServerUnavailable, match="broke the connection"):
             await link.request("POST", "/x", b"{}")
 
@@ -209,7 +209,7 @@ async def test_an_answer_that_ends_while_the_connection_is_checked_is_complete()
     ids=lambda sent: repr(sent[-10:]),
 )
 async def test_endless_answers_are_cut_off(sent: bytes) -> None:
-    async with server(saying(sent)) as url, client(url, max_body_bytes=1000) as link:
+    async with server(talk_with(sent)) as url, client(url, max_body_bytes=1000) as link:
         with pytest.raises(ProtocolError, match="more than 1000 bytes"):
             await link.request("POST", "/x", b"{}")
 
@@ -308,7 +308,7 @@ async def test_an_address_without_a_listener_is_unreachable() -> None:
 
 
 async def test_a_host_that_accepts_no_connection_is_unreachable() -> None:
-    async with server(saying(OK)) as url:  # it does not speak TLS, and sends nothing
+    async with server(talk_with(OK)) as url:  # it does not speak TLS, and sends nothing
         link = ModelHttpClient(url.replace("http:", "https:"), limits=ClientLimits(attempts=1, connect_s=0.1))
         with pytest.raises(ServerUnavailable, match="does not accept connections"):
             await link.request("GET", "/")
@@ -325,7 +325,7 @@ async def test_a_server_of_a_private_authority_is_verified(authority: trustme.CA
     authority.cert_pem.write_to_path(str(trusted))
     trustme.CA().cert_pem.write_to_path(str(other))
     limits = ClientLimits(attempts=1)
-    async with server(saying(OK), server_tls(authority)) as url:
+    async with server(talk_with(OK), server_tls(authority)) as url:
         link = ModelHttpClient(url, ca_file=trusted, limits=limits)
         assert await link.request("GET", "/") == b"ok"
         await link.aclose()
@@ -364,7 +364,7 @@ def test_a_pipe_is_no_ca_file(tmp_path: Path) -> None:
 
 
 async def test_a_server_of_no_known_authority_is_refused(authority: trustme.CA) -> None:
-    async with server(saying(OK), server_tls(authority)) as url, client(url) as link:
+    async with server(talk_with(OK), server_tls(authority)) as url, client(url) as link:
         with pytest.raises(ServerUnavailable, match="no certificate of a trusted authority"):
             await link.request("GET", "/")
 
@@ -393,7 +393,7 @@ async def test_a_long_idle_connection_is_not_used_again() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal talks
         talks += 1
-        await saying(OK)(reader, writer)
+        await talk_with(OK)(reader, writer)
 
     async with server(talk) as url:
         link = ModelHttpClient(url, limits=ClientLimits(attempts=1, idle_s=0.05))
@@ -405,7 +405,7 @@ async def test_a_long_idle_connection_is_not_used_again() -> None:
 
 
 async def test_encoded_answers_are_refused() -> None:
-    async with server(saying(OK.replace(b"OK\r\n", b"OK\r\ncontent-encoding: gzip\r\n"))) as url:
+    async with server(talk_with(OK.replace(b"OK\r\n", b"OK\r\ncontent-encoding: gzip\r\n"))) as url:
         link = ModelHttpClient(url, limits=ClientLimits(attempts=1))
         with pytest.raises(ProtocolError, match="encoded"):
             await link.request("GET", "/")
@@ -414,7 +414,7 @@ async def test_encoded_answers_are_refused() -> None:
 
 async def test_a_redirection_is_not_followed() -> None:
     async with server(
-        saying(b"HTTP/1.1 302 Found\r\nlocation: http://x/\r\ncontent-length: 0\r\n\r\n")
+        talk_with(b"HTTP/1.1 302 Found\r\nlocation: http://x/\r\ncontent-length: 0\r\n\r\n")
     ) as url:
         link = ModelHttpClient(url)
         with pytest.raises(Refusal, match="302"):

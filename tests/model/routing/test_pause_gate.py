@@ -245,14 +245,14 @@ async def test_a_watched_server_is_detected_as_dead_and_alive_again() -> None:
     async with ScriptedServer(BOOK, weight_version="5") as server:
         url = server.url
         async with pool_on(url, clock=clock) as pool, watching(pool, rhythm=rhythm, clock=clock):
-            await heard(pool, clock, lambda state: state.weight_version == "5")
+            await wait_for_state(pool, clock, lambda state: state.weight_version == "5")
     async with pool_on(url, clock=clock) as pool, watching(pool, rhythm=rhythm, clock=clock):
-        await heard(pool, clock, lambda state: state.failures == 1)
+        await wait_for_state(pool, clock, lambda state: state.failures == 1)
         async with ScriptedServer(BOOK, port=int(url.rpartition(":")[2])):
-            await heard(pool, clock, lambda state: state.failures == 0)
+            await wait_for_state(pool, clock, lambda state: state.failures == 0)
 
 
-async def heard(pool: ModelPool, clock: FakeClock, holds: Any) -> None:
+async def wait_for_state(pool: ModelPool, clock: FakeClock, holds: Any) -> None:
     """Advance the time of the watch until the server has this state."""
     while not holds(pool.servers[0]):
         await clock.wait_for_sleepers()

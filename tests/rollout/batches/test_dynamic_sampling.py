@@ -95,7 +95,7 @@ def test_the_bounds_of_the_mean_allow_for_rounding() -> None:
     assert uninformative(bounds, [0.0, 1 + 4 * SPREAD]) == "high_mean"
 
 
-def begun(rules: Rules, tasks: int, samples: int = 2) -> BatchPlan:
+def started_plan(rules: Rules, tasks: int, samples: int = 2) -> BatchPlan:
     """A plan whose first groups, named by their indices, have started."""
     plan = BatchPlan(rules)
     plan.add_tasks(tasks, closed=True)
@@ -118,14 +118,14 @@ def end(plan: BatchPlan, name: str, *rewards: float | None, cursor: int) -> None
 
 
 def test_groups_are_counted_by_their_reason_for_exclusion() -> None:
-    plan = begun(Rules(groups=1, in_flight=2), tasks=3)
+    plan = started_plan(Rules(groups=1, in_flight=2), tasks=3)
     end(plan, "0", 1, 1, cursor=1)
     end(plan, "1", 0, 0, cursor=3)
     assert plan.reasons == {"equal_rewards": 2}
 
 
 def test_a_group_without_spread_is_replaced_at_once() -> None:
-    plan = begun(Rules(groups=2, in_flight=2), tasks=4)
+    plan = started_plan(Rules(groups=2, in_flight=2), tasks=4)
     end(plan, "0", 1, 1, cursor=1)
     assert begin(plan) == [2]
     end(plan, "1", None, None, cursor=3)
@@ -139,13 +139,19 @@ def test_a_group_without_spread_is_replaced_at_once() -> None:
 
 
 def test_a_result_of_an_unknown_group_changes_nothing() -> None:
+<<<<<<< HEAD:tests/rollout/batches/test_dynamic_sampling.py
     plan = begun(Rules(groups=1, in_flight=1), tasks=1)
     assert plan.ended("of another batch", 0, SampleOutcome(1, 1.0)) is None
     assert list(plan.groups) == ["0"] and not plan.decisions
+=======
+    plan = started_plan(Rules(groups=1, in_flight=1), tasks=1)
+    assert plan.ended("of another batch", 0, GroupEnded(1, 1.0)) is None
+    assert list(plan.groups) == ["0"] and not plan.judged
+>>>>>>> 3bee9625 (Name helper functions of tests by their results):tests/rollout/test_batch_plan.py
 
 
 def test_every_decided_group_is_counted() -> None:
-    plan = begun(Rules(groups=2, in_flight=3), tasks=3)
+    plan = started_plan(Rules(groups=2, in_flight=3), tasks=3)
     end(plan, "0", 1, 1, cursor=1)
     end(plan, "1", None, None, cursor=3)
     end(plan, "2", 0, 1, cursor=5)
@@ -153,7 +159,7 @@ def test_every_decided_group_is_counted() -> None:
 
 
 def test_a_cancelled_batch_counts_only_earlier_results() -> None:
-    plan = begun(Rules(groups=2, in_flight=2), tasks=2)
+    plan = started_plan(Rules(groups=2, in_flight=2), tasks=2)
     plan.cancel(5)
     plan.cancel(9)
     end(plan, "0", 0, 1, cursor=4)
@@ -162,7 +168,7 @@ def test_a_cancelled_batch_counts_only_earlier_results() -> None:
 
 
 def test_a_group_that_starts_after_the_end_is_not_needed() -> None:
-    plan = begun(Rules(groups=1, in_flight=1), tasks=2)
+    plan = started_plan(Rules(groups=1, in_flight=1), tasks=2)
     plan.cancel(5)
     plan.begin(1, PlannedGroup("1", 2, 0))
     assert plan.unneeded() == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
@@ -171,14 +177,14 @@ def test_a_group_that_starts_after_the_end_is_not_needed() -> None:
 
 
 def test_unknown_groups_cannot_be_carried_over() -> None:
-    plan = begun(Rules(groups=1, in_flight=2, carry=True), tasks=2)
+    plan = started_plan(Rules(groups=1, in_flight=2, carry=True), tasks=2)
     end(plan, "0", 0, 1, cursor=1)
     assert [taken.id for taken in plan.pass_on(["1", "of another batch"])] == ["1"]
     assert list(plan.groups) == ["0"] and not plan.unneeded()
 
 
 def test_groups_that_the_batch_does_not_need_are_cancelled() -> None:
-    plan = begun(Rules(groups=1, in_flight=3), tasks=9)
+    plan = started_plan(Rules(groups=1, in_flight=3), tasks=9)
     end(plan, "2", 0, cursor=1)
     end(plan, "1", 0, 1, cursor=2)
     assert plan.unneeded() == [("0", 0), ("0", 1), ("2", 1)]
@@ -189,7 +195,7 @@ def test_groups_that_the_batch_does_not_need_are_cancelled() -> None:
 
 
 def test_the_samples_that_a_decided_group_does_not_need_are_cancelled() -> None:
-    plan = begun(Rules(groups=2, in_flight=1, min_rewards=2), tasks=2, samples=4)
+    plan = started_plan(Rules(groups=2, in_flight=1, min_rewards=2), tasks=2, samples=4)
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == [("0", 2), ("0", 3)]
     assert plan.state is BatchState.RUNNING
@@ -199,7 +205,7 @@ def test_the_samples_that_a_decided_group_does_not_need_are_cancelled() -> None:
 
 
 def test_at_most_the_spare_groups_run_beside_the_missing_ones() -> None:
-    plan = begun(Rules(groups=3, in_flight=10, max_speculative_groups=1), tasks=99)
+    plan = started_plan(Rules(groups=3, in_flight=10, max_speculative_groups=1), tasks=99)
     assert len(plan.undecided) == 4
     end(plan, "0", 0, 1, cursor=1)
     assert not plan.to_start(), "two are missing, and three under way"
@@ -208,7 +214,7 @@ def test_at_most_the_spare_groups_run_beside_the_missing_ones() -> None:
 
 
 def test_leftover_groups_count_for_the_next_batch() -> None:
-    plan = begun(Rules(groups=1, in_flight=4, carry=True), tasks=4)
+    plan = started_plan(Rules(groups=1, in_flight=4, carry=True), tasks=4)
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == []
     plan.ended("2", 0, SampleOutcome(3, 0.0))
@@ -233,7 +239,7 @@ def test_a_carried_group_is_within_the_cap() -> None:
 
 
 def test_a_cancelled_batch_keeps_earlier_decisions() -> None:
-    plan = begun(Rules(groups=2, in_flight=3, carry=True), tasks=9)
+    plan = started_plan(Rules(groups=2, in_flight=3, carry=True), tasks=9)
     end(plan, "0", 0, 1, cursor=1)
     plan.ended("1", 0, SampleOutcome(3, 0.0))
     plan.cancel(3)

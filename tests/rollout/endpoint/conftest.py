@@ -125,7 +125,7 @@ def check_rows(rows: Sequence[Trajectory]) -> None:
             assert not any(row.loss_mask[: row.shared_prefix_len])
 
 
-def tidied(messages: Sequence[Message]) -> list[Message]:
+def validated(messages: Sequence[Message]) -> list[Message]:
     """Return messages as a request's `MessageList` holds them."""
     dialogue = MessageList()
     for number, message in enumerate(messages):

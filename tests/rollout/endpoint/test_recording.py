@@ -16,7 +16,7 @@ from prorl_envs.rollout.endpoint.conversation_key import key_of
 from prorl_envs.rollout.endpoint.recording import Recording
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolSpec
-from tests.rollout.endpoint.conftest import LS, check_rows, tidied
+from tests.rollout.endpoint.conftest import LS, check_rows, validated
 from tests.support.families import family_renderer
 
 TOOLS = [ToolSpec("ls", "", LS)]
@@ -32,7 +32,7 @@ class Talk:
 
     def ask(self, messages: Sequence[Message], *, says: Message | list[int]) -> Message:
         """Make one call; return the message that a harness would keep."""
-        pending = self.recording.prompt(tidied(messages), TOOLS)
+        pending = self.recording.prompt(validated(messages), TOOLS)
         ids = says if isinstance(says, list) else self.renderer.assistant(says)
         sampled = Sampled(tuple(ids), (-0.5,) * len(ids), "stop", "1", "here")
         self.prompts.append(list(pending.ids))
@@ -121,7 +121,7 @@ def test_a_rewritten_history_is_sent_once(reasoning: str) -> None:
     history += [talk.ask(history, says=thought), user("And now?")]
     talk.ask(history, says=text("There."))
     first, second = talk.prompts
-    assert second == renderer.prompt(tidied(history), TOOLS)
+    assert second == renderer.prompt(validated(history), TOOLS)
     assert renderer.decode(second).count("Look.") == 1 and "Hm." not in renderer.decode(second)
     one, two = talk.rows
     assert (one.ids[: len(first)], two.ids[: len(second)]) == (first, second)
@@ -157,7 +157,7 @@ def test_time_between_an_answer_and_the_next_request_counts_as_tool_time() -> No
     recording, renderer = Recording(builtin_renderer()), builtin_renderer()
     history, says = [user("a")], Sampled(tuple(renderer.assistant(text("b"))), (), "stop", "", "")
     for asked_at, now in ((1.0, 3.0), (7.0, 8.0), (7.5, 9.0)):
-        pending = recording.prompt(tidied(history), TOOLS)
+        pending = recording.prompt(validated(history), TOOLS)
         _, messages = recording.record_answer(pending, says, asked_at=asked_at, now=now)
         history = [*messages, user("more")]
     trajectory = recording.trajectory()
@@ -170,7 +170,7 @@ def test_time_between_an_answer_and_the_next_request_counts_as_tool_time() -> No
 def test_answers_without_a_waiting_client_are_rows_of_their_own() -> None:
     talk = Talk()
     said = talk.ask([user("a")], says=text("b"))
-    pending = talk.recording.prompt(tidied([user("a"), said, user("c")]), TOOLS)
+    pending = talk.recording.prompt(validated([user("a"), said, user("c")]), TOOLS)
     half = Sampled((5, 6), (-0.1, -0.2), "abort", "1", "here")
     talk.recording.record_unfinished(pending, half, asked_at=1.0, now=4.0)
     (kept,) = talk.rows

@@ -285,7 +285,7 @@ async def test_a_pause_returns_when_every_node_has_confirmed_it(make_site: Any) 
         node.handle.hold_gate = asyncio.Event()
     pausing = asyncio.create_task(site.pool.pause("finish", resample=True))
     for node in nodes:
-        await settle()
+        await run_ready_callbacks()
         assert not pausing.done()
         node.handle.hold_gate.set()
     await pausing
@@ -303,7 +303,7 @@ async def test_a_pause_does_not_wait_for_a_hung_node(make_site: Any) -> None:
     pausing = asyncio.create_task(site.pool.pause("finish"))
     for _ in range(7):
         clock.advance(5.0)
-        await settle()
+        await run_ready_callbacks()
     await pausing
     assert {node.name: node.state for node in site.fleet.nodes} == {"hung": "lost", "other": "ready"}
     assert other.worker._model._gate.closed
@@ -323,7 +323,7 @@ async def test_a_node_that_does_not_answer_is_lost_and_closes_everything(make_si
     hung.handle.silent = True
     for _ in range(8):
         clock.advance(5.0)
-        await settle()
+        await run_ready_callbacks()
     [result] = await site.results(1)
     assert (result.reward, result.attempts) == (1.0, 2)
     assert {node.name: node.reason for node in site.fleet.nodes}["hung"] == "it did not answer for 30 s"
@@ -341,7 +341,7 @@ async def test_an_interrupt_that_overtakes_its_stage_is_repeated(make_site: Any)
     await site.submit()
     while not site.service.status().pools["init"].active:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    await settle()
+    await run_ready_callbacks()
     await site.service.cancel_job("g/0")
     node.handle.perform_gate.set()
     await site.settled()
@@ -362,7 +362,7 @@ async def test_a_call_that_was_stopped_before_it_arrived_does_not_sample(rendere
     assert (await turn).ids and len(model.prompts["s"]) == 1
 
 
-async def settle() -> None:
+async def run_ready_callbacks() -> None:
     """Let everything go on that waits for no time."""
     for _ in range(50):
         await asyncio.sleep(0)

@@ -32,14 +32,14 @@ async def keep(store: Store, *results: Result) -> list[Result]:
     return kept
 
 
-def said(job: str, words: str) -> Result:
+def result_with_text(job: str, words: str) -> Result:
     return result(job, messages=[{"role": "user", "content": words}])
 
 
 async def test_a_store_is_read_while_its_service_writes(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path)
-    kept = await keep(store, result("g/0"), result("g/1", reward=0.0), said("h/0", "näher"))
+    kept = await keep(store, result("g/0"), result("g/1", reward=0.0), result_with_text("h/0", "näher"))
     episodes = StoredEpisodes.of_file(path)
     assert episodes.extend(1) and episodes.read == 1 < episodes.size == 3
     assert not episodes.extend() and episodes.summaries == [summarise(one) for one in kept]
@@ -102,11 +102,11 @@ async def test_both_stores_summarise_and_search_equally(kind: str, tmp_path: Pat
     store: Store = (
         MemoryStore(max_results=5) if kind == "memory" else SqliteStore(tmp_path / "s", max_results=5)
     )
-    await keep(store, said("alice/g/0", "gone"))
+    await keep(store, result_with_text("alice/g/0", "gone"))
     kept = await keep(
         store,
-        *(said(f"alice/g/{n}", f'word {n} "a\nb"') for n in range(1, 4)),
-        said("bob/g/0", "word"),
+        *(result_with_text(f"alice/g/{n}", f'word {n} "a\nb"') for n in range(1, 4)),
+        result_with_text("bob/g/0", "word"),
         result("x/0"),
     )
     assert await store.summaries(0, 9) == [summarise(one) for one in kept]
@@ -142,7 +142,7 @@ async def test_a_database_is_read_while_its_service_writes(postgres_url: str) ->
     with pytest.raises(InputError, match="contains no store"):
         await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)
     store = await asyncio.to_thread(PostgresStore, postgres_url)
-    kept = await keep(store, result("g/0"), said("g/1", "näher"))
+    kept = await keep(store, result("g/0"), result_with_text("g/1", "näher"))
     episodes = await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)
     assert not episodes.extend() and episodes.summaries == [summarise(one) for one in kept]
     assert Result.model_validate_json(episodes.line(1)) == kept[1]

@@ -42,7 +42,7 @@ def this_process() -> ProcessUse:
     return process
 
 
-def seen(*sockets: socket.socket) -> Queue:
+def queued(*sockets: socket.socket) -> Queue:
     """Return the descriptors queued in sockets of this process."""
     found = Queue()
     each = [
@@ -72,7 +72,7 @@ def test_all_are_counted_each_time_and_received_afterwards(
         socket.send_fds(sender, [b"x" * 9000], [file] * count)
     before = open_descriptors()
     for _ in range(2):
-        found = seen(receiver)
+        found = queued(receiver)
         assert (len(found.files), found.hidden) == (257, 0)
         assert {status.st_ino for status in found.files} == {os.fstat(file).st_ino}
     assert open_descriptors() == before
@@ -89,7 +89,7 @@ def test_a_readers_socket_options_are_unchanged(pair: OpenPair, file: int) -> No
     sender, receiver = pair(socket.SOCK_STREAM)
     receiver.setsockopt(socket.SOL_SOCKET, 42, 2)  # SO_PEEK_OFF
     socket.send_fds(sender, [b"abcdef"], [file])
-    assert len(seen(receiver).files) == 1
+    assert len(queued(receiver).files) == 1
     assert receiver.recv(2, socket.MSG_PEEK) == b"cd"
 
 
@@ -99,14 +99,14 @@ def test_sockets_in_flight_are_inspected(pair: OpenPair, file: int) -> None:
     socket.send_fds(inner, [b"x"], [file, file])
     socket.send_fds(outer, [b"x"], [flying.fileno()])
     flying.close()
-    found = seen(kept)
+    found = queued(kept)
     assert (len(found.files), found.nested, found.hidden) == (3, 2, 0)
 
 
 def test_a_socket_in_flight_in_itself_is_read_once(pair: OpenPair, file: int) -> None:
     sender, receiver = pair(socket.SOCK_STREAM)
     socket.send_fds(sender, [b"x"], [receiver.fileno(), file])
-    found = seen(receiver)
+    found = queued(receiver)
     assert (len(found.files), found.hidden) == (2, 0)
 
 
@@ -114,8 +114,8 @@ def test_empty_datagrams_are_hidden_after_the_count(pair: OpenPair, file: int) -
     sender, receiver = pair(socket.SOCK_DGRAM)
     for _ in range(2):
         socket.send_fds(sender, [b""], [file])
-    seen(receiver)
-    assert seen(receiver).hidden > 0
+    queued(receiver)
+    assert queued(receiver).hidden > 0
 
 
 <<<<<<< HEAD:tests/sandbox/limits/test_in_flight.py
@@ -129,7 +129,7 @@ def test_over_the_limit_no_socket_is_inspected(
 >>>>>>> e0f3c203 (Name the objects of tests in their names):tests/sandbox/test_in_flight.py
     sender, receiver = pair(socket.SOCK_STREAM)
     socket.send_fds(sender, [b"x"], [file] * 4)
-    found = seen(receiver)
+    found = queued(receiver)
     assert (found.files, found.hidden) == ([], 4)
 
 
@@ -166,4 +166,4 @@ def test_without_permission_nothing_is_reported(
         raise PermissionError(1, "pidfd_getfd")
 
     monkeypatch.setattr(in_flight, "syscall", refused)
-    assert seen(receiver) == Queue()
+    assert queued(receiver) == Queue()

@@ -87,13 +87,13 @@ def test_the_kernels_total_is_read(tmp_path: Path) -> None:
     assert "watches" not in counters(tmp_path / "none")
 
 
-def own() -> tuple[int, ProcessUse]:
+def own_use() -> tuple[int, ProcessUse]:
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     return proc, ProcessUse(os.getpid(), 0, 0, 1, 0, 0, "test")
 
 
 def test_watches_are_counted_though_their_descriptors_are_closed() -> None:
-    proc, process = own()
+    proc, process = own_use()
     before = count_watches(proc, holdings(proc, [process]).epolls, 10**6)[0]
     reader, writer = os.pipe()
     with select.epoll() as epoll:
@@ -109,7 +109,7 @@ def test_watches_are_counted_though_their_descriptors_are_closed() -> None:
 
 
 def test_descriptors_in_flight_and_memory_files_of_any_number_are_counted() -> None:
-    proc, process = own()
+    proc, process = own_use()
     before = holdings(proc, [process])
     ours, theirs = socket.socketpair()
     file = os.memfd_create("test")

@@ -48,7 +48,7 @@ except SandboxError as error:
 """
 
 
-def said(run_dir: Path, soft: int, hard: int, taken: int = 0) -> str:
+def output_of(run_dir: Path, soft: int, hard: int, taken: int = 0) -> str:
     """Return the output of a process with these limits, which must exit normally."""
     command = [sys.executable, "-c", SCRIPT, str(soft), str(hard), str(taken)]
     before = set(run_dir.iterdir())
@@ -59,11 +59,11 @@ def said(run_dir: Path, soft: int, hard: int, taken: int = 0) -> str:
 
 
 def test_the_usual_soft_limit_is_raised(run_dir: Path) -> None:
-    assert said(run_dir, 128, 4096) == "20 live\n"
+    assert output_of(run_dir, 128, 4096) == "20 live\n"
 
 
 def test_the_last_descriptors_are_reserved_for_the_shutdown(run_dir: Path) -> None:
-    text = said(run_dir, 1536, 1536, taken=1302)
+    text = output_of(run_dir, 1536, 1536, taken=1302)
     assert "nearly all of its 1536 descriptors open" in text and "raise the hard limit" in text
     live = int(text.splitlines()[-1].removesuffix(" live"))
     assert 0 < live < 20
@@ -71,7 +71,7 @@ def test_the_last_descriptors_are_reserved_for_the_shutdown(run_dir: Path) -> No
 
 @pytest.mark.parametrize("hard", [256, 1535])
 def test_too_few_for_one_sandbox_is_reported_at_once(run_dir: Path, hard: int) -> None:
-    text = said(run_dir, 256, hard)
+    text = output_of(run_dir, 256, hard)
     assert f"a process may open no more than {hard} files here; the service needs 1536" in text
 
 

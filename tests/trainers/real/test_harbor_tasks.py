@@ -55,16 +55,16 @@ _WRONG = (
 def _variation(seed: int) -> str:
     choose = random.Random(seed)
 
-    def some(lines: tuple[str, ...], most: int) -> list[str]:
+    def random_lines(lines: tuple[str, ...], most: int) -> list[str]:
         picked = choose.sample(lines, min(len(lines), choose.randint(0, most)))
         return list({line.partition(" =")[0]: line for line in picked}.values())
 
-    parts = some(_TOP, 2)
+    parts = random_lines(_TOP, 2)
     for section, lines in _LINES.items():
-        parts += [f"[{section}]", *some(lines, 4)]
+        parts += [f"[{section}]", *random_lines(lines, 4)]
     if choose.random() < 0.4:
         for name in choose.choice((("one",), ("one", "two"), ("one", "ONE"), ("a/b",))):
-            parts += ["[[steps]]", f'name = "{name}"', *some(_STEP, 2)]
+            parts += ["[[steps]]", f'name = "{name}"', *random_lines(_STEP, 2)]
     text = "\n".join(parts) + "\n"
     if choose.random() < 0.8:
         text = "".join(line for line in text.splitlines(keepends=True) if line.strip() not in _WRONG)
