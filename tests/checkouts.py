@@ -1,4 +1,4 @@
-"""A copy of this checkout, for tests that change or commit files."""
+"""Copies of this checkout, for tests that change or commit files."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def copy_checkout(target: Path) -> Path:
-    """Copy every file that git tracks or would add, as it is now. Return `target`."""
+    """Copy the current content of every file that git tracks or would add. Return `target`."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,

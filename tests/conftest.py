@@ -37,13 +37,14 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def run_dir() -> Iterator[Path]:
-    """Directory in which drivers make theirs: on disk, or in memory for modules that make many drivers."""
+    """Directory for the directories of drivers: on disk, or in memory for modules that create many
+    drivers."""
     yield from drivers_directory()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def state_dir() -> Iterator[Path]:
-    """State directory of the services and clients of this test run. It holds their tokens."""
+    """State directory of this test run's services and clients, with their tokens."""
     path = Path(tempfile.mkdtemp(prefix="prt-state-"))
     before = os.environ.get("XDG_STATE_HOME")
     os.environ["XDG_STATE_HOME"] = str(path)
@@ -57,7 +58,7 @@ def state_dir() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(run_dir: Path) -> Iterator[None]:
-    """Fails a test that leaves a process, descriptor, mount, socket or driver directory.
+    """Fail a test that leaves a process, descriptor, mount, socket or driver directory.
 
     Module- and session-scoped fixtures are set up before this one, so their resources do not count. They must
     acquire everything at setup: a shared driver starts its templates up front.
@@ -95,7 +96,7 @@ def busybox() -> str:
 async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     """Driver for one test, with real sandboxes. If the machine cannot run it, the error gives the remedy.
 
-    Its Python sessions import numpy and the others themselves, as sessions in an instance do.
+    Its Python sessions import numpy and other libraries themselves, like sessions in an instance.
     """
     driver = BubblewrapDriver(templates=LIGHT_TEMPLATES)
     yield driver

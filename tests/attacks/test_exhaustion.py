@@ -48,7 +48,7 @@ async def test_a_bomb_whose_processes_fork_and_exit_all_the_time(box: Toolbox) -
 
 
 async def test_a_process_limit_that_leaves_no_process_for_the_tool_server(box: Toolbox) -> None:
-    """At the limit, below what kills a bomb: each call is answered or refused, and the agent can recover."""
+    """At the process limit, each call is answered or refused, and the agent can recover."""
     fill = "(trap '' TERM INT HUP; for i in {1..30}; do sleep 60 & done; wait) > /dev/null 2>&1 & echo filled"
     assert (await box.bash(fill, timeout_s=T)).text.endswith("filled\n")
     calls = (box.run(["sleep", "0.2"], timeout_s=T) for _ in range(20))

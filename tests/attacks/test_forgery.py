@@ -1,7 +1,7 @@
 """Attempts to forge or block messages of the shell, the session or the tool server.
 
-A session belongs to the agent, who may break it. The promises: each call returns in time and reports the
-outcome, the tools answer afterwards, and the neighbour is not affected.
+An agent may break its own session. The tests check that each call returns in time and reports the outcome,
+that the tools answer afterwards, and that the neighbour is not affected.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ async def test_a_flood_on_the_report_pipe(box: Toolbox, noise: str) -> None:
 
 
 async def test_reports_that_are_stolen(box: Toolbox) -> None:
-    """Every process that may open a pipe by /proc can read it too."""
+    """A process that can open the pipe through /proc can also read from it."""
     thief = "trap '' HUP INT TERM; exec timeout 30 cat > stolen 2>&1"
     await box.bash(f"{FIND}; {{ ({thief}) & }} < $found; echo ${{found:+found it}}", timeout_s=2)
     for _ in range(3):
@@ -184,7 +184,7 @@ async def test_an_end_message_forged_for_the_next_cell(python_box: Toolbox) -> N
 
 
 async def test_a_child_that_holds_the_session_s_channel(python_box: Toolbox) -> None:
-    """A cell forks it. It outlives the session, and answers for every cell number it can guess."""
+    """The cell's fork outlives the session, and sends answers for all cell numbers that it can guess."""
     code = f"""{CHANNEL}
 import time
 if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Jobs beside attackers: right rewards and no failures. The benchmark measures their duration."""
+"""Jobs beside attackers have the right rewards and no failures. The bench measures their duration."""
 
 from pathlib import Path
 

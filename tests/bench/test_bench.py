@@ -1,4 +1,4 @@
-"""The benchmarks with real sandboxes, small numbers, and no peers."""
+"""The benches with real sandboxes, small numbers, and no peers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The router simulation: all work is done, a seed determines a run, and our router keeps its promises."""
+"""Simulation of routers: all jobs end, the seed determines the run, and our router keeps its promises."""
 
 import pytest
 

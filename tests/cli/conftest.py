@@ -1,4 +1,5 @@
-"""Run the command line as users have it: the installed console script, in a process of its own."""
+"""Fixtures that run the command line: the installed console script in a process of its own, or in this
+process."""
 
 import logging
 import os
@@ -30,7 +31,7 @@ type Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module", autouse=True)
 def run_dir() -> Iterator[Path]:
-    """In memory, because each command has a driver of its own."""
+    """Directory in memory, because each command has its own driver."""
     yield from drivers_directory(in_memory=True)
 
 
@@ -57,7 +58,7 @@ def cli(tmp_path: Path) -> Cli:
 def fast_cli(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[FastCli]:
-    """Run `prorl-envs` in this process, in an empty folder: saves the second of starting it."""
+    """Run `prorl-envs` in this process, in an empty folder, which saves the time of its start."""
     handlers, level = logging.root.handlers[:], logging.root.level
 
     def run(*arguments: str) -> Done:

@@ -1,4 +1,4 @@
-"""Mistakes of users are one sentence and a hint: no traceback, and found before any work."""
+"""A user's mistake is reported before any work, as one sentence and a hint, without a traceback."""
 
 import socket
 from pathlib import Path

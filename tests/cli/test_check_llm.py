@@ -1,4 +1,4 @@
-"""`prorl-envs check-llm` against servers that are correct, partly correct, and broken."""
+"""`prorl-envs check-llm` with correct, partly correct and broken servers."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -33,7 +33,7 @@ type Findings = Callable[..., Awaitable[tuple[bool, dict[str, Any]]]]
 
 @pytest.fixture
 def findings(capsys: pytest.CaptureFixture[str]) -> Findings:
-    """Check a server; return whether nothing is broken, and the findings by id."""
+    """Check a server. Return whether the command found nothing broken, and the findings by id."""
 
     async def check(url: str, *, pause: bool = False) -> tuple[bool, dict[str, Any]]:
         good = await checked(url, RENDERER, None, pause=pause, timeout_s=30.0, as_json=True)
@@ -54,7 +54,7 @@ async def test_correct_servers_of_any_kind_pass(protocol: str, lacks: set[str], 
 
 
 async def test_servers_with_a_certificate_of_a_private_authority(tmp_path: Path) -> None:
-    """The setting `model.ca_file` reaches every client: of a check, of a service, of its first probe."""
+    """A check, a service and its first probe use the setting `model.ca_file`."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     ca_file = load_settings(None, {"PRORL_MODEL__CA_FILE": str(tmp_path / "ca.pem")}).model.ca_file

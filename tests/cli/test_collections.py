@@ -1,4 +1,5 @@
-"""Commands on a resources server's tasks: validated without a model, and run with a scripted one."""
+"""Commands for the tasks of a resources server: validation without a model, and a run with a scripted
+model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The smaller commands, and the format of errors."""
+"""Commands without a test module of their own, and the format of errors."""
 
 import json
 import os

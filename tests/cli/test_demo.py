@@ -1,4 +1,4 @@
-"""The demo as a user runs it, at a small size: real service, real sandboxes, scripted model."""
+"""A small demo as a user runs it, with a real service, real sandboxes and a scripted model."""
 
 import re
 from pathlib import Path

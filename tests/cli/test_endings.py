@@ -1,4 +1,4 @@
-"""No command leaves processes, mounts or folders, however it is stopped; the `no_leaks` fixture checks it."""
+"""Stopped commands leave no processes, mounts or folders; the `no_leaks` fixture checks this."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_sandboxes(run_dir: Path) -> None:
-    """Return once some sandbox has its files. The test's own timeout bounds this."""
+    """Wait until a sandbox has its files. The test's own timeout limits the wait."""
     while not any(run_dir.glob("prorl-sandboxes-*/*/work")):
         os.sched_yield()
 
@@ -76,7 +76,7 @@ def test_a_killed_service_leaves_only_files_that_the_next_one_removes(tmp_path: 
 def test_a_reader_that_has_gone_changes_no_exit_status(
     tmp_path: Path, arguments: tuple[str, ...], status: int, stream: str
 ) -> None:
-    """With 120 Python would report that it could not flush a stream; Rich would end the command with 1."""
+    """Without care, Python would exit with 120 because it cannot flush a stream, and Rich with 1."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

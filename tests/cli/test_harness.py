@@ -1,4 +1,4 @@
-"""`prorl-envs harness`: a harness of the settings, from a package that needs no registry."""
+"""`prorl-envs harness` with a harness in the settings, whose package needs no registry."""
 
 import json
 from pathlib import Path

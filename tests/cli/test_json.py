@@ -1,4 +1,4 @@
-"""`--json` means the same in every command: only JSON on standard output."""
+"""With `--json`, every command writes only JSON to standard output."""
 
 import json
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ ON_A_SERVICE = {
 
 
 def commands(group: Any = None, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every command of the program with its words."""
+    """Yield every command of the program with its full name."""
     for name, command in (group or program()).commands.items():
         words = f"{path} {name}".strip()
         if isinstance(command, TyperGroup):
@@ -87,7 +87,7 @@ def json_option(command: Any) -> Any:
 
 
 def called(line: str) -> str:
-    """Return the words of the command that a line calls."""
+    """Return the full name of the command in a command line."""
     [name] = [name for name, _ in commands() if line == name or line.startswith(f"{name} ")]
     return name
 
@@ -102,7 +102,7 @@ def test_every_command_has_the_json_option_or_no_parsable_output() -> None:
 
 
 def parsed(text: str) -> list[Any]:
-    """Parse an output: one document, or one per line."""
+    """Parse an output that is one document, or one document per line."""
     try:
         return [json.loads(text)]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Logs of a service: for people, for machines, and as traces for a collector."""
+"""Logs of a service in the formats for people and for machines, and traces for a collector."""
 
 import asyncio
 import json

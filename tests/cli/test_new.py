@@ -19,8 +19,7 @@ from tests.packages import install
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_new_environments_work_unmodified(tmp_path: Path) -> None:
-    """All flavours in one process, which starts once. Slow tests (gymnasium's own check, the cheats) are
-    omitted."""
+    """One process tests all flavours. Slow tests (gymnasium's own check, the cheats) are omitted."""
     packages = [new(f"lab_{flavour}", flavour, tmp_path) for flavour in FLAVOURS]
     environ = install(tmp_path / "site", *packages)
     chosen = "discriminates or registered or refused"

@@ -1,4 +1,4 @@
-"""Nodes as Ray actors, on a cluster of several Ray nodes on this machine: placed, lost, replaced, drained."""
+"""Nodes as Ray actors on a cluster of several Ray nodes on this machine."""
 
 import asyncio
 import importlib.util
@@ -64,7 +64,7 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Run a Ray cluster whose head accepts no work, and which tests must not shut down."""
+    """Run a Ray cluster whose head accepts no work. Tests must not shut the cluster down."""
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "a-token-of-this-test-" * 2,
@@ -113,7 +113,7 @@ def ready(service: RolloutService) -> list[Any]:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Return once the condition holds. The test's own timeout bounds this."""
+    """Wait until the condition holds. The test's own timeout limits the wait."""
     while not holds():  # noqa: ASYNC110 - other processes have no event
         await asyncio.sleep(0.05)
 
@@ -207,7 +207,7 @@ KILLS = int(os.environ.get("RAY_KILLS", "3"))
 
 
 async def test_no_job_is_lost_or_doubled_when_actors_are_killed(service: RolloutService) -> None:
-    """`RAY_KILLS` sets how many."""
+    """`RAY_KILLS` sets the number of kills."""
     ids: list[str] = []
     for kill in range(KILLS):
         await until(lambda: [node for node in ready(service) if node.use])

@@ -1,4 +1,4 @@
-"""Stored rollouts graded again: changes are reported, and a broken one does not stop the others."""
+"""Replay of stored rollouts: changed grades are reported, and a broken rollout does not stop the others."""
 
 import json
 from pathlib import Path

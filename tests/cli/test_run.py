@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 
 def samples_of(folder: Path) -> Counter[tuple[str, int]]:
-    """Count how often each sample is in the folder of a run."""
+    """Return the number of results of each sample in the folder of a run."""
     return Counter((one.task_id, one.sample) for one in read_results(folder))
 
 
@@ -50,7 +50,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def wait_for_results(process: subprocess.Popen[str], path: Path, count: int) -> None:
-    """Return once the file has this many lines, or the process has ended."""
+    """Wait until the file has `count` lines or the process has ended."""
     while process.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") >= count:
             return
@@ -152,8 +152,8 @@ def test_a_run_killed_at_50_random_moments_has_each_sample_once(
 
 
 def remove_young_directories(run_dir: Path) -> None:
-    """Remove the directory that a service was making when it was killed; the next service would remove it
-    only a minute later."""
+    """Remove the directory that a killed service was creating. The next service would remove it a minute
+    later."""
     for path in run_dir.glob("prorl-sandboxes-*"):
         os.utime(path, (0, 0))
     sweep(run_dir)

@@ -47,7 +47,7 @@ def summary(logged: Path) -> dict[str, Any]:
 
 
 def check(last: dict[str, float], steps: set[int], summary: dict[str, Any]) -> None:
-    """Check that the last values are those of `summary.json`, and that each result was a step."""
+    """Check that the last values equal `summary.json`, and that each result is a step."""
     overall = summary["overall"]
     assert last["mean_reward"] == pytest.approx(overall["mean_reward"], rel=1e-6)
     assert last["environments/bash/mean_reward"] == last["mean_reward"]

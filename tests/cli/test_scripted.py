@@ -1,4 +1,4 @@
-"""The scripted model server as a command, and a run against it as against a real one."""
+"""The command for the scripted model server, and a run that uses the server like a real one."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.cli.conftest import SCRIPT, Cli
 
 @contextmanager
 def scripted(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Start the server; yield it and the options that it prints for its use."""
+    """Start the server; yield its process and the options that it prints for clients."""
     process = subprocess.Popen(
         [SCRIPT, "scripted-model", *arguments],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""`prorl-envs serve` without a model server, for trainers whose engine samples by itself."""
+"""`prorl-envs serve` without a model server, for trainers that sample with their own engine."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_a_killed_service_is_resumed(tmp_path: Path) -> None:
 
 
 def test_unfinished_jobs_wait_for_a_model_server_that_is_down(tmp_path: Path) -> None:
-    """The restart takes the tokenizer from the store: the server that would name it does not answer."""
+    """The restarted service takes the tokenizer from the store, because the model server does not answer."""
     task = json.loads(ROW.read_text().splitlines()[0])
     port = free_port()
     with serving(tmp_path, ended_by=signal.SIGKILL) as (url, _), SyncRolloutClient(url) as client:

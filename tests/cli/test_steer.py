@@ -1,4 +1,4 @@
-"""The commands that inspect and change a running service, against one in a thread."""
+"""Commands that inspect and change a running service; the service runs in a thread."""
 
 import asyncio
 import json

@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, base: Path) -> Iterator[Path]:
-    """Folder with settings and `tasks/`. Its images are in a cache of its own."""
+    """Folder with settings and `tasks/`, and its own cache of images."""
     (tmp_path / "settings.yaml").write_text(
         f"cache_dir: {tmp_path}/cache\nimages: {{bases: {{'debian:12-slim': {base}}}}}\n"
     )

@@ -1,4 +1,4 @@
-"""The whole suite, run once for each driver and kind of image."""
+"""Runs of the whole suite, one for each driver and kind of image."""
 
 import asyncio
 from collections.abc import Callable

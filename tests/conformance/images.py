@@ -15,7 +15,7 @@ _MORE = (
 
 
 def write_image(root: Path) -> Path:
-    """Make a root file system in which all promises can be tested but those about the host's system."""
+    """Make a root file system for all promises except those about the host's system."""
     write_rootfs(root, (*PROGRAMS, *_MORE))
     modules = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")  # the base's, not a venv's
     messages = Path(zmq.__file__).parent.rglob("*.so")  # for a Jupyter kernel

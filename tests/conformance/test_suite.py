@@ -1,4 +1,4 @@
-"""Every driver keeps every promise it makes; the suite matches its page and its numbers; and it can fail."""
+"""Every driver keeps its promises, the suite matches its page, and the suite detects broken promises."""
 
 import asyncio
 import json

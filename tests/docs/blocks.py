@@ -1,4 +1,4 @@
-"""The code blocks of the documentation, and their pages' comments on running them.
+"""Code blocks of the documentation, and the comments that exclude blocks from the tests.
 
 A comment in the line above a block excludes it, or its lines that match a pattern, from the tests:
 
@@ -49,11 +49,11 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether any line of it is run."""
+        """Whether at least one line is run."""
         return not self.why or bool(self.only)
 
     def left_out(self, line: str) -> bool:
-        """Whether a line of it is not run."""
+        """Whether at least one line is not run."""
         return bool(self.only) and re.search(self.only, line) is not None
 
 
@@ -79,7 +79,7 @@ BLOCKS = tuple(_blocks())
 
 
 def parametrize(*languages: str, runs: bool | None = None) -> pytest.MarkDecorator:
-    """Parametrize a test with the blocks of these languages."""
+    """Parametrize a test with the blocks in the given languages."""
     chosen = [
         block for block in BLOCKS if block.language in languages and (runs is None or block.runs is runs)
     ]

@@ -1,4 +1,5 @@
-"""Every code block of the documentation is parsed by its own parser; Python runs, with a service."""
+"""Every code block of the documentation is parsed with a parser of its language; Python blocks run with a
+service."""
 
 import ast
 import asyncio
@@ -28,7 +29,7 @@ from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolCall
-from tests.docs.blocks import BLOCKS, ROOT, Block, commands, parametrize, pages
+from tests.docs.blocks import BLOCKS, ROOT, Block, commands, pages, parametrize
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 from tests.test_docs import program
 from tests.viewer.conftest import result, written
@@ -71,7 +72,7 @@ def parse(words: list[str]) -> None:
 
 
 def problem_of(words: list[str]) -> str:
-    """Return the program's error for these words; "" if it accepts them."""
+    """Return the program's error for a command line; "" if it accepts the line."""
     try:
         parse(words)
     except Exception as error:  # noqa: BLE001 - the classes of its errors are private to Typer
@@ -84,7 +85,7 @@ CALL = re.compile(r"^(?:\w+=\S* )*(?:srun .*?|exec )?(?:\S*/)?prorl-envs((?:\s.*
 
 
 def our_commands(line: str) -> list[list[str]]:
-    """Return the words of each call of the program in a line of shell."""
+    """Return the words of each call of our program in a shell line."""
     line = line.replace("$(grep -- --llm scripted.txt)", "--llm http://h/v1 --tokenizer WORD")
     line = re.sub(r"\$\(hostname\)", "WORD", line)
     line = re.sub(r"\s[0-9&]*>+\s*&?\S+", "", line)
@@ -247,7 +248,7 @@ USES: dict[str, Callable[[dict[str, Any], str], Awaitable[None]]] = {
 
 @pytest.fixture(scope="module")
 async def service() -> AsyncIterator[str]:
-    """A service whose `bash` runs every command at once."""
+    """A service whose environment `bash` runs commands without delay."""
     pool = ModelPool(lambda _: ToyModel(builtin_renderer(), lambda *_: [{"tool": "finish", "arguments": {}}]))
     pool.add("http://127.0.0.1:8000")  # no request is sent to it
     served = build_service(empty_node(), {"bash": ToyWorld().family()}, builtin_renderer(), pool)

@@ -1,7 +1,7 @@
 """Docstrings and comments of the package are plain technical English, as far as words can be counted.
 
-The limits are those of the projects that this one learns from (verifiers, the MCP SDK, httpcore, inspect's
-sandbox tools), in hits per 1,000 words.
+The limits are the values of comparable projects (verifiers, the MCP SDK, httpcore, inspect's sandbox tools),
+in hits per 1,000 words.
 """
 
 import ast
@@ -23,7 +23,7 @@ ROOT = Path(prorl_envs.__file__).resolve().parent.parent
 VERBS = (
     "is|are|was|were|it|they|has|have|had|does|do|did|can|may|must|should|would|will|comes|came|goes|[a-z]+s"
 )
-#: Patterns, and the most hits per 1,000 words.
+#: Patterns, and the largest number of hits per 1,000 words.
 LIMITS = {
     "what as a noun": (rf"\b[Ww]hat (?:{VERBS})\b", 0.8),
     "where for if": (r"\b[Ww]here (?:it|there|that|they|this|none|one|no)\b", 0.1),

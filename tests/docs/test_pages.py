@@ -1,4 +1,5 @@
-"""Pages against the source: quoted messages, files named by decisions, docstrings, pictures, the site."""
+"""Agreement of pages with the source: quoted messages, files named by decisions, docstrings, pictures, the
+site."""
 
 import ast
 import importlib.util
@@ -69,7 +70,7 @@ NAMED_TEST = re.compile(r"(?<![./])\b(?:tests|envs/\w+/tests)/[\w/]+\.py\b")
 
 
 def problem_of(name: str, removed: str) -> str:
-    """Return the problem of naming a file so; "" if there is none."""
+    """Return the problem of a file name on a page; "" if there is none."""
     exists = any((ROOT / below / name).exists() for below in BELOW)
     if exists and removed:
         return f"{name} exists"
@@ -97,7 +98,7 @@ def test_named_test_modules_exist() -> None:
 
 
 def code_paragraphs(docstring: str) -> Iterator[str]:
-    """Yield paragraphs of a docstring that are Python, and that Markdown would show as prose."""
+    """Yield paragraphs of a docstring that are Python but that Markdown would show as prose."""
     for paragraph in re.split(r"\n\s*\n", FENCE.sub("", inspect.cleandoc(docstring))):
         try:
             statements = ast.parse(paragraph).body

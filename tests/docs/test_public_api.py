@@ -1,4 +1,4 @@
-"""The public API is one list, and all documents and examples import only from it."""
+"""The public API is one list; documents and examples import only its names."""
 
 import ast
 import re

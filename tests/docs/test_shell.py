@@ -33,10 +33,10 @@ _SLOWEST_S = 150
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The surroundings that the pages assume.
+    """Folder, model server and service that the pages assume.
 
     Args:
-        folder: where commands are typed.
+        folder: working directory of the commands.
         model: the options that name the model server and its tokenizer.
         service: URL of a service.
     """
@@ -144,7 +144,7 @@ def test_shell_blocks_run(block: Block, world: World) -> None:
 
 
 def interrupted(world: World, line: str) -> None:
-    """Run a command until it prints its address, and interrupt it as a user does."""
+    """Run a command until it prints its address, then interrupt it like a user."""
     process = subprocess.Popen(
         ["bash", "-c", f"exec env {line}"], cwd=world.folder, env=world.environ,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -11,5 +11,5 @@ from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 
 @pytest.fixture(scope="module")
 async def node(shared_driver: BubblewrapDriver, run_dir: Path) -> AsyncIterator[Node]:
-    """The fixture of the driver closes it."""
+    """Node with the shared driver; the driver's fixture closes the driver."""
     yield Node(shared_driver, run_dir / "cache")

@@ -1,4 +1,4 @@
-"""A grade and a prompt that other programs could not read do not exist."""
+"""Grades and prompts that other programs could not read are refused."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Installing a harness: one at a time, and cleanly after a kill or a failure."""
+"""Installation of harnesses: one at a time, and without remains after a kill or a failure."""
 
 import asyncio
 import zipfile
@@ -33,7 +33,8 @@ def wheel(directory: Path, name: str = "little") -> Path:
 
 @contextmanager
 def index(directory: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """Serve a package index of the files in `directory`; yield its URL, and how often each path was sent."""
+    """Serve a package index of the files in `directory`; yield its URL, and the number of requests per
+    path."""
     sent: Counter[str] = Counter()
 
     class Handler(SimpleHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Memory use of sandboxes, as shown to operators."""
+"""Memory use of sandboxes in the status for operators."""
 
 import pytest
 

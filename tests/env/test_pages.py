@@ -1,4 +1,4 @@
-"""The page of each family against the family: its facts are true, and its examples work."""
+"""Agreement of each family's page with the family: the facts are true, and the examples work."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Reading data files: every error names file, line and field."""
+"""Reading of data files; every error names file, line and field."""
 
 import datetime
 import decimal

@@ -14,7 +14,7 @@ from prorl_envs.tools.types import ToolCall, ToolResult
 
 
 class ToyTask(Task):
-    """`fault` names the step at which this task fails."""
+    """Task that fails at the step `fault`."""
 
     fault: str = ""
 

@@ -1,4 +1,4 @@
-"""From checks to a reward."""
+"""Computation of a reward from checks."""
 
 import pytest
 

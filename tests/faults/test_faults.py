@@ -1,4 +1,4 @@
-"""One small round of every fault; `make faults` runs more of them."""
+"""One short run of every fault; `make faults` runs longer."""
 
 import asyncio
 

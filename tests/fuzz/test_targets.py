@@ -1,6 +1,6 @@
-"""Every fuzzing target with its seeds and some hundred inputs near them, without a fuzzer.
+"""Every fuzzing target with its seeds and some hundred mutated seeds, without a fuzzer.
 
-`make fuzz` goes further, guided by coverage.
+`make fuzz` also uses coverage to find inputs.
 """
 
 import random

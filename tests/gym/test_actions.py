@@ -1,4 +1,4 @@
-"""Reading actions."""
+"""Parsing of actions."""
 
 import pytest
 from hypothesis import given

@@ -59,7 +59,7 @@ class FaultyDriver:
 
 @pytest.fixture(scope="module")
 def runner(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """One driver for the tests of every family, its templates started up front."""
+    """Runner whose driver all tests share; the templates are started at setup."""
     cache = tmp_path_factory.mktemp("cache")
     runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
     runner.run(lambda node: cast(BubblewrapDriver, node.driver).warm())
@@ -330,7 +330,7 @@ def test_closing_twice_and_resetting_after(env: TaskEnv) -> None:
 
 
 def test_a_resources_server_is_an_environment_too(tmp_path: Path) -> None:
-    """Its grader judges the answer, which the loop therefore sends to it."""
+    """The server's verifier judges the answer, so the loop sends the answer to it."""
     desk = ResourcesDesk()
     with served(FastAPI(routes=desk.app().routes)) as url:
         config = tmp_path / "settings.yaml"

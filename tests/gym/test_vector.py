@@ -97,7 +97,7 @@ DIE = json.dumps({"name": "bash", "arguments": {"command": "kill -9 -1"}})
 
 
 def test_members_do_not_affect_each_other() -> None:
-    """One member's grader fails, one takes too long; the others step as they do alone."""
+    """The grader of one member fails, another member takes too long; the other members step as usual."""
     envs = gymnasium.make_vec("prorl/Bash-v0", num_envs=3, tasks=[ROW], render_mode="ansi", step_timeout_s=20)
     assert isinstance(envs, TaskVectorEnv)
     observations, infos = envs.reset(seed=1)

@@ -1,7 +1,7 @@
 """Every protection with the patch that removes it, and the promises that break without it.
 
-Each entry is a claim about the conformance suite. A patch without an effect inside gives the reason; its
-promises are then still kept.
+Each entry is a claim about the conformance suite. A patch without an effect in the sandbox has a reason; its
+promises must then still be kept.
 """
 
 from tests.conformance.sabotage.runner import Patch

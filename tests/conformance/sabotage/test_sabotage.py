@@ -1,4 +1,4 @@
-"""Without any one protection, the promises about it break."""
+"""If one protection is removed, the promises about it break."""
 
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.conftest import existing_driver
 
 @pytest.fixture(scope="module")
 def workshop() -> Iterator[Workshop]:
-    """Directory with a short path, since sandboxes have sockets below it."""
+    """Directory with a short path, because sandboxes have sockets below it."""
     with tempfile.TemporaryDirectory(prefix="sab-", dir="/tmp") as path:
         yield Workshop(Path(path))
 
