@@ -37,8 +37,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def run_dir() -> Iterator[Path]:
-    """Directory for the directories of drivers: on disk, or in memory for modules that create many
-    drivers."""
+    """Directory of the drivers' files: on disk, or in memory for modules that create many drivers."""
     yield from drivers_directory()
 
 

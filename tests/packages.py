@@ -1,4 +1,4 @@
-"""Install packages that a test has made."""
+"""Installation of packages that a test has created."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ UV = shutil.which("uv") or Path(sys.executable).with_name("uv")
 
 
 def install(target: Path, *packages: Path) -> dict[str, str]:
-    """Install packages beside ours; return the environment variables with which Python finds them."""
+    """Install packages beside ours. Return the environment variables that make Python find them."""
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--python", sys.executable]
     subprocess.run([UV, "pip", "install", *options, "--target", target, *packages], check=True)
     return {**os.environ, "PYTHONPATH": str(target)}

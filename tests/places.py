@@ -1,4 +1,4 @@
-"""Directories in which the drivers of a test run make theirs."""
+"""Directories for the drivers of a test run."""
 
 import os
 import shutil
@@ -16,7 +16,8 @@ _FREE = 4 << 30
 
 
 def drivers_directory(*, in_memory: bool = False) -> Iterator[Path]:
-    """Make the directory, name it in `PRORL_RUN_DIR`, yield it and remove it: the body of a fixture.
+    """Create the directory, name it in `PRORL_RUN_DIR`, yield it and remove it. This is the body of a
+    fixture.
 
     A driver writes and removes an /etc of hundreds of files: 0.9 s on a slow disk, 0.02 s in memory. Not for
     tests of limits: files in memory count towards a sandbox's memory limit.

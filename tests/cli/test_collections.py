@@ -1,5 +1,4 @@
-"""Commands for the tasks of a resources server: validation without a model, and a run with a scripted
-model."""
+"""Commands for tasks of a resources server: validation without a model, a run with a scripted model."""
 
 import json
 from pathlib import Path

@@ -89,8 +89,7 @@ def peak_memory(folder: Path, *arguments: str) -> int:
 @pytest.mark.thorough
 @pytest.mark.parametrize("format_", FORMATS)
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, format_: str) -> None:
-    """The export of 90 MB of results, with conversations of 300 KB, needs little more memory than the export
-    of 9 MB."""
+    """The export of 90 MB of results with long conversations needs little more memory than that of 9 MB."""
     messages = [{"role": "user", "content": "x" * 300_000}, {"role": "assistant", "content": "y"}]
     lines = result("g/0", messages=messages).model_dump_json() + "\n"
     for name, count in (("small", 30), ("large", 300)):

@@ -152,8 +152,7 @@ def test_a_run_killed_at_50_random_moments_has_each_sample_once(
 
 
 def remove_young_directories(run_dir: Path) -> None:
-    """Remove the directory that a killed service was creating. The next service would remove it a minute
-    later."""
+    """Remove the unfinished directory of a killed service. The next service removes it after a minute."""
     for path in run_dir.glob("prorl-sandboxes-*"):
         os.utime(path, (0, 0))
     sweep(run_dir)

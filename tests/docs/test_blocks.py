@@ -1,5 +1,4 @@
-"""Every code block of the documentation is parsed with a parser of its language; Python blocks run with a
-service."""
+"""Code blocks of the documentation are parsed by parsers of their languages; Python blocks are run."""
 
 import ast
 import asyncio

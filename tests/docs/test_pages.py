@@ -1,5 +1,4 @@
-"""Agreement of pages with the source: quoted messages, files named by decisions, docstrings, pictures, the
-site."""
+"""Agreement of pages with the source: quoted messages, named files, docstrings, pictures, the site."""
 
 import ast
 import importlib.util

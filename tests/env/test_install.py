@@ -33,8 +33,7 @@ def wheel(directory: Path, name: str = "little") -> Path:
 
 @contextmanager
 def index(directory: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """Serve a package index of the files in `directory`; yield its URL, and the number of requests per
-    path."""
+    """Serve a package index of the files in `directory`; yield its URL and the requests per path."""
     sent: Counter[str] = Counter()
 
     class Handler(SimpleHTTPRequestHandler):

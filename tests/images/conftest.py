@@ -42,7 +42,7 @@ def rootfs_tar(rootfs: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def layer(rootfs_tar: Path) -> bytes:
-    """Tar of the root file system: a container's only layer."""
+    """Tar of the root file system, the only layer of a container."""
     return rootfs_tar.read_bytes()
 
 
@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture
 def scratch(run_dir: Path, tmp_path: Path) -> Path:
-    """Directory of builds; it must be empty at the end of a test that leaks nothing."""
+    """Directory of builds; it must be empty at the end of a test."""
     path = tmp_path / "scratch"
     path.mkdir()
     return path

@@ -1,4 +1,4 @@
-"""Real registries for tests: Debian's docker-registry, filled by skopeo and umoci."""
+"""Real registries for tests: Debian's docker-registry, with images made by umoci and pushed by skopeo."""
 
 import json
 import re

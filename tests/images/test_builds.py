@@ -140,7 +140,7 @@ async def test_a_template_is_built_from_the_files_it_names(
 
 
 async def test_a_template_may_be_based_on_an_image(builder: ImageBuilder, rootfs_tar: Path) -> None:
-    """The base has a file of another owner, which needs subordinate ids or a namespace of all numbers."""
+    """The base has a file of another owner; its build needs subordinate ids or a namespace with all ids."""
     base = rootfs_tar.with_name("owners.tar")
     shutil.copy(rootfs_tar, base)
     with tarfile.open(base, "a") as archive:
@@ -386,6 +386,6 @@ def test_the_builder_is_chosen_by_the_definition(may: Rights, identity: bool, un
 
 
 def test_a_build_without_user_namespaces_suggests_another_machine() -> None:
-    """Error of a setuid Apptainer if the kernel gives its user no namespace."""
+    """A setuid Apptainer fails with this error if the kernel refuses user namespaces."""
     said = "FATAL:   /etc/subuid mapping found but no user namespace available for fakeroot"
     assert "build on another" in failure("apptainer build", 255, said, remote=False).hint

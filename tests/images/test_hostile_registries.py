@@ -37,7 +37,7 @@ LAYER = tar_of(entry("a/file", FILE, "text"), entry("noise", FILE, os.urandom(1_
 
 
 class HastyClock(SystemClock):
-    """Clock whose waits are recorded and not waited for."""
+    """Clock that records its waits and returns without delay."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
@@ -124,14 +124,14 @@ def puller(store: Path, host: str, clock: HastyClock | None = None, **settings: 
 
 
 def unfinished(store: Path) -> list[str]:
-    """Return what is in the store besides its directories: there must be nothing half-made."""
+    """Return the files in the store's directory for unfinished work, which must be empty."""
     return sorted(str(path.relative_to(store)) for path in store.rglob("*") if not path.is_dir())
 
 
 async def refuse(
     tmp_path: Path, behaviour: Behaviour, kind: type[SandboxError], says: str, **settings: Any
 ) -> None:
-    """Check the error of a pull, and that it leaves nothing."""
+    """Check the error of a pull, and that the pull leaves no files."""
     with registry(behaviour) as host, pytest.raises(kind, match=says) as caught:
         await puller(tmp_path, host, **settings).pull(f"{host}/image:1")
     assert caught.value.hint

@@ -1,4 +1,4 @@
-"""An image's variables from the container's configuration to a process in the sandbox."""
+"""Variables of an image: from the container's configuration to a process in the sandbox."""
 
 from pathlib import Path
 

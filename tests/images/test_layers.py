@@ -1,4 +1,4 @@
-"""The store of layers: each is made once, whole or not at all, and evicted only if unused."""
+"""Store of layers: each layer is made once and completely, and evicted only if it is not in use."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ async def make(store: LayerStore, key: str, size: int = 100) -> Path:
 
 
 def unused(store: LayerStore, key: str, seconds: float) -> None:
-    """Set back the last use of a layer."""
+    """Make the last use of a layer older by some seconds."""
     path = store.root / "leases" / key
     when = path.stat().st_mtime - seconds
     os.utime(path, (when, when))

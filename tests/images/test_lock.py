@@ -1,4 +1,4 @@
-"""The lock between nodes: detection of dead owners, and real processes that compete for a key."""
+"""Lock between nodes: detection of dead owners, and processes that compete for a key."""
 
 import asyncio
 import os

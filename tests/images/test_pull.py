@@ -1,4 +1,4 @@
-"""Pulls from a registry: a small one, on loopback, that requires a password."""
+"""Pulls from a small registry on loopback that requires a password."""
 
 import base64
 import hashlib

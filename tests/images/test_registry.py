@@ -37,7 +37,8 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Registry:
-    """A registry that has `made:gzip`, `made:zstd` and the index `made:many`; `unpacked` is their content."""
+    """Registry with the images `made:gzip`, `made:zstd` and the index `made:many`; `unpacked` is their
+    content."""
 
     host: str
     unpacked: Path

@@ -1,4 +1,4 @@
-"""Templates: variables, sections, the files they copy. No builder is needed."""
+"""Templates: variables, sections, and copied files. No builder is needed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Layers become directories in overlayfs's form, and hostile ones change nothing else."""
+"""Layers become directories in overlayfs's format; hostile layers change no other files."""
 
 import contextlib
 import gzip
@@ -31,7 +31,7 @@ FILE, FOLDER, LINK, HARD = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, ta
 
 
 def entry(name: str, kind: bytes = FILE, target: str = "") -> Entry:
-    """Entry of a layer; `target` is the content of a file, or the aim of a link."""
+    """Entry of a layer; `target` is the content of a file or the target of a link."""
     return name, kind, target
 
 
@@ -221,7 +221,7 @@ def test_entries_and_names_have_bounds(place: Path) -> None:
 @pytest.mark.parametrize("kind", [b"x", b"g", b"L"])
 @pytest.mark.parametrize("size", [5_000_000, 512])
 def test_headers_have_a_bound(place: Path, kind: bytes, size: int) -> None:
-    """tarfile keeps an entry's headers in memory: a large one, or many small ones in sequence."""
+    """tarfile keeps an entry's headers in memory: one large header, or many small ones."""
     header = tarfile.TarInfo("h")
     header.type, header.size = kind, size
     record = b"%d comment=" % size

@@ -1,4 +1,4 @@
-"""Choices on which a model is tested: the right ones are those that solve the tasks."""
+"""Choices for tests of a model: the right choices are those that solve the tasks."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tasks of the small model: held-out topics stay out of training, and demonstrations are correct."""
+"""Tasks of the small model: training has no held-out topics, and demonstrations are correct."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def tasks_of(split: Split, count: int, seed: int = 0) -> list[LearnTask]:
 
 
 def topic_of(task: LearnTask) -> tuple[str, ...]:
-    """Return the topic of a task, from its instruction."""
+    """Return the topic in a task's instruction."""
     words = str(task.row["instruction"]).replace(".txt", "").replace(".sh", "").split()
     if task.level == 3:
         return (words[1], words[7], task.found)
@@ -75,7 +75,7 @@ async def test_a_real_shell_prints_the_output_in_the_demonstrations(node: Node) 
 
 
 def test_demonstrations_are_right_sometimes() -> None:
-    """The first call of a demonstration that needs only one is the reference or not."""
+    """If a demonstration needs only one call, the call is the reference in some demonstrations."""
     shown = [one for one in itertools.islice(demonstrations(tasks("train", 0), 0), 3000) if one[0].level == 2]
     right = sum(
         bool(steps) and steps[0].command == task.row["reference"][0]["arguments"]["command"]

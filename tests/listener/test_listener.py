@@ -1,4 +1,4 @@
-"""The HTTP listener against clients that hold connections, on real sockets."""
+"""The HTTP listener with clients that keep connections open, on real sockets."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ LOG = "prorl_envs.listener.listener"
 
 
 class App:
-    """Answer with the length of the body, and to `/held` once `release` is set."""
+    """Application that answers with the length of the body; it answers `/held` when `release` is set."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -54,7 +54,7 @@ async def listening(
 
 
 class Client:
-    """Open a raw connection."""
+    """Client with a raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -85,7 +85,7 @@ class Client:
 
 @pytest.fixture
 async def clients() -> AsyncIterator[list[Client]]:
-    """Connections to abort at the end."""
+    """Connections that are aborted at the end of the test."""
     opened: list[Client] = []
     yield opened
     for client in opened:
@@ -93,7 +93,7 @@ async def clients() -> AsyncIterator[list[Client]]:
 
 
 async def opened(listener: HttpListener, clients: list[Client], count: int) -> list[Client]:
-    """Open connections with a head that does not end."""
+    """Open connections that send an incomplete head."""
     found = [await Client.connect(listener) for _ in range(count)]
     clients += found
     for client in found:
@@ -158,7 +158,7 @@ async def test_a_body_sent_byte_by_byte_is_disconnected(clients: list[Client]) -
 async def test_the_body_of_a_request_that_was_answered_early_does_not_hold_the_connection(
     clients: list[Client],
 ) -> None:
-    """As with a missing token: the answer is sent before the body is read."""
+    """An answer may be sent before the body is read, for example if the token is missing."""
     async with listening(head_s=0.2) as (listener, counts):
         client = await Client.connect(listener)
         clients.append(client)

@@ -1,7 +1,7 @@
 """Make a tiny model for llama.cpp: `make_gguf.py TOKENIZER_JSON END_ID FILE`, with a Python that has `gguf`.
 
-A Qwen 3 of two layers with random weights, and the tokenizer as it is. It says ASCII only: some versions of
-llama.cpp lose answers that are not UTF-8.
+The model is a Qwen 3 with two layers, random weights, and the given tokenizer. It samples only ASCII tokens,
+because some versions of llama.cpp lose answers that are not UTF-8.
 """
 
 import json
@@ -64,7 +64,7 @@ def _weights(writer: gguf.GGUFWriter, said: Any) -> None:
     """Write weights.
 
     Args:
-        said: whether each token may be sampled, shape [V].
+        said: whether the model may sample each token, shape [V].
     """
     chance, count = numpy.random.default_rng(0), len(said)
 

@@ -63,7 +63,7 @@ async def talking(url: str, *stops: int) -> AsyncIterator[LlamaCppClient]:
 
 
 async def readable_answers(client: LlamaCppClient, sampling: Sampling, count: int) -> list[Sampled]:
-    """Return that many answers; the server loses those whose text is not UTF-8, and reports it."""
+    """Return `count` answers. The server loses answers that are not UTF-8, and reports an error."""
     found: list[Sampled] = []
     while len(found) < count:
         try:
@@ -84,8 +84,8 @@ async def test_the_server_is_detected_and_probed(url: str) -> None:
 
 
 async def test_the_reported_probabilities_are_those_of_the_policy(url: str) -> None:
-    """Many single tokens, drawn at two temperatures: frequent ones have the reported probability, and those
-    at the lower temperature are those at the higher one, sharpened."""
+    """Many single tokens are sampled at two temperatures. Frequent tokens have the reported probabilities,
+    and the distribution at the lower temperature is the sharpened distribution at the higher one."""
     async with talking(url) as client:
         said: dict[float, dict[int, float]] = {}
         for temperature in (0.7, 1.4):
@@ -169,7 +169,7 @@ async def test_check_llm_lists_the_missing_features(url: str) -> None:
 
 
 def test_a_complete_rollout(url: str, tmp_path: Path) -> None:
-    """The command of a user: the bash family, in sandboxes, sampled by a real server."""
+    """A user's command runs the bash family in sandboxes; a real server samples."""
     save_tokenizer(tmp_path / "tokenizer")
     command = [Path(sys.executable).with_name("prorl-envs"), "run", "bash", "--llm", url]
     command += ["--tokenizer", tmp_path / "tokenizer", "--limit", "1", "--samples", "2"]
@@ -188,7 +188,7 @@ def test_a_complete_rollout(url: str, tmp_path: Path) -> None:
 
 
 def test_the_renderer_is_the_models(url: str) -> None:
-    """Its own tokenizer yields the same ids as ours."""
+    """The server's tokenizer yields the same ids as ours."""
     text = "<|im_start|>user\nList the files.<|im_end|>\n"
     theirs = httpx.post(f"{url}/tokenize", json={"content": text, "parse_special": True}).json()["tokens"]
     renderer: TemplateRenderer = RENDERER

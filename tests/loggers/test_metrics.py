@@ -1,4 +1,4 @@
-"""The metrics of results, and the calls that loggers receive."""
+"""Metrics of results, and calls of loggers."""
 
 import threading
 import time

@@ -52,7 +52,7 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a rollout service over a scripted model, with a token."""
+    """Rollout service with a scripted model and a token; yields the URL."""
     environ = {"PRORL_RUN_DIR": str(tmp_path_factory.mktemp("run")), "PRORL_SERVER__TOKEN": SERVICE_TOKEN}
     with command("--llm", "scripted-model", "bash", "--mix", "solve=1") as options:
         port = free_port()

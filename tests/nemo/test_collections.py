@@ -1,4 +1,4 @@
-"""Resources servers of a real NeMo Gym, and our own served by it, as environments of our service."""
+"""Resources servers of a real NeMo Gym, and our servers run by NeMo Gym, as environments of our service."""
 
 import json
 from collections.abc import AsyncIterator, Sequence

@@ -66,7 +66,7 @@ class Gym:
 
     Args:
         root: its folder and its flags.
-        flags: with which another `gym` finds it.
+        flags: options with which another `gym` finds it.
     """
 
     root: GymRoot
@@ -95,7 +95,7 @@ def session_members(session: int) -> list[str]:
 
 @contextmanager
 def started(root: GymRoot, log: IO[str], *arguments: str) -> Iterator[Gym]:
-    """Run `gym env start` in a session of its own until the block ends; then interrupt it, as Ctrl-C does."""
+    """Run `gym env start` in its own session until the block ends, then interrupt it like Ctrl-C."""
     head = ("++head_server.host=127.0.0.1", f"++head_server.port={free_port()}")
     command = [str(GYM), "env", "start", *arguments, *root.flags, *head]
     process = subprocess.Popen(
@@ -157,7 +157,7 @@ def model_flags(url: str) -> list[str]:
 
 
 def installed_tasks(root: GymRoot, name: str) -> list[Task]:
-    """Return the tasks of an environment installed into the root, as far as the model needs them."""
+    """Return the tasks of an environment installed into the root, with the fields that the model needs."""
     rows = read_jsonl(root.path / name / "data" / "example.jsonl")
     return [Task.model_validate({key: row[key] for key in Task.model_fields if key in row}) for row in rows]
 
@@ -166,7 +166,8 @@ def installed_tasks(root: GymRoot, name: str) -> list[Task]:
 def running(
     root: GymRoot, model_url: str, service: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gym]:
-    """All families, the shell tasks once more for an agent that steps, and the rollout service's agent."""
+    """NeMo Gym with all families, the shell tasks again for an agent that steps, and the rollout service's
+    agent."""
     configs = [config(root, name, f"prorl_{name}") for name in (*FAMILIES, *NEW)]
     configs += [config(root, "bash", "gymnasium"), AGENT]
     selection = [flag for path in configs for flag in ("--config", str(path))]
@@ -247,7 +248,8 @@ def test_the_reference_reaches_reward_1(running: Gym, name: str, tmp_path: Path)
 
 
 def recorded_file(root: GymRoot, name: str, part: str) -> Path:
-    """Return a recorded file: in the checkout if it was just recorded, else in the installed package."""
+    """Return the path of a recorded file: in the checkout if this run records, otherwise in the installed
+    package."""
     if not RECORDING:
         return server_folder(root, name) / part
     if name in NEW:
@@ -265,7 +267,7 @@ def record(root: GymRoot, name: str, rollouts: Path) -> None:
 
 
 def comparable(rollout: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts that are equal for every NeMo Gym and machine, without the last digits of floats."""
+    """Return the parts that do not depend on the version of NeMo Gym or the machine; floats are rounded."""
     output = [
         {key: item.get(key) for key in ("type", "name", "arguments", "output", "call_id", "content")}
         for item in rollout["response"]["output"]

@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GymRoot]:
 
 @pytest.fixture
 def prepared_venv() -> Iterator[None]:
-    """Undo the change that `uv venv --allow-existing` makes: the path through which the venv was reached."""
+    """Undo the change of `uv venv --allow-existing`, which replaces the path of the virtual environment."""
     files = [Path(sys.prefix, "pyvenv.cfg"), *Path(sys.prefix, "bin").glob("activate*")]
     before = {path: path.read_bytes() for path in files}
     yield
@@ -54,7 +54,7 @@ def test_the_tests_of_a_server_pass_and_its_data_is_complete(root: GymRoot, name
 
 
 def test_a_missing_example_is_detected(root: GymRoot, tmp_path: Path) -> None:
-    """The data is checked by NeMo Gym, and the check covers our data."""
+    """NeMo Gym's check of the data includes our data."""
     copied = tmp_path / "resources_servers" / "prorl_lab_book"
     shutil.copytree(server_folder(root, "lab_book"), copied)
     example = copied / "data" / "example.jsonl"

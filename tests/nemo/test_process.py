@@ -15,7 +15,7 @@ signal.pause()
 
 
 def test_a_server_stops_when_its_parent_shell_is_killed() -> None:
-    """The child holds the write end of the pipe: reading to its end waits for the child's exit."""
+    """The child has the write end of the pipe, so a read to the end waits for the child's exit."""
     shell = subprocess.Popen(
         # The second command keeps the shell from replacing itself with Python.
         ["/bin/sh", "-c", f'"{sys.executable}" -c "$0"; true', CHILD],

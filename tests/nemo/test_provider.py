@@ -29,7 +29,7 @@ PROVIDER: dict[str, Any] = {"prorl": {}}
 
 @pytest.fixture(scope="module", autouse=True)
 def _loops_own_pipe() -> None:
-    """uvloop opens one pipe per process, at its first use."""
+    """uvloop opens one pipe per process at its first use, which is not a leak."""
 
     async def nothing() -> None:
         pass
@@ -39,7 +39,7 @@ def _loops_own_pipe() -> None:
 
 @pytest.fixture(scope="module")
 async def provider(run_dir: Path) -> AsyncIterator[Any]:
-    """One provider for the module: its driver stays warm between the tests."""
+    """Provider for all tests of the module, so that its driver stays warm."""
     provider = create_provider(PROVIDER)
     handle = await provider.create(SandboxSpec())
     await provider.close(handle)
@@ -122,7 +122,7 @@ async def test_a_background_process_does_not_block_and_survives_its_command(box:
 
 
 async def test_sixty_four_commands_run_at_once(box: Any) -> None:
-    """None of them finishes before all have started."""
+    """No command finishes before all have started."""
     command = "touch at$N; until [ $(ls | wc -l) = 64 ]; do sleep 0.05; done; echo $N"
     done = await asyncio.gather(*(box.exec(command, env={"N": str(n)}, timeout_s=60) for n in range(64)))
     assert [each.stdout for each in done] == [f"{n}\n" for n in range(64)]

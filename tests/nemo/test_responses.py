@@ -1,4 +1,4 @@
-"""Results as the rows that NeMo RL reads: the tokens of each call, in rows that continue each other."""
+"""Results as rows for NeMo RL: the tokens of each call, in rows that continue each other."""
 
 from typing import Any
 

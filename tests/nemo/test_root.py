@@ -38,7 +38,8 @@ def test_every_family_is_found_under_its_server_name(tmp_path: Path, venv: Path)
 
 
 def test_no_project_file_lies_at_or_above_a_servers_folder(tmp_path: Path, venv: Path) -> None:
-    """NeMo Gym resolves links, and takes a folder with such a file two levels up for its own checkout."""
+    """NeMo Gym resolves links, and assumes that a folder with such a file two levels up is its own
+    checkout."""
     root = gym_root(tmp_path / "root", venv=venv)
     for server in (root.path / "resources_servers").iterdir():
         assert not (server.resolve() / "../../pyproject.toml").exists()

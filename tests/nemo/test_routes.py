@@ -1,4 +1,4 @@
-"""A model that names a route of the server as its tool, without NeMo Gym: a server with the same routes."""
+"""Tool calls with the name of a server route, without NeMo Gym, on a server with the same routes."""
 
 import json
 from collections.abc import AsyncIterator

@@ -62,7 +62,7 @@ def serving(environment: str = "bash", **settings: Any) -> Iterator[str]:
 
 @contextmanager
 def client(**settings: Any) -> Iterator[httpx.Client]:
-    """Client of an agent: it keeps the cookies."""
+    """Client like an agent's; it keeps the cookies."""
     with serving(**settings) as url, httpx.Client(base_url=url, timeout=60) as agent:
         yield agent
 
@@ -193,7 +193,7 @@ OWN_ROUTES = ("verify", "reset", "step", "seed_session", "aggregate_metrics")
 
 @pytest.mark.parametrize("route", OWN_ROUTES)
 def test_a_models_call_of_a_route_is_answered_as_a_call_of_an_unknown_tool(route: str) -> None:
-    """An agent posts to any route that the model names."""
+    """An agent sends requests to any route that the model names."""
     forged = row(EASY) | {"response": answer(), "verify_responses": []}
     with client() as agent:
         seed(agent)

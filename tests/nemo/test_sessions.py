@@ -102,7 +102,7 @@ class _NoSandboxes:
 
 
 class House:
-    """Sessions with a directory that lists every open episode, and a clock of their own."""
+    """Sessions with their own clock, and a directory with an entry for every open episode."""
 
     def __init__(self, root: Path, **limits: Any) -> None:
         self.root = root
@@ -241,7 +241,8 @@ async def test_idle_episodes_expire_and_busy_ones_do_not(tmp_path: Path) -> None
 
 
 async def test_a_session_used_while_others_expire_stays_open(tmp_path: Path) -> None:
-    """The sweep blocks in closing the first; the second is used meanwhile, and the third is in a call."""
+    """The close of the first session blocks; meanwhile the second session is used, and the third is in a
+    call."""
     house = House(tmp_path, idle_s=10)
     await house.sessions.open("first", ROW | {"fault": "close-hangs"})
     await house.sessions.open("second", ROW)

@@ -1,4 +1,5 @@
-"""Interactive sessions without NeMo Gym, on real sandboxes. Through NeMo Gym: `test_provider_terminal.py`."""
+"""Interactive sessions without NeMo Gym, on real sandboxes. `test_provider_terminal.py` tests them with NeMo
+Gym."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Copies into layers on the host: destinations, links, replaced files, hostile sources."""
+"""Copies of files into layers on the host: destinations, links, replaced files, hostile sources."""
 
 import os
 from collections.abc import Mapping

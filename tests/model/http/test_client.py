@@ -1,4 +1,4 @@
-"""The HTTP client of the model servers' clients: over real sockets, with arbitrary bytes from the server."""
+"""The HTTP client for model servers, over real sockets, with arbitrary bytes from the server."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def short_check_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look often whether connections are open, so that tests of broken ones are quick."""
+    """Check connections at short intervals, so that tests with broken connections are fast."""
     monkeypatch.setattr(model_client, "_LOOK_S", 0.02)
 
 
@@ -107,7 +107,7 @@ async def client(url: str, **limits: Any) -> AsyncIterator[ModelHttpClient]:
     ids=["length", "chunks", "news first", "close", "old", "two answers"],
 )  # fmt: skip
 async def test_complete_answers(sent: bytes, body: bytes) -> None:
-    """Further bytes are never taken for the next answer: the connection is not used again."""
+    """Further bytes are not used as the next answer, because the connection is not reused."""
     talks = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

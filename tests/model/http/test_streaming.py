@@ -1,4 +1,4 @@
-"""Answers streamed while they are sampled, by each kind of server with tokens, over real HTTP."""
+"""Answers that each kind of token server streams while it samples them, over real HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -172,7 +172,7 @@ def test_invalid_events_are_an_error(make: Callable[..., Events], events: list[b
 
 @pytest.mark.parametrize("make", [CompletionEvents, GenerateEvents])
 def test_an_error_event_is_a_failed_server(make: Callable[..., Events]) -> None:
-    """As with status 500: another server may succeed."""
+    """An error event has the effect of status 500: another server may succeed."""
     stream = make(lambda partial: None, EXPECTED)
     stream.feed(b'data: {"error": {"message": "out of memory", "code": 500}}\n\ndata: [DONE]\n\n')
     with pytest.raises(ServerUnavailable, match="out of memory"):

@@ -253,7 +253,7 @@ async def test_a_watched_server_is_detected_as_dead_and_alive_again() -> None:
 
 
 async def wait_for_state(pool: ModelPool, clock: FakeClock, holds: Any) -> None:
-    """Advance the time of the watch until the server has this state."""
+    """Advance the clock of the health checks until the server's state satisfies `holds`."""
     while not holds(pool.servers[0]):
         await clock.wait_for_sleepers()
         clock.advance(1.0)

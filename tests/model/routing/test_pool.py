@@ -115,7 +115,7 @@ async def test_a_closed_pool_is_empty() -> None:
 
 
 def refusing(status: int, *, models: bool = True) -> ASGIApp:
-    """A server that lists its model and refuses everything else.
+    """Server that lists its model and refuses all other requests.
 
     Args:
         status: of the refusal.

@@ -1,4 +1,4 @@
-"""Routing of sessions: every race as a few synchronous lines."""
+"""Routing of sessions, with races as sequences of synchronous calls."""
 
 import math
 from collections import Counter
@@ -243,7 +243,8 @@ def test_a_late_server_takes_sessions_of_servers_at_the_mean_without_room() -> N
 
 
 def late_server(home: int, other: int, late: int) -> str | None:
-    """Return the server of a session's next turn: it is on the first of three, of which the third joins."""
+    """Return the server of a session's next turn. The session is on the first of three servers; the third has
+    joined late."""
     flying = {"home": home, "other": other, "late": late}
     servers = [ServerState(url, in_flight=count) for url, count in flying.items()]
     servers[2].joining = True

@@ -1,4 +1,4 @@
-"""A pool without a server yet: turns wait for the first one, and nothing fails."""
+"""A pool without a server: turns wait for the first server, and nothing fails."""
 
 import asyncio
 

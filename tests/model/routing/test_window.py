@@ -1,4 +1,4 @@
-"""Bounds of turns in flight on a server: the arithmetic, and a pool over an overloaded server."""
+"""Bounds of turns in flight on a server: their computation, and a pool with an overloaded server."""
 
 import asyncio
 import math

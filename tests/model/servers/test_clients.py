@@ -1,4 +1,4 @@
-"""Requirements of all clients of servers with token ids, against each face of the scripted server."""
+"""Requirements of all clients for servers with token ids, tested with each face of the scripted server."""
 
 import pytest
 

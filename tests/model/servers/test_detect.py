@@ -1,4 +1,4 @@
-"""The protocol of a server: configured, or detected over real HTTP."""
+"""Protocol of a server: configured, or detected over real HTTP."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The llama.cpp client against the scripted server's llama.cpp face over real HTTP, and invalid answers."""
+"""The llama.cpp client with the scripted server's llama.cpp face over real HTTP, and with invalid answers."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ async def test_disconnecting_stops_the_sampling() -> None:
 
 
 async def test_an_answer_that_the_server_lost_is_not_sampled_again() -> None:
-    """Sampling until the text is UTF-8 would be another policy than the trained one."""
+    """Repeated sampling until the text is UTF-8 would change the policy."""
     asked = 0
 
     async def loses(scope: Scope, receive: Receive, send: Send) -> None:

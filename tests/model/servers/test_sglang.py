@@ -1,4 +1,4 @@
-"""The SGLang client against the scripted server's SGLang face, over real HTTP."""
+"""The SGLang client with the scripted server's SGLang face, over real HTTP."""
 
 import asyncio
 from functools import partial

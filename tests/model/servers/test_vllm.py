@@ -1,4 +1,4 @@
-"""The vLLM client against the scripted server, over real HTTP, with every fault of a server."""
+"""The vLLM client with the scripted server, over real HTTP, with every fault of a server."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ async def test_an_overloaded_server_is_retried() -> None:
 
 
 class Pauses(FakeClock):
-    """Clock that sleeps no time, and records the durations."""
+    """Clock that records sleeping times and returns without delay."""
 
     def __init__(self) -> None:
         super().__init__()

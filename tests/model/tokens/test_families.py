@@ -1,4 +1,4 @@
-"""The model families: their calls, their turns, and prompts that continue everything before."""
+"""Model families: their calls, their turns, and prompts that start with all earlier tokens."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_every_sampled_turn_is_closed_exactly_once(
 
 
 def test_a_stop_token_may_open_the_next_turn() -> None:
-    """GLM: the stop token is part of the next message if it is the right one."""
+    """GLM's stop token may be the first token of the next message."""
     renderer = family_renderer("glm")
     tool, user = (renderer.tokenizer.encode(text).ids for text in ("<|observation|>", "<|user|>"))
     assert set(renderer.stop_ids) == {*tool, *user}
@@ -109,7 +109,7 @@ def step(renderer: TemplateRenderer, reasoning: Any, new: dict[str, Any]) -> tup
 
 
 def test_reasoning_is_kept_or_dropped_as_configured() -> None:
-    """Qwen's template drops reasoning once a user message follows: only then is there a fork."""
+    """Qwen's template drops reasoning before a user message, so only a user message causes a fork."""
     renderer, user = family_renderer("coder"), {"role": "user", "content": "Go on."}
     context, kept = step(renderer, "keep", user)
     assert isinstance(kept, Append)

@@ -1,4 +1,5 @@
-"""Damaged tool calls in every format: no call contains text of two, and intact calls are carried out."""
+"""Damaged tool calls in every format: no parsed call contains text of two calls, and intact calls are
+parsed."""
 
 import json
 from collections.abc import Callable

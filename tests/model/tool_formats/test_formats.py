@@ -1,4 +1,5 @@
-"""Every format of tool calls: written calls are read, broken ones are reported, and parsing never raises."""
+"""Formats of tool calls: valid calls are parsed, broken calls are reported, and parsing never raises an
+error."""
 
 import json
 from typing import Any
@@ -78,7 +79,7 @@ def test_a_call_is_read(name: str, text: str) -> None:
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN)
 def test_a_truncated_call_is_not_a_call(name: str, text: str) -> None:
-    """For every length of the answer: no call before it is complete, and then the same one."""
+    """Prefixes of an answer have no call before the call is complete, and then always the same call."""
     for end in range(len(text)):
         turn = FORMATS[name].turn(text[:end], declared=DECLARED)
         assert all(call.name == "bash" for call in turn.calls)
