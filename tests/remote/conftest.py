@@ -31,7 +31,7 @@ async def url(desk: ResourcesDesk) -> AsyncIterator[str]:
 
 @pytest.fixture
 def family(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Family]:
-    """Make the resources server an environment; seeds are retried at once."""
+    """Make an environment of the resources server; seeds are retried without delay."""
     monkeypatch.setattr("prorl_envs.remote.environment.SEED_PAUSES_S", (0.0, 0.0))
 
     def make(**bounds: Any) -> Family:

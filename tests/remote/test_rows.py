@@ -1,4 +1,4 @@
-"""NeMo Gym rows as tasks, and conversations as responses: pure functions."""
+"""Conversion of NeMo Gym rows to tasks, and of conversations to responses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A resources server's tasks through the three stages: success and every failure."""
+"""Tasks of a resources server in the three stages: success and every failure."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A service over toy environments that a test can hold at any step."""
+"""Service with toy environments that a test can stop at any step."""
 
 import asyncio
 import importlib.util
@@ -32,7 +32,7 @@ def renderer() -> TemplateRenderer:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
-    """The URL of a real PostgreSQL, for the whole run."""
+    """PostgreSQL server for the whole test run; yields the URL."""
     if postgres_programs() is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     if importlib.util.find_spec("psycopg") is None:
@@ -43,7 +43,7 @@ def postgres_server() -> Iterator[str]:
 
 @pytest.fixture
 def postgres_url(postgres_server: str) -> str:
-    """A new database without a store."""
+    """URL of a new database without a store."""
     import psycopg
 
     with psycopg.connect(postgres_server, autocommit=True) as session:
@@ -56,7 +56,7 @@ type OpenStore = Callable[..., AbstractAsyncContextManager[SqlStore]]
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
-    """Open the same durable store repeatedly, each time with the given bounds."""
+    """Function that opens the same durable store again, with the given bounds."""
     if request.param == "postgres":
         url = request.getfixturevalue("postgres_url")
         from prorl_envs.rollout.store.postgres import PostgresStore
@@ -112,11 +112,11 @@ class Bench:
                     return result
 
     async def idle(self) -> None:
-        """Return once every environment is closed."""
+        """Wait until every environment is closed."""
         await self.world.until(lambda: self.world.open == 0)
 
     async def gone(self) -> None:
-        """Return once the service holds no job, finished and closed ones included."""
+        """Wait until the service has no jobs, not even finished or closed ones."""
         while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""A service in a process of its own that tests kill."""
+"""Service in its own process, for tests that kill the service."""
 
 import asyncio
 import os
@@ -43,7 +43,8 @@ def free_port() -> int:
 
 @contextmanager
 def service(model: str, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a service in a process of its own. The caller stops it; the block's end only waits for it."""
+    """Start a service in its own process. The caller stops the service; the end of the block waits for its
+    exit."""
     arguments = [model, str(port), str(folder / "store.db"), str(folder / "cache")]
     environ = {**os.environ, "PYTHONPATH": str(Path(prorl_envs.__file__).parents[1])}
     with (
@@ -58,6 +59,7 @@ def service(model: str, port: int, folder: Path) -> Iterator[subprocess.Popen[by
 
 
 async def sandboxes_gone(run_dir: Path, before: Collection[object]) -> None:
-    """Return once all processes that are not in `before` have ended. The test's own timeout bounds this."""
+    """Wait until all processes that are not in `before` have ended. The test's own timeout limits the
+    wait."""
     while OpenResources.now(run_dir).processes.keys() - before:  # noqa: ASYNC110 - other processes have no event
         await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The families end to end through the service with the scripted model, and through gymnasium."""
+"""Complete episodes of the families with the scripted model, in the service and with gymnasium."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ def reproducible_parts(result: Result) -> dict[str, Any]:
 
 
 def through_gymnasium(rows: dict[str, dict[str, Any]], cache: Path) -> dict[str, dict[str, Any]]:
-    """Return the same parts of episodes that play the references as actions, by family."""
+    """Return the same parts of gymnasium episodes that use the references as actions, by family."""
     runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
     try:
         return {name: stepped(name, row, runner) for name, row in rows.items()}
@@ -122,7 +122,7 @@ def stepped(name: str, row: dict[str, Any], runner: Runner) -> dict[str, Any]:
 
 
 def steady(value: Any) -> Any:
-    """Return `value` without its measured parts."""
+    """Return `value` without measured times."""
     if isinstance(value, dict):
         return {key: steady(inner) for key, inner in value.items() if key not in MEASURED}
     return [steady(inner) for inner in value] if isinstance(value, list) else value

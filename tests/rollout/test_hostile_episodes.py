@@ -99,7 +99,7 @@ async def test_each_agent_is_graded_on_its_own_files(
 async def test_a_check_that_hangs_is_a_failed_check(
     driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    """For the grader a hanging check is the agent's own work, which has used up its time."""
+    """A hanging check runs the agent's code, so the grader counts it as failed."""
     hangs = {"type": "command", "name": "hangs", "command": "sleep 1000", "timeout_s": 0.5}
     agents = {"endless": "echo yes >answer", "solver": AGENTS["solver"]}
     async with running(driver, renderer, tmp_path, agents) as client:

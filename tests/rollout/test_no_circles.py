@@ -57,7 +57,8 @@ class Tape:
 
 @contextmanager
 def collected() -> Iterator[list[object]]:
-    """Collect the objects of the block that only the garbage collector frees; complete at its end."""
+    """Collect the objects of the block that only the garbage collector frees. The list is complete at the end
+    of the block."""
     found: list[object] = []
     gc.collect()
     gc.disable()

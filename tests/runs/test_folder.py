@@ -1,4 +1,4 @@
-"""The folder of a run: appended results, resumption, and the errors that keep results from being lost."""
+"""The folder of a run: appended results, resumption, and errors that prevent the loss of results."""
 
 import fcntl
 import os
@@ -201,7 +201,7 @@ def test_missing_samples_keep_their_index(tmp_path: Path) -> None:
 
 
 def test_missing_samples_keep_their_seed(tmp_path: Path) -> None:
-    """The service adds a sample's index to the seed, so that sample 2 of seed 5 is sampled with 7."""
+    """The service adds a sample's index to the seed: sample 2 of seed 5 is sampled with seed 7."""
     seeded = group(sampling=Sampling(seed=5))
     with RunFolder.create(tmp_path, DESCRIPTION, [seeded]) as folder:
         folder.append(result(1))

@@ -1,4 +1,4 @@
-"""Statistics of a run, and the comparison of two, on numbers worked out by hand."""
+"""Statistics of a run, and the comparison of two runs, checked with numbers calculated by hand."""
 
 import math
 from fractions import Fraction
@@ -53,7 +53,7 @@ def test_standard_error_of_single_samples_is_the_usual_one() -> None:
 
 
 def test_samples_of_one_task_are_not_independent() -> None:
-    """Ten samples with the same reward carry no more information about a task than one."""
+    """Ten samples with the same reward give no more information about a task than one sample."""
     once = clustered_error([[0.0], [1.0]], 0.5)
     tenfold = clustered_error([[0.0] * 10, [1.0] * 10], 0.5)
     assert once == pytest.approx(tenfold) == pytest.approx(0.5)

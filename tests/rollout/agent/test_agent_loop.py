@@ -283,7 +283,7 @@ async def test_the_turn_limit(renderer: TemplateRenderer) -> None:
 async def test_a_model_call_at_the_time_limit(
     renderer: TemplateRenderer, tool_s: float, model_s: float
 ) -> None:
-    """Graded if the policy used up the time, but not if a single model call did."""
+    """The episode is graded if the policy used up the time, but not if a single model call did."""
     played = Played(renderer, lambda *_: [say("never")], run_s=10)
     answering = asyncio.Event()
     answering.set()

@@ -17,7 +17,7 @@ ODD = '<tool_call>{"name":"say", "arguments":{"text":"one"}}</tool_call>'
 
 
 async def play(reasoning: str) -> tuple[Ledger, list[tuple[int, ...]]]:
-    """Return the ledger of three turns, the first in another spelling, and the prompts."""
+    """Return the ledger of three turns, the first of which has another tokenisation, and the prompts."""
     renderer = builtin_renderer()
     model = ToyModel(
         renderer,

@@ -1,4 +1,4 @@
-"""The token ledger alone: rows, masks, and the count of positions at which a prompt differs."""
+"""The token ledger without a model: rows, masks, and the number of positions at which a prompt differs."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Model with rewards and pace set by a test, and short requests, for tests of batches."""
+"""Helpers for tests of batches: a model whose rewards and pace a test sets, and short requests."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ type Rewards = Callable[[str, int], float]
 
 
 def by_sample(_: str, sample: int) -> float:
-    """Alternate between 0 and 1 within a group, so that every group is informative."""
+    """Return rewards that alternate between 0 and 1 within a group, so that every group is informative."""
     return float(sample % 2)
 
 
 class PacedModel(ToyModel):
-    """Model that finishes each episode with the reward of a function of group id and sample, as soon as
-    neither the group nor the job is held."""
+    """Model that finishes each episode with a reward, a function of group id and sample. It waits while the
+    group or the job is held."""
 
     def __init__(self, renderer: TemplateRenderer, rewards: Rewards = by_sample) -> None:
         self.renderer = renderer

@@ -1,4 +1,4 @@
-"""The plan of a batch alone: groups to start, keep and cancel, for results in any order."""
+"""The plan of a batch without a service: groups to start, keep and cancel, for results in any order."""
 
 import random
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ def test_the_bounds_of_the_filter_are_inclusive() -> None:
 
 
 def test_a_spread_at_the_threshold_is_uninformative() -> None:
-    """Rewards that are this close count as equal; if they differ by more, they are informative."""
+    """Rewards whose spread is at most the threshold count as equal."""
     assert uninformative(GroupFilter(), [0.0, SPREAD]) == "equal_rewards"
     assert uninformative(GroupFilter(), [0.0, 2 * SPREAD]) == ""
 

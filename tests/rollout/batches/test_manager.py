@@ -1,4 +1,4 @@
-"""Batches in a running service: replaced, finished early, carried over; shared, bounded, cancelled."""
+"""Batches in a running service: replacement, early end, carry-over, shares, bounds, cancellation."""
 
 import asyncio
 from collections import Counter

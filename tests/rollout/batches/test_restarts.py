@@ -1,4 +1,5 @@
-"""Batches of a service that is killed at any moment: the next one makes the same decisions and continues."""
+"""Batches of a service that is killed at any time: the next service makes the same decisions and
+continues."""
 
 import asyncio
 import random
@@ -48,7 +49,7 @@ SECOND = batch(
 
 
 def rewards(group: str, sample: int) -> float:
-    """Make every third group informative, whichever of its samples finish first."""
+    """Make every third group informative, regardless of the order of its samples."""
     return sample * 0.5 if int(group.rpartition("/")[2]) % 3 == 1 else 1.0
 
 
@@ -60,7 +61,8 @@ class Photographed(SqliteStore):
         self.pictures: list[Path] = []
 
     def _commit(self) -> None:
-        """Write one item per transaction: how many share one depends on the machine."""
+        """Write one item per transaction, because the usual number of items per transaction depends on the
+        machine."""
         first, *others = self._waiting
         self._waiting = [first]
         super()._commit()
@@ -86,7 +88,7 @@ async def started(store: SqliteStore, model: PacedModel) -> RolloutService:
 
 
 async def train(service: RolloutService, model: PacedModel) -> None:
-    """Two steps of a trainer. It acts the same after every restart, and does not notice them."""
+    """Run two steps of a trainer, which does not notice the restarts."""
     batches = service.batches
     await batches.submit(FIRST)
     await batches.extend("a", BatchTasks(first=9, tasks=rows(3, first=9), stream_open=False))
@@ -151,7 +153,7 @@ async def _goes_on(picture: Path, model: PacedModel, final: dict[str, list[Any]]
 
 
 async def test_a_cancelled_batch_stays_cancelled(make_bench: Any, renderer: TemplateRenderer) -> None:
-    """Also if it was killed before the cancellation of its jobs was recorded."""
+    """This holds also if the service was killed before it recorded the cancellation of the batch's jobs."""
     model = PacedModel(renderer)
     model.hold("a/1")
     bench = await make_bench(model=model)
@@ -169,7 +171,7 @@ async def test_a_cancelled_batch_stays_cancelled(make_bench: Any, renderer: Temp
 async def test_stale_groups_are_cancelled_after_a_restart(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
-    """If it was killed after the next batch was stored and before the cancellations were recorded."""
+    """The service was killed after it stored the next batch, but before it recorded the cancellations."""
     model = PacedModel(renderer)
     model.hold("a/0")
     bench = await make_bench(model=model)

@@ -1,4 +1,4 @@
-"""The synchronous client: all methods of the other one, from a thread without an event loop."""
+"""The synchronous client: all methods of the asynchronous client, from a thread without an event loop."""
 
 import asyncio
 import inspect

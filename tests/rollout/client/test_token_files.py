@@ -1,4 +1,4 @@
-"""A service without a configured token: only clients of its own user can authenticate."""
+"""Service without a configured token: only clients of the same user can authenticate."""
 
 import logging
 import os

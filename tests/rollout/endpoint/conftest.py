@@ -1,4 +1,4 @@
-"""A model endpoint on loopback, over a toy model of the test or the scripted server."""
+"""Model endpoint on loopback with a toy model or the scripted server."""
 
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -77,7 +77,7 @@ async def endpoint(
 async def doorstep(
     served: Served, *, connections: int = 8, idle_s: float = INSIDE.keep_alive_s
 ) -> AsyncIterator[HttpListener]:
-    """Serve the session on a socket as in a sandbox."""
+    """Serve the session on a socket like that of a sandbox."""
     listener = socket.create_server(("127.0.0.1", 0))
     app = EndpointApp(lambda key: served.session if key == served.key else None)
     limits = replace(INSIDE, connections=connections, head_s=idle_s, keep_alive_s=idle_s)
@@ -90,7 +90,7 @@ async def doorstep(
 
 @asynccontextmanager
 async def toy_endpoint(play: Play, **options: Any) -> AsyncIterator[Served]:
-    """Serve an endpoint whose model answers as `play` returns."""
+    """Serve an endpoint whose model samples the results of `play`."""
     async with endpoint(ToyModel(builtin_renderer(), play), **options) as served:
         yield served
 
@@ -102,7 +102,7 @@ async def scripted_endpoint(
     server: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[Served, ScriptedServer]]:
-    """Serve an endpoint over a real pool and the scripted model server, over HTTP."""
+    """Serve an endpoint with a real pool and the scripted model server over HTTP."""
     async with AsyncExitStack() as stack:
         book = ScriptBook.from_tapes(tapes)
         played = await stack.enter_async_context(ScriptedServer(book, **(server or {})))
@@ -126,7 +126,7 @@ def check_rows(rows: Sequence[Trajectory]) -> None:
 
 
 def validated(messages: Sequence[Message]) -> list[Message]:
-    """Return messages as a request's `MessageList` holds them."""
+    """Return the messages that a request's `MessageList` contains after validation."""
     dialogue = MessageList()
     for number, message in enumerate(messages):
         dialogue.add(message, number)

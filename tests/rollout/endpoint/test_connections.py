@@ -1,4 +1,4 @@
-"""Slow, endless and half-open clients on raw sockets against the sandbox listener: each loses at most its own
+"""Slow, endless and half-open clients of a sandbox's listener on raw sockets: each loses only its own
 connection."""
 
 import asyncio
@@ -42,7 +42,7 @@ async def end(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("before", [b"", b"first"])
 async def test_a_head_sent_byte_by_byte_is_disconnected(before: bytes) -> None:
-    """Also between two requests, where each byte could restart the timeout."""
+    """The limit also holds between two requests, and a byte does not restart it."""
     async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served, idle_s=0.3) as step:
         async with connected(step.port) as (reader, writer):
             if before:
@@ -153,7 +153,7 @@ async def test_a_giant_body_is_refused_before_it_is_read() -> None:
 
 
 async def test_an_unread_stream_stops_only_its_own_generation() -> None:
-    """The client asks for a long answer, reads none of it and disconnects."""
+    """The client requests a long answer, does not read it, and disconnects."""
     tape: Any = {"x": [[{"tool": "ls", "arguments": {}, "content": "word " * 3000}]]}
     opening = scripted_endpoint(tape, server={"tokens_per_s": 500.0})
     async with opening as (served, server), doorstep(served) as step:

@@ -1,5 +1,5 @@
-"""Harnesses in real sandboxes without a network, through the service: a small agent written with the standard
-library, and failures of agents."""
+"""Harnesses in real sandboxes without a network, run by the service: a small agent of the standard library,
+and failures of agents."""
 
 import pickle
 import shutil
@@ -156,7 +156,7 @@ async def test_the_endpoint_is_on_the_loopback_of_sandboxes_of_other_drivers(
 
 
 async def test_an_answer_that_a_harness_did_not_read_is_in_its_result(node: Node) -> None:
-    """The result is complete in every encoding."""
+    """The result contains the complete answer in every encoding."""
     script = (
         CALL
         + """\
@@ -219,7 +219,7 @@ async def test_a_recipe_can_allow_other_exit_statuses(node: Node) -> None:
 
 
 async def test_an_endless_harness_meets_a_limit(node: Node) -> None:
-    """It ignores refusals; it is stopped and graded."""
+    """The harness ignores refusals; it is stopped and graded."""
     script = CALL + "while True:\n  try: ask(messages)\n  except OSError: pass"
     async with serving(node, recipe(script), toy(lambda *_: "Hello.")) as service:
         (result,) = await play(service, max_turns=3, run_s=3)
@@ -249,7 +249,8 @@ async def test_a_full_context_is_refused_and_stops_with_the_token_limit(node: No
 
 
 async def test_parallel_sub_agents_and_floods_from_inside(node: Node) -> None:
-    """Forty idle connections, garbage, wrong keys, parallel conversations: each answer is recorded once."""
+    """Each answer is recorded once despite forty idle connections, garbage, wrong keys and parallel
+    conversations."""
     script = (
         CALL
         + """\
@@ -290,7 +291,7 @@ agents: {mine: {harness: {command: ["true"]}}}
 def test_commands_that_replay_actions_leave_the_harness_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`validate` and `play` warn and run without the harness; the gymnasium environment refuses it."""
+    """`validate` and `play` warn and run without the harness; the gymnasium environment raises an error."""
     (tmp_path / "settings.yaml").write_text(SETTINGS)
     config = tmp_path / "settings.yaml"
     catalog = Catalog.of(load_settings(config))

@@ -1,4 +1,4 @@
-"""Clients that attack the endpoint on raw sockets: all others are still answered."""
+"""Clients that attack the endpoint on raw sockets; all other clients still get answers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Agents that run elsewhere: an episode's endpoint at the service's own address, with its own key."""
+"""Agents outside the service: an episode's endpoint at the service's address, with the episode's key."""
 
 import sys
 from asyncio.subprocess import PIPE, create_subprocess_exec
@@ -108,7 +108,7 @@ async def test_an_episode_driven_by_tokens_has_no_endpoint(renderer: TemplateRen
 async def test_the_example_runs_unmodified(
     shared_driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    """OpenAI's own client against a service with the scripted model."""
+    """OpenAI's own client with a service and the scripted model."""
     task = read_tasks(BashEnvironment.load, ROOT / "envs" / "bash" / "data" / "example.jsonl")[0]
     tape = [[{"tool": call.tool, "arguments": call.arguments}] for call in task.reference]
     book = ScriptBook.from_tapes({task.instruction: tape})

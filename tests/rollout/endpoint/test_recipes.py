@@ -1,5 +1,5 @@
 """Every known harness, unmodified, from its registry: real tasks in sandboxes without a network, with the
-scripted model. Installs missing ones into the cache; run by `make test-harnesses`."""
+scripted model. `make test-harnesses` runs these tests; they install missing harnesses into the cache."""
 
 import json
 from contextlib import AsyncExitStack
@@ -31,7 +31,7 @@ INSTANCE = "psf__requests-2931"
 
 
 async def played(driver: BubblewrapDriver, environment: str, harness: str, row: dict[str, Any]) -> Result:
-    """Run one rollout with a model that samples other tokenisations than the template's."""
+    """Run one rollout with a model that samples another tokenisation than the template's."""
     cache = default_cache_dir()
     try:
         await install(RECIPES[harness], cache, print)

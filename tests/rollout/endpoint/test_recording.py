@@ -1,4 +1,4 @@
-"""Conversations as harnesses write them, and their rows of token ids. Without HTTP."""
+"""Conversations in the formats of harnesses, and their rows of token ids, without HTTP."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Talk:
         self.prompts: list[list[int]] = []
 
     def ask(self, messages: Sequence[Message], *, says: Message | list[int]) -> Message:
-        """Make one call; return the message that a harness would keep."""
+        """Make one call; return the message that a harness would add to its history."""
         pending = self.recording.prompt(validated(messages), TOOLS)
         ids = says if isinstance(says, list) else self.renderer.assistant(says)
         sampled = Sampled(tuple(ids), (-0.5,) * len(ids), "stop", "1", "here")
@@ -93,7 +93,7 @@ def test_a_continued_conversation_is_one_row(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["hermes", "coder"])
 def test_readable_calls_beside_an_unreadable_one_are_sent(family: str) -> None:
-    """The text holds the unreadable call; what comes back continues the same row."""
+    """The text contains the unreadable call, and the next request continues the same row."""
     renderer = family_renderer(family)
     broken = {
         "hermes": '<tool_call>\n{"name": "ls", "arguments": {"command": "ls}}\n</tool_call>',
@@ -198,7 +198,7 @@ def test_conversations_are_equal_only_if_every_part_is() -> None:
 
 
 def test_another_tokenisation_is_kept() -> None:
-    """The sampled ids differ from the template's own tokenisation, and return to the model unchanged."""
+    """The sampled ids differ from the template's tokenisation; the next prompt contains them unchanged."""
     talk = Talk()
     odd = [*talk.renderer.tokenizer.encode("i").ids, *talk.renderer.tokenizer.encode("s").ids]
     assert odd != talk.renderer.tokenizer.encode("is").ids
@@ -314,7 +314,8 @@ def test_calls_with_equal_text_have_different_ids() -> None:
 
 @given(st.data())
 def test_any_tree_of_requests_becomes_rows_without_loss(data: st.DataObject) -> None:
-    """Harnesses continue, return to, cut and rewrite anything; every answer is trained on exactly once."""
+    """Harnesses may continue, repeat, cut and rewrite any history; every answer is trained on exactly
+    once."""
     talk = Talk()
     words = st.sampled_from(["a", "b", "<|im_end|>", "x y", "<tool_call>", "é"])
     histories: list[list[Message]] = [[user("a")]]

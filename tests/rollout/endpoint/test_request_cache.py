@@ -1,4 +1,4 @@
-"""Requests parsed with a cache of earlier ones: the outcome equals that of an empty cache."""
+"""A cache of parsed requests does not change the result of parsing."""
 
 import json
 from typing import Any
@@ -81,7 +81,7 @@ async def outcome(reader: RequestCache, shape: Shape, body: bytes) -> EndpointRe
 
 @given(st.data())
 async def test_cached_requests_do_not_change_the_outcome(data: st.DataObject) -> None:
-    """Histories grow, are cut and are changed anywhere, in any order, in all shapes at once."""
+    """Histories of all shapes grow, are cut and are changed anywhere, in any order."""
     known = RequestCache()
     histories: list[Any] = [[] for _ in SHAPES]
     for _ in range(data.draw(st.integers(1, 10))):

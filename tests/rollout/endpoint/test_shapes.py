@@ -1,4 +1,4 @@
-"""The three API shapes, used by the vendors' own clients."""
+"""The three API shapes, tested with the vendors' own clients."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ ANTHROPIC_TOOLS: Any = [{"name": "ls", "input_schema": LS}]
 
 
 def one_row(served: Served) -> None:
-    """Check that both turns are one contiguous row: no client's way of writing history forks it."""
+    """Check that both turns are one contiguous row, regardless of the client's format of the history."""
     check_rows(served.rows)
     (row,) = served.rows
     assert len(row.turns) == 2 and row.parent is None
@@ -181,7 +181,7 @@ async def test_a_truncated_answer_is_marked_in_each_shape() -> None:
 
 
 async def test_the_rollout_s_own_sampling_is_used() -> None:
-    """A trainer computes with one temperature; the harness's sampling options are ignored."""
+    """The trainer's loss assumes the rollout's temperature, so the harness's sampling options are ignored."""
     sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=64)
     async with toy_endpoint(play, sampling=sampling) as served, openai_client(served) as client:
         messages: Any = [{"role": "user", "content": "x"}]

@@ -105,7 +105,7 @@ async def test_tokens_sampled_for_a_disconnected_client_are_kept_apart(stream: b
 
 
 async def _sampled(served: Served) -> None:
-    """Return once tokens were sampled."""
+    """Wait until tokens have been sampled."""
     while not any(live.partial and live.partial.ids for live in served.session.answers):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
@@ -140,7 +140,7 @@ async def test_a_server_lost_within_a_stream_is_an_error_of_the_stream() -> None
 
 @pytest.mark.parametrize("family", ["hermes", "coder", "llama", "harmony", "gemma", "kimi"])
 def test_streamed_text_is_a_prefix_of_the_answer(family: str) -> None:
-    """However the ids are split, no part of a call is streamed as text, and no text has to be taken back."""
+    """For any split of the ids, no part of a call is streamed as text, and streamed text is never revised."""
     renderer = family_renderer(family)
     arguments = {"command": "a < b && c [d] {e}"}
     message = {

@@ -213,7 +213,7 @@ async def test_ready_follows_the_service_and_health_the_process(
 async def test_no_id_is_reported_unknown_before_the_store_is_read(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
-    """A reader of a killed service asks the restarted one at once."""
+    """A reader of a killed service sends requests to the restarted service immediately."""
     store = (await make_bench()).service.store
     service = build_service(
         empty_node(), {"toy": ToyWorld().family()}, renderer, PacedModel(renderer), store=store

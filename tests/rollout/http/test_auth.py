@@ -129,7 +129,7 @@ async def test_a_new_route_is_closed_to_tenants(bench: Any) -> None:
 
 
 async def test_no_route_runs_its_dependencies_in_a_thread(bench: Any) -> None:
-    """Each switch to a thread and back waits for the interpreter, behind all work of the event loop."""
+    """Each switch to a thread and back waits until the event loop releases the interpreter."""
     todo = [
         route.dependant for route in create_app(bench.service, SETTINGS).routes if isinstance(route, APIRoute)
     ]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 class PaperClient:
-    """Client that acts like those in the paper's repository: plain requests, checks of status and body."""
+    """Client like those in the paper's repository, with plain requests and checks of status and body."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http

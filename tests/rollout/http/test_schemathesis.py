@@ -1,5 +1,5 @@
-"""Valid and invalid requests generated from the service's own OpenAPI document: no answer is a 500, and all
-are documented."""
+"""Valid and invalid requests generated from the service's OpenAPI document: no answer is a 500, and all
+answers are documented."""
 
 import asyncio
 from collections import Counter
@@ -46,7 +46,7 @@ GENERATED = schemathesis.GenerationMode
 
 
 def make_sense(case: Any) -> None:
-    """Use existing ids, environments and rows, which the document cannot name."""
+    """Replace ids, environments and rows by existing ones, which the document does not contain."""
     for name in case.path_parameters or {}:
         case.path_parameters[name] = KNOWN[name]
     for body in case.body if isinstance(case.body, list) else [case.body]:
@@ -65,7 +65,7 @@ def make_sense(case: Any) -> None:
 
 
 def prepare(url: str, session: requests.Session) -> None:
-    """Create groups, episodes and batches to ask for."""
+    """Create groups, episodes and batches for requests."""
     session.post(f"{url}/v1/resume").raise_for_status()
     session.post(f"{url}/start")
     session.post(f"{url}/add_llm_server", json={"address": SERVER})
@@ -78,7 +78,7 @@ def prepare(url: str, session: requests.Session) -> None:
 
 
 def check(operation: Any, url: str, session: requests.Session) -> Counter[int]:
-    """Send requests to one operation that the document allows, and some that it does not.
+    """Send valid and invalid requests to one operation.
 
     Returns:
         how often each status was answered.

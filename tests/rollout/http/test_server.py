@@ -1,4 +1,4 @@
-"""Server and client over real TCP, and the server as a process that receives signals."""
+"""Server and client over real TCP, and signals to the server's process."""
 
 import asyncio
 import signal

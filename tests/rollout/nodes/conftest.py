@@ -1,4 +1,4 @@
-"""A service whose jobs run on nodes, all in the test's event loop."""
+"""Service with nodes, all in the test's event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -39,12 +39,12 @@ class DownModel:
         raise ServerUnavailable("it is down")
 
     async def aclose(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no connection."""
 
 
 @dataclass
 class Site:
-    """A service and its nodes. Each node has a world of its own."""
+    """Service and its nodes. Each node has its own world."""
 
     renderer: TemplateRenderer
     model: ModelClient
@@ -57,7 +57,7 @@ class Site:
     worlds: dict[str, ToyWorld] = field(default_factory=dict)
 
     async def join(self, name: str, *, ready: bool = True, **limits: int) -> LocalNode:
-        """Start a node and return once it has joined."""
+        """Start a node, and wait until it has joined."""
         world = self.worlds[name] = ToyWorld()
         families = {"toy": world.family()}
         prepared = NodeResources(empty_node(), families, self.renderer, self._connect)
@@ -89,7 +89,7 @@ class Site:
         return found
 
     async def settled(self) -> None:
-        """Return once no job holds anything."""
+        """Wait until no job has resources."""
         while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 

@@ -311,7 +311,8 @@ async def test_a_pause_does_not_wait_for_a_hung_node(make_site: Any) -> None:
 
 
 async def test_a_node_that_does_not_answer_is_lost_and_closes_everything(make_site: Any) -> None:
-    """Neither side needs the other: the head repeats the job elsewhere, the node stops its own attempt."""
+    """Head and node act independently: the head repeats the job on another node, and the node stops its
+    attempt."""
     clock = FakeClock()
     site = await make_site(clock=clock, terms={"heartbeat_timeout_s": 30.0})
     hung = await site.join("hung")
@@ -363,7 +364,7 @@ async def test_a_call_that_was_stopped_before_it_arrived_does_not_sample(rendere
 
 
 async def run_ready_callbacks() -> None:
-    """Let everything go on that waits for no time."""
+    """Run all callbacks that are ready, until only timers are pending."""
     for _ in range(50):
         await asyncio.sleep(0)
 

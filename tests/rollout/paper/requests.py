@@ -1,8 +1,8 @@
 """Recorded requests of the clients of the ProRL Agent paper's server.
 
-`run_math.py` sends each row of its table, `run_swe.py` the column `instance` of each; both add the row's
-number as `trajectory_id`. They register the model servers, start, process all rows at once, and stop. A
-trainer first removes the model servers of the step before; it has columns and sampling parameters of its own.
+`run_math.py` sends each row of its table, `run_swe.py` the column `instance` of each row; both add the row's
+number as `trajectory_id`. They register the model servers, start, process all rows concurrently, and stop. A
+trainer first removes the model servers of the previous step; it has its own columns and sampling parameters.
 """
 
 import json
@@ -83,7 +83,7 @@ def swe_row(row: Body) -> Body:
     """Return an instance as `prepare_data.py` writes it: its kind, and null in columns of other kinds.
 
     Args:
-        row: of SWE-bench; `x_env`, a JSON text, says how to build it without an image.
+        row: row of SWE-bench; its column `x_env` is a JSON text with the build recipe without an image.
     """
     kept = {key: value for key, value in row.items() if not key.startswith("x_") and key != "difficulty"}
     others = dict.fromkeys(("docker_image", "parsed_commit_content", "commit_hash", "old_commit"))
@@ -92,7 +92,7 @@ def swe_row(row: Body) -> Body:
 
 
 def script_requests(rows: Sequence[Body], llm: str) -> Iterator[Sent]:
-    """Yield the requests of `run_math.py` and `run_swe.py`, in order; those of `/process` come at once."""
+    """Yield the requests of `run_math.py` and `run_swe.py`, in order; those of `/process` are concurrent."""
     yield "/add_llm_server", {"address": llm}
     yield "/start", None
     for number, row in enumerate(rows):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(500)
 def run(
     folder: Path, script: str, start: Path, rows: Sequence[Body], llm: str, variables: dict[str, str]
 ) -> str:
-    """Run a script of the checkout with `start` in the place of its server.
+    """Run a script of the checkout with `start` in place of its server.
 
     Returns:
         its output.

@@ -1,4 +1,4 @@
-"""The queue alone: priorities, shares by weight, and no advantage from pausing."""
+"""The queue without a service: priorities, shares by weight, and no advantage from pausing."""
 
 from collections import Counter
 

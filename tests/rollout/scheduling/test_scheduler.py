@@ -1,4 +1,4 @@
-"""The scheduler alone: which stages may start, which must stop, and that no job is ever lost."""
+"""The scheduler without a service: stages to start and to stop; no job is ever lost."""
 
 import random
 from collections import Counter, defaultdict
@@ -244,7 +244,7 @@ def test_impossible_events_raise_errors() -> None:
 
 
 def nodes(**live: int) -> Scheduler:
-    """A scheduler for nodes on other machines, each with room for that many jobs."""
+    """Return a scheduler for nodes on other machines, with a number of slots for each."""
     scheduler = Scheduler(WIDE, here=False)
     for name, count in live.items():
         assert (

@@ -1,4 +1,4 @@
-"""Interactive episodes, driven by tokens, by tool calls or by the service's own loop, and how they end."""
+"""Interactive episodes, driven by tokens, by tool calls or by the service's own loop, and their ends."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -207,7 +207,7 @@ async def test_a_restart_repeats_an_interrupted_attempt_but_counts_earlier_failu
 
 
 class Counting(MemoryStore):
-    """Store that records which starts were waited for."""
+    """Store that records the starts for which the service waits."""
 
     durable = True
 

@@ -1,4 +1,4 @@
-"""Read and unread results: each way in which readers receive results, and the results that stay unread."""
+"""Read and unread results: the ways to read results, and results that stay unread."""
 
 import asyncio
 import logging

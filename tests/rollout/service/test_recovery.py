@@ -1,4 +1,4 @@
-"""Recovery of unfinished jobs after a restart, and the statistics of stored groups. Without a service."""
+"""Recovery of unfinished jobs after a restart, and statistics of stored groups, without a service."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Promises of durable stores beyond those of every store: over restarts, and when closed."""
+"""Promises of durable stores in addition to those of every store, about restarts and closing."""
 
 import asyncio
 import random
@@ -300,7 +300,7 @@ async def test_many_results_are_dropped_in_several_transactions(
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_no_sequence_of_reads_and_restarts_drops_an_unread_result(opened: OpenStore, seed: int) -> None:
-    """Compare the store with a model of what must be kept: every unread result, and the newest ones."""
+    """Compare the store with a model of its content: every unread result, and the newest read results."""
     chance, time = random.Random(seed), 0.0
     bounds = {"max_results": chance.randint(1, 9), "max_tokens": chance.randint(1, 300)}
     tokens: dict[int, int] = {}  # by cursor

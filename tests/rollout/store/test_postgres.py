@@ -1,4 +1,5 @@
-"""Promises of the PostgreSQL store beyond those of every store: broken sessions and other services."""
+"""Promises of the PostgreSQL store in addition to those of every store, about broken sessions and other
+services."""
 
 import asyncio
 import contextlib
@@ -35,7 +36,7 @@ async def opened(url: str) -> AsyncIterator[PostgresStore]:
 
 
 async def end_sessions(url: str) -> None:
-    """Kill every session of the store, as a server restart does, and return when they are gone."""
+    """Kill every session of the store like a server restart, and wait until they are gone."""
 
     def end() -> None:
         with psycopg.connect(url, autocommit=True) as session:
@@ -47,8 +48,8 @@ async def end_sessions(url: str) -> None:
 
 @asynccontextmanager
 async def losing_answers(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Proxy to the same server that loses the answer to the next COMMIT, with the connection, each time that
-    the event is set."""
+    """Run a proxy to the server. Each time the event is set, the proxy loses the answer to the next COMMIT
+    and closes the connection."""
     upstream = url.partition("host=")[2] + "/.s.PGSQL.5432"
     lose = asyncio.Event()
 

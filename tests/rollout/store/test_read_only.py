@@ -1,4 +1,4 @@
-"""A store as read by other programs while the service writes it."""
+"""A store that other programs read while the service writes to it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Promises of the SQLite store beyond those of every store: its file, and full disks."""
+"""Promises of the SQLite store in addition to those of every store, about its file and full disks."""
 
 import asyncio
 import json
@@ -173,7 +173,7 @@ async def test_results_of_format_6_are_unread_and_earlier_ones_are_dropped(tmp_p
 
 
 async def test_a_result_whose_acknowledgement_a_crash_lost_is_unread(tmp_path: Path) -> None:
-    """The files are copied, as a process that is killed leaves them."""
+    """The files are copied in the state that a killed process leaves."""
 
     def crash(name: str) -> Path:
         (tmp_path / name).mkdir()

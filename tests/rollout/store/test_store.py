@@ -1,4 +1,4 @@
-"""Promises of every store, tested against the protocol. A new store is added by one line in `STORES`."""
+"""Promises of every store. To test a new store, add a line to `STORES`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -326,7 +326,7 @@ async def test_the_newest_cursor_of_an_empty_store_is_0(store: Store) -> None:
 
 
 async def dropped_in_turn(store: Store, *jobs: tuple[str, int, str]) -> None:
-    """Store these results, of group, sample and environment, in a store that keeps one. All are read."""
+    """Store and read results in a store that keeps only one result."""
     for name, environment in sorted({(name, environment) for name, _, environment in jobs}):
         await store.submit([group(name, samples=9, environment=environment)])
     for name, sample, environment in jobs:
