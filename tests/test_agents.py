@@ -1,4 +1,4 @@
-"""Agents: the tools, names, prompt and limits with which a model meets an environment."""
+"""Agents: tools, names, prompt and limits of a model in an environment."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Allowed imports between packages. A new edge needs a reason, and a line here."""
+"""Allowed imports between packages. A new dependency needs a reason and a line in this file."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The documentation matches the project: everything that a page names exists."""
+"""Agreement of the documentation with the project: all named things exist."""
 
 import re
 import subprocess
@@ -48,7 +48,7 @@ PAGES = pages()
 
 
 def code_of(text: str) -> Iterator[str]:
-    """Yield the text that may hold commands: fenced blocks without comments, and inline code."""
+    """Yield text that may contain commands: fenced blocks without comments, and inline code."""
     yield from (COMMENT.sub("", body) for _, body in FENCE.findall(text))
     yield from (line[4:] for line in text.splitlines() if line.startswith("    "))
     yield from re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
@@ -65,7 +65,7 @@ def test_there_are_pages() -> None:
 
 
 def problem_of(link: str, page: Path) -> str:
-    """Return why a link of a page is broken; "" if it works."""
+    """Return the problem of a link on a page; "" if there is none."""
     if re.match(r"[a-z]+:", link):
         return ""
     name, _, anchor = link.partition("#")
@@ -101,12 +101,12 @@ def test_the_list_of_decisions_is_complete() -> None:
 
 @cache
 def program() -> Any:
-    """Command line as Typer builds it, which takes a while."""
+    """Command line built by Typer, shared because the construction is slow."""
     return typer.main.get_command(cli)
 
 
 def check_command(words: list[str]) -> None:
-    """Fail if a word in the place of a command or option is unknown to the command line."""
+    """Fail if the command line does not know a command or option."""
     command = program()
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"prorl-envs has no command {words[0]!r}"
@@ -128,7 +128,7 @@ def test_commands_exist() -> None:
 
 
 def test_tables_have_a_head() -> None:
-    """An empty line inside a table would end it: the rows below it would be shown as text."""
+    """An empty line ends a table; rows below it would be shown as text."""
     for page in PAGES:
         lines = ["", *page.read_text().splitlines(), ""]
         for above, line, below in zip(lines, lines[1:], lines[2:], strict=False):

@@ -1,4 +1,4 @@
-"""`make test-full`: results of parts that pass, fail, hang, and run no test; what is resumed."""
+"""`make test-full`: results of parts that pass, fail, hang, or run no test, and resumed runs."""
 
 import dataclasses
 import importlib.util

@@ -79,10 +79,10 @@ async def proxy(tmp_path: Path) -> AsyncIterator[InterceptingProxy]:
 async def run(
     *command: str | Path, cwd: Path, proxy: InterceptingProxy, system: bool = False, **own: str
 ) -> tuple[int, str]:
-    """Run a command as a user who has configured nothing but the proxy and `own`.
+    """Run a command as a user who has configured only the proxy and the variables `own`.
 
     Args:
-        system: whether the system trusts the proxy's authority, and no other one.
+        system: whether the system trusts only the proxy's authority.
     """
     home = proxy.certificate.parent
     places = {"HOME": str(home), "UV_CACHE_DIR": str(home / "cache"), "PIP_CONFIG_FILE": os.devnull}
@@ -126,7 +126,7 @@ async def test_uv_works_behind_a_proxy_that_intercepts_tls(
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 async def test_the_whole_setup_works_behind_such_a_proxy(proxy: InterceptingProxy, tmp_path: Path) -> None:
-    """Without uv: pip, which fetches uv, must trust the proxy too."""
+    """pip downloads uv, so pip must also trust the proxy."""
     checkout = copy_checkout(tmp_path / "checkout")
     status, said = await run(
         "scripts/setup.sh", "demo", cwd=checkout, proxy=proxy, system=True, SETUP_PYTHON=sys.executable
@@ -137,7 +137,7 @@ async def test_the_whole_setup_works_behind_such_a_proxy(proxy: InterceptingProx
 
 
 def test_a_user_without_home_gets_the_error_about_python(tmp_path: Path) -> None:
-    """No interpreter is suitable, uv fetches none, and HOME is unset, as for many users in containers."""
+    """No interpreter is suitable, uv downloads none, and HOME is unset like in many containers."""
     checkout, programs = copy_checkout(tmp_path / "checkout"), tmp_path / "bin"
     programs.mkdir()
     stubs = [programs / f"python{version}" for version in ("3.12", "3.13", "3.14", "3", "")]

@@ -1,4 +1,4 @@
-"""The tutorial as a reader follows it: its blocks, in order, in one shell."""
+"""The tutorial's blocks, run in order in one shell."""
 
 import os
 import re

@@ -1,5 +1,4 @@
-"""Interactive sessions without NeMo Gym, on real sandboxes. `test_provider_terminal.py` tests them with NeMo
-Gym."""
+"""Interactive sessions on real sandboxes, without NeMo Gym (see also `test_provider_terminal.py`)."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,5 +1,4 @@
-"""A job leaves no reference cycle: its memory is freed when it ends, not by the garbage collector, which
-blocks the event loop."""
+"""A job leaves no reference cycles, because the garbage collector blocks the event loop."""
 
 import asyncio
 import gc

@@ -1,6 +1,6 @@
 """Drivers whose templates fork the minimal tool server of `tests.support.sandbox_entry`.
 
-Each test that uses one runs once per isolating driver.
+Each test with such a driver runs once per isolating driver.
 """
 
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ def scripted_driver(name: str) -> BubblewrapDriver:
 
 @pytest.fixture(scope="module")
 async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
-    """Driver shared by a module's tests; its template is up."""
+    """Driver for all tests of a module; its template is started at setup."""
     driver = scripted_driver(driver_name)
     try:
         await driver.warm()
@@ -32,7 +32,7 @@ async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[Bubblew
 
 @pytest.fixture
 async def own_driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
-    """Driver for a single test, to break or to close."""
+    """Driver for a single test, which may break or close it."""
     driver = scripted_driver(driver_name)
     yield driver
     await driver.aclose()

@@ -43,7 +43,7 @@ def write_busybox_rootfs(root: Path, busybox: str) -> Path:
 
 
 def build_sif(root: Path, sif: Path) -> Path:
-    """Have Apptainer make a SIF of a root file system."""
+    """Build a SIF of a root file system with Apptainer."""
     environment = {**os.environ, "APPTAINER_CACHEDIR": str(sif.parent), "APPTAINER_TMPDIR": str(sif.parent)}
     subprocess.run(
         ["apptainer", "build", str(sif), str(root)], check=True, capture_output=True, env=environment
@@ -52,7 +52,7 @@ def build_sif(root: Path, sif: Path) -> Path:
 
 
 def missing_for_sif() -> str:
-    """Return why this machine can make or mount no SIF; "" if it can."""
+    """Return the reason why this machine cannot build or mount a SIF; "" if it can."""
     for program in ("apptainer", "squashfuse_ll", "fusermount3"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -65,11 +65,11 @@ def _libraries(program: str) -> set[Path]:
 
 
 def write_python(root: Path, prefix: str) -> None:
-    """Put a Python with ipykernel into an image: copies of this interpreter, its libraries and packages.
+    """Copy this interpreter, its libraries and packages with ipykernel into an image.
 
     Args:
         root: the image.
-        prefix: absolute path inside; its `bin` gets `python3`.
+        prefix: absolute path in the image; `python3` is in its `bin`.
     """
     target, stdlib = root / prefix.removeprefix("/"), Path(sysconfig.get_path("stdlib"))
     library = target / "lib" / stdlib.name
@@ -100,7 +100,7 @@ def write_python(root: Path, prefix: str) -> None:
 
 
 def _closure(name: str) -> list[Distribution]:
-    """Return a distribution and those that it requires here."""
+    """Return a distribution and the distributions that it requires on this machine."""
     found: dict[str, Distribution] = {}
     waiting = [name]
     while waiting:

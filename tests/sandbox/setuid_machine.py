@@ -1,4 +1,4 @@
-"""A machine like those of some clusters: setuid Apptainer, and no user namespaces for ordinary users.
+"""Imitation of a cluster's machine: setuid Apptainer, and no user namespaces for ordinary users.
 
 `python -m tests.sandbox.setuid_machine PROGRAM [ARG ...]`, as root, runs a program as the user `nobody` on
 such a machine. The first Apptainer in PATH is used if it is setuid; otherwise its starter gets the bit in a
@@ -30,7 +30,7 @@ _STEP = struct.Struct("=HBBI")
 
 
 def missing() -> str:
-    """Return why this machine cannot be simulated here; "" if it can."""
+    """Return the reason why such a machine cannot be imitated here; "" if it can."""
     if os.geteuid() != 0:
         return "only root can make Apptainer setuid"
     if os.uname().machine not in _NUMBERS:
@@ -48,7 +48,7 @@ def missing() -> str:
 
 
 def _starter() -> Path:
-    """Return the program that becomes setuid."""
+    """Return the path of the program that gets the setuid bit."""
     built = subprocess.run(["apptainer", "buildcfg"], capture_output=True, text=True, check=False).stdout
     pairs = dict(line.split("=", 1) for line in built.splitlines() if "=" in line)
     return Path(pairs.get("LIBEXECDIR", "/nonexistent"), "apptainer", "bin", "starter")
@@ -72,7 +72,7 @@ def _make_setuid() -> None:
 
 
 def _show(wanted: list[Path]) -> None:
-    """Make these directories accessible to every user, whatever the permissions of their parents."""
+    """Make the directories accessible to every user, regardless of the permissions of their parents."""
     held = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in wanted}
     for path in wanted:
         closed = next((p for p in reversed(path.parents) if not p.stat().st_mode & stat.S_IXOTH), None)
@@ -86,7 +86,7 @@ def _show(wanted: list[Path]) -> None:
 
 
 def _refuse_user_namespaces() -> None:
-    """Install a filter without `no_new_privs`, since setuid programs must work. Needs root."""
+    """Install a filter without `no_new_privs`, because setuid programs must work. Needs root."""
     clone, unshare, seccomp = _NUMBERS[os.uname().machine]
     steps = [
         (_LOAD, 0, 0, 0),
@@ -107,7 +107,7 @@ def _refuse_user_namespaces() -> None:
 
 
 def main() -> None:
-    """Become the user on that machine, and run the program."""
+    """Run the program as `nobody` on the imitated machine."""
     os.unshare(os.CLONE_NEWNS)
     _mount("--make-rprivate", "/")
     _make_setuid()

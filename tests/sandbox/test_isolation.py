@@ -1,4 +1,4 @@
-"""Isolation of a process in a sandbox: visible objects and permitted actions, in real sandboxes."""
+"""Isolation of processes in real sandboxes: visible objects and permitted actions."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ async def run_with(driver: BubblewrapDriver, spec: SandboxSpec, script: str) -> 
 
 
 async def test_only_its_own_processes_are_visible(sandbox: Sandbox) -> None:
-    """Not even the tool server is: only its children start in the sandbox's pid namespace."""
+    """The tool server is not visible, because only its children are in the sandbox's pid namespace."""
     listing = await run_script(sandbox, "cat /proc/[0-9]*/comm")
     assert sorted(listing.split()) in (["sandbox", "sh"], ["sh", "sh"])
 
@@ -46,7 +46,7 @@ async def test_killing_everything_spares_the_first_process_and_the_tool_server(s
 
 @pytest.mark.parametrize("secret", ["environ", "mem", "fd/0", "root"])
 async def test_the_first_process_cannot_be_inspected(sandbox: Sandbox, secret: str) -> None:
-    """A process that traced it could make it outlive the service."""
+    """A tracing process could keep the first process alive after the end of the service."""
     assert "denied" in await run_script(sandbox, f"LC_ALL=C ls -L /proc/1/{secret}/ < /proc/1/{secret} 2>&1")
 
 

@@ -1,4 +1,4 @@
-"""The leak check itself: it detects each kind of leak."""
+"""The leak check detects each kind of leak."""
 
 import os
 import subprocess

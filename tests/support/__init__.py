@@ -1,1 +1,1 @@
-"""Fakes that only tests, benchmarks and fault injection use; users get those in `prorl_envs.testing`."""
+"""Fakes for tests, benches and fault injection. Fakes for users are in `prorl_envs.testing`."""

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class FakeAlarm:
-    """A `prorl_envs.clock.Alarm`: calls when `wake` is set, unless it is cancelled before the call."""
+    """A `prorl_envs.clock.Alarm` that calls its function when `wake` is set, unless it has been cancelled."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,7 +87,7 @@ class FakeClock:
                 wake.set_result(None)
 
     async def wait_for_sleepers(self, count: int = 1) -> None:
-        """Return when at least `count` tasks sleep on this clock."""
+        """Wait until at least `count` tasks sleep on this clock."""
         while len(self.sleeping) < count:
             self._changed.clear()
             await self._changed.wait()

@@ -1,7 +1,7 @@
-"""Random episodes that test a renderer: each prompt must start with everything before it.
+"""Random episodes that test a renderer: each prompt must start with all earlier tokens.
 
-Observations are hostile; answers are canonical, tokenised in another way, cut off, or noise. Forbidden events
-are counted, and, to validate the test itself, the drift of a client that tokenises again.
+Observations are hostile; answers are canonical, tokenised in another way, cut off, or random tokens. The test
+counts forbidden events. To validate itself, it also counts the drift of a client that tokenises again.
 """
 
 import random
@@ -161,7 +161,7 @@ class DriftEpisodes:
         return [{"role": "tool", "content": self._text(), "tool_call_id": "abcdefgh1", "name": "bash"}]
 
     def _text(self) -> str:
-        """Return words and pieces of control tokens, including whole control tokens."""
+        """Return words, parts of control tokens, and complete control tokens."""
         chosen = []
         for _ in range(self._chance.randint(0, 8)):
             literal = self._chance.choice(self._literals)
@@ -189,7 +189,7 @@ class DriftEpisodes:
         return split
 
     def _kept(self, message: dict[str, Any]) -> bool:
-        """Return true if the template writes an answer in the history as it was sampled."""
+        """Return whether the template writes an answer in the history with the text that was sampled."""
         call = self._call("x")
         before = [{"role": "user", "content": "x"}, call, *self._observations(call)]
         after = self._observations(message)

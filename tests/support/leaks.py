@@ -34,8 +34,8 @@ class OpenResources:
             command names the run directory (bubblewrap), and of every process in a mount namespace with a
             mount below it (a sandbox's).
         descriptors: target of each open descriptor of this process, with an index among those of the same
-            target; and its number. The number is no part of the key: a session that is lent again has the
-            same pipe at another number.
+            target; and its number. The number is not part of the key, because a session that is lent again
+            has the same pipe at another number.
         mounts: the mounts below the run directory, in this process's namespace.
         directories: contents of the run directory, where drivers keep their files.
     """
@@ -135,7 +135,6 @@ def _descriptors() -> dict[tuple[str, int], str]:
 
 
 def _mounts(run_dir: Path) -> dict[str, str]:
-    """Return the mounts on the run directory or below it: other programs on this machine may mount
-    meanwhile."""
+    """Return the mounts on the run directory or below it, because other programs may mount meanwhile."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return {line.split()[0]: line for line in lines if f"{line.split()[4]}/".startswith(f"{run_dir}/")}

@@ -15,14 +15,14 @@ from prorl_envs.rollout.scheduling.placement import StageLimits
 
 
 class LocalHandle:
-    """`NodeHandle` of a worker in the same event loop, which can be cut off. Calls arrive in order.
+    """`NodeHandle` of a worker in the same event loop. A test can cut it off. Calls arrive in order.
 
     Args:
         worker: the node.
 
     Attributes:
         bytes, calls: sizes and number of the arguments and results so far.
-        silent: calls wait forever, as those of a hung node.
+        silent: calls wait forever, like those of a hung node.
         perform_gate, hold_gate: delay these calls until they are set.
     """
 
@@ -42,7 +42,7 @@ class LocalHandle:
         return call
 
     def cut(self) -> None:
-        """Let every call fail from now on."""
+        """Make all further calls fail."""
         self._is_cut = True
         for task in self._running:
             task.cancel()
@@ -77,7 +77,7 @@ class LocalHandle:
 
 
 class LocalNode:
-    """Node beside the head, in its event loop. It joins at once.
+    """Node in the head's event loop. It joins at creation.
 
     Args:
         fleet: fleet that it joins.
@@ -86,7 +86,7 @@ class LocalNode:
 
     Attributes:
         worker: the node; `handle`: the head's access to it.
-        problem: why the node was refused or lost.
+        problem: reason why the node was refused or lost.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class LocalNode:
         self._serving = asyncio.create_task(self._serve(fleet, name))
 
     async def gone(self) -> None:
-        """Return when the head has given the node up, and the node has closed everything."""
+        """Wait until the head has removed the node, and the node has closed everything."""
         await asyncio.gather(self._serving, return_exceptions=True)
         await self.worker.shutdown()
 
     async def cut(self) -> None:
-        """Cut the node off, as if its machine were gone; return when it has closed everything."""
+        """Cut the node off like a node of a failed machine, and wait until it has closed everything."""
         self.handle.cut()
         await self.gone()
 

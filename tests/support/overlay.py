@@ -1,4 +1,4 @@
-"""Overlays of layers as the kernel shows them to an ordinary user."""
+"""Overlays of layers, mounted by the kernel for an ordinary user."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def show_overlay(layers: Sequence[Path], program: str) -> dict[str, str]:
-    """Mount an overlay of layers at /mnt, in namespaces of its own; return the JSON that a program prints.
+    """Mount an overlay of layers at /mnt in new namespaces; return the JSON that a program prints there.
 
     Args:
         layers: the lowest first.

@@ -36,7 +36,7 @@ def postgres_programs() -> Path | None:
 
 @contextmanager
 def local_postgres() -> Iterator[str]:
-    """Start a new server for the duration of the block; yield its URL. Under root, it runs as `nobody`.
+    """Run a new server during the block; yield its URL. If the user is root, the server runs as `nobody`.
 
     Raises:
         InputError: PostgreSQL is not installed, or does not start; the hint has its last output.

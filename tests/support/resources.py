@@ -4,8 +4,8 @@
     async with desk.serving() as url:
         ...
 
-Its task is to count: a row names `start` and `expected`; the tools are `add` and `read`. The model's answer
-must also contain a row's `say`.
+The task is to count: a row has `start` and `expected`; the tools are `add` and `read`. The model's answer
+must also contain the row's `say`.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ TOOLS: list[dict[str, Any]] = [
 def desk_row(
     start: int = 0, expected: int = 3, *, asked: str = "Count to three.", **more: Any
 ) -> dict[str, Any]:
-    """Return a row of its tasks."""
+    """Return a task row of the server."""
     params = {"input": [{"role": "user", "content": asked}], "tools": TOOLS}
     return {"responses_create_params": params, "start": start, "expected": expected, **more}
 
@@ -73,7 +73,7 @@ class ResourcesDesk:
         self.instead.setdefault(route, []).extend(list(answers) * times)
 
     def app(self) -> Starlette:
-        """The application that answers."""
+        """Application of the server."""
         return Starlette(routes=[Route("/{route:path}", self._answer, methods=["POST"])])
 
     @asynccontextmanager
@@ -121,7 +121,7 @@ class ResourcesDesk:
 
 
 def count_to_three(session: str, turn: int) -> Any:
-    """Return the turns with which a `ToyModel` solves `desk_row()`: the same in every attempt."""
+    """Return the turns of a `ToyModel` that solve `desk_row()`; they are the same in every attempt."""
     one, two = ({"tool": "add", "arguments": {"count": count}} for count in (1, 2))
     return [[one], [two, {"tool": "read", "arguments": {}}], "It is three."][turn % 3]
 

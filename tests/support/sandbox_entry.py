@@ -47,7 +47,7 @@ def run_scripts(sock: socket.socket) -> None:
 
 
 def fail(sock: socket.socket) -> None:
-    """Fail at once, as a faulty tool server does."""
+    """Fail immediately, like a faulty tool server."""
     raise RuntimeError("the tool server has a fault")
 
 

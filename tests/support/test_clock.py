@@ -1,4 +1,4 @@
-"""The fake clock keeps the promises of a real one, and moves only when advanced."""
+"""The fake clock has the behaviour of a real clock, but its time changes only when a test advances it."""
 
 import asyncio
 

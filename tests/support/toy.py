@@ -1,7 +1,6 @@
 """Environment without a sandbox, and model without a server; both misbehave on request.
 
-They are real implementations of the interfaces, small enough that a test of the rollout service can control
-and observe every event.
+They implement the real interfaces, and tests of the rollout service can control and observe every event.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ class ToyTask(Task):
     """Task of a toy environment.
 
     Args:
-        reward: the grader's reward, if the model did not finish with a `reward` of its own.
+        reward: the grader's reward, unless the model finishes with a `reward`.
         faults: faults in `init`, `call`, `eval` or `close`.
     """
 
@@ -56,8 +55,8 @@ class ToyWorld:
     """Shared state of the toy environments of one test.
 
     Attributes:
-        gates: steps (`init`, `call`, `eval`, `close`) wait here while their event is not set; a step without
-            one does not wait.
+        gates: events by step (`init`, `call`, `eval`, `close`). A step waits while its event is not set; a
+            step without an event does not wait.
         log: every (task id, step) in order of entry, while `logging`; `entered` counts them.
         call_timeouts: timeout of each tool call in seconds, in the order of the calls.
         open: environments that started init and did not finish close.
@@ -76,11 +75,11 @@ class ToyWorld:
         self._changed = asyncio.Event()
 
     def family(self) -> type["ToyEnvironment"]:
-        """Class of environments that belong to this world."""
+        """Class of this world's environments."""
         return type("ToyEnvironment", (ToyEnvironment,), {"world": self})
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition` holds; it is evaluated when a step starts or ends, and regularly."""
+        """Wait until `condition` holds. It is evaluated when a step starts or ends, and at intervals."""
         while not condition():
             self._changed.clear()
             with suppress(TimeoutError):
@@ -169,7 +168,7 @@ class ToyEnvironment(Environment[ToyTask]):
 
 
 async def _fail(fault: Fault | None, attempt: int) -> Fault | None:
-    """Apply a fault, or return it if the step itself must apply it."""
+    """Apply a fault, or return the fault if the step must apply it."""
     match fault:
         case Fault.HANG:
             await asyncio.Event().wait()
@@ -189,7 +188,7 @@ async def _fail(fault: Fault | None, attempt: int) -> Fault | None:
 
 
 class NoDriver:
-    """Driver of a node on which no sandbox is started."""
+    """Driver of a node without sandboxes."""
 
     name = "none"
     sandboxes: Collection[Sandbox] = ()

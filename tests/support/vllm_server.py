@@ -62,7 +62,7 @@ class VllmServer:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that no process listens on now."""
+    """Return a free TCP port on the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     return port
@@ -79,7 +79,7 @@ def vllm_server(
         model: folder of the model.
         log: its log file.
         max_model_len: longest context, in tokens.
-        max_num_seqs: most sequences that it samples side by side.
+        max_num_seqs: largest number of concurrent sequences.
 
     Raises:
         ProrlError: it did not start.

@@ -1,4 +1,4 @@
-"""The scripted model behind OpenAI's interfaces, over real HTTP."""
+"""The scripted model with OpenAI's interfaces, over real HTTP."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The scripted model's answers are known in advance."""
+"""Answers of the scripted model, which are known in advance."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ BOOK = ScriptBook.from_tapes(
 
 
 def played(behaviour: Behaviour, turns: int, *, key: str | None = "Add two numbers.") -> list[list[str]]:
-    """Return the names of the called tools, turn by turn, as a client parses them."""
+    """Return the names of the called tools by turn, parsed like in a client."""
     model = ScriptedModel(RENDERER, BOOK)
     samples = [model.sample(key, behaviour, turn, session="s", max_tokens=10_000) for turn in range(turns)]
     return [[call.name for call in RENDERER.parse(sample.ids).tool_calls] for sample in samples]

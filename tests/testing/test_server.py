@@ -23,7 +23,7 @@ PROMPT = RENDERER.prompt([{"role": "user", "content": "Count."}])
 
 
 async def roll(server: ScriptedServer, session: str, *, retokenise: bool = False) -> list[str]:
-    """Play a session to its end as a minimal agent with hostile tool output; return its calls."""
+    """Run a session with a minimal agent and hostile tool output; return the calls."""
     client = VllmClient(server.url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size)
     ids, called = list(PROMPT), list[str]()
     try:

@@ -1,4 +1,4 @@
-"""The built-in tokenizer is a real one, and the same everywhere."""
+"""The built-in tokenizer: it restores any text, and its ids are the same on every machine."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Toolboxes on real sandboxes; a module's tests share one driver, and each test has its own sandbox."""
+"""Toolboxes with real sandboxes. The tests of a module share a driver, and each test has its own sandbox."""
 
 from collections.abc import AsyncIterator
 
@@ -27,7 +27,7 @@ async def box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
 
 @pytest.fixture
 async def python_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
-    """The same with a Python session."""
+    """Shell, editor, files and a Python session in a new sandbox."""
     mounts, masks, _ = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks)
     sandbox = await shared_driver.start(spec)

@@ -10,7 +10,7 @@ TRIES_S = (0.3, 3.0, 15.0)
 
 
 async def at_deadline(call: Callable[[float], Awaitable[ToolResult]], shown: str = "before") -> ToolResult:
-    """Give a call a short deadline, or a longer one if the command did not even print `shown` by then.
+    """Call a tool with a short deadline, or a longer one if the command has not printed `shown` by then.
 
     Args:
         call: calls a tool with a deadline in seconds.
@@ -28,7 +28,7 @@ async def at_deadline(call: Callable[[float], Awaitable[ToolResult]], shown: str
 async def run_at_deadline(
     box: Toolbox, script: str, *, apart: bool = False, output_limit: int = 1000
 ) -> Completed:
-    """Do the same for a new process: its output shows its progress."""
+    """Run a new process like `at_deadline`; its output shows its progress."""
     for limit_s in TRIES_S:
         done = await box.run(["sh", "-c", script], apart=apart, output_limit=output_limit, timeout_s=limit_s)
         assert done.timed_out

@@ -1,4 +1,4 @@
-"""A service over real HTTP, in a thread of its own, with a toy environment and a scripted model."""
+"""Service over real HTTP in its own thread, with a toy environment and a scripted model."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ BOOK = ScriptBook({"Do ": Script(_finish(1.0), _finish(0.0)), "Know ": Script(_f
 
 @dataclass
 class ToyService:
-    """A running service, used from another thread."""
+    """Running service, for use from another thread."""
 
     world: ToyWorld
     server: ScriptedServer
@@ -44,11 +44,11 @@ class ToyService:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wait[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the service's own loop."""
+        """Run a coroutine in the service's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def close_gate(self, step: str) -> None:
-        """Hold all episodes at the start of this step."""
+        """Stop all episodes at the start of a step."""
 
         async def close() -> None:
             self.world.gates[step] = asyncio.Event()
@@ -64,19 +64,19 @@ class ToyService:
         self.wait(go())
 
     def until_entered(self, step: str, count: int) -> None:
-        """Return once this step was started that many times."""
+        """Wait until the step has started `count` times."""
         entered = self.world.entered
         condition = lambda: sum(n for (_, name), n in entered.items() if name == step) >= count  # noqa: E731
         self.wait(self.world.until(condition))
 
     def until_read(self) -> None:
-        """Return once every result was read."""
+        """Wait until every result has been read."""
         self.wait(
             self.world.until(lambda: self.service is not None and self.service.store.unread.results == 0)
         )
 
     def until_empty(self) -> None:
-        """Return once no episode is open."""
+        """Wait until no episode is open."""
         self.wait(self.world.until(lambda: self.world.open == 0))
 
 
@@ -86,7 +86,7 @@ def task(name: str = "it", **fields: Any) -> dict[str, Any]:
 
 
 def trl_trainer(step: int = 0, samples: int = 2) -> Any:
-    """Return the parts of a trainer that TRL's adapter reads; tests with the real one are in `real/`."""
+    """Return the parts of a trainer that TRL's adapter reads. Tests with TRL itself are in `real/`."""
     return SimpleNamespace(
         args=SimpleNamespace(temperature=1.0, top_p=1.0, max_completion_length=256),
         state=SimpleNamespace(global_step=step),
@@ -103,7 +103,7 @@ def toy_service(mix: str = "solve=1,wrong=1", **options: Any) -> Iterator[ToySer
     """Run a service whose model plays these behaviours.
 
     Args:
-        options: of the scripted model server.
+        options: options of the scripted model server.
     """
     ready: threading.Event = threading.Event()
     made: list[ToyService] = []
@@ -138,6 +138,6 @@ def toy_service(mix: str = "solve=1,wrong=1", **options: Any) -> Iterator[ToySer
 
 @pytest.fixture
 def toy() -> Iterator[ToyService]:
-    """A service in which half of every group solves its task."""
+    """Service in which half of every group solves its task."""
     with toy_service() as running:
         yield running

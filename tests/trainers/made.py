@@ -62,7 +62,7 @@ def results(
     most_rows: int = 3,
     exact: bool | None = None,
 ) -> Result:
-    """Return a result as any episode may have it."""
+    """Return the result of an arbitrary episode."""
     state = draw(st.sampled_from([JobState.DONE, JobState.DONE, JobState.FAILED, JobState.CANCELLED]))
     true_ids = draw(st.booleans() | st.just(True)) if exact is None else exact
     rows = draw(st.lists(trajectories(exact=true_ids), max_size=most_rows))

@@ -1,4 +1,4 @@
-"""Every converter with episodes of every kind: lengths match, masked tokens have no loss, no failure is 0."""
+"""Converters with all kinds of episodes: lengths match, masked tokens have no loss, no failure is 0."""
 
 import math
 from types import SimpleNamespace

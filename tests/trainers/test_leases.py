@@ -1,4 +1,4 @@
-"""Jobs with a lease are cancelled once no client follows them."""
+"""Jobs with a lease are cancelled when no client follows them."""
 
 import asyncio
 import json

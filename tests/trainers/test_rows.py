@@ -1,4 +1,4 @@
-"""Results as rows: no sampled token is lost, and none is trained on that must not be."""
+"""Results as rows: no sampled token is lost, and no excluded token is trained on."""
 
 import itertools
 

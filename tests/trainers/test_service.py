@@ -1,4 +1,4 @@
-"""Adapters with a service over real HTTP, as far as possible without their trainer's package."""
+"""Adapters with a service over real HTTP, without the trainers' packages."""
 
 import asyncio
 import json

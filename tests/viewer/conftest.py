@@ -1,4 +1,4 @@
-"""Results to view, and a real Chromium."""
+"""Results for the viewer, and a real Chromium."""
 
 import os
 import shutil
@@ -85,7 +85,7 @@ def written(path: Path, *results: Result) -> Path:
 
 @pytest.fixture(scope="module")
 async def chromium() -> AsyncIterator[Any]:
-    """A browser for a module's tests; each opens a context of its own."""
+    """Browser for all tests of a module; each test opens its own context."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")

@@ -1,4 +1,4 @@
-"""A service in a real browser: live updates, controls, and access."""
+"""The pages of a service in a real browser: live updates, controls, and access."""
 
 import asyncio
 import json

@@ -35,7 +35,7 @@ BAIT = ',"components":{},"trajectory":{"ids":[1],"loss_mask":[1],"logprobs":[0.0
 
 
 def baited(job: str) -> Result:
-    """Return a result with the bait as text, as a key, and as the very keys of a result in its content."""
+    """Return a result whose texts, keys and content contain the bait and the keys of a result."""
     inner = json.loads('{"x":1' + BAIT[:-2] + "}")
     said = [{"role": "user", "content": BAIT, BAIT: [BAIT]}]
     nested = {"a": inner, "trajectory": None, "state": "failed", "timings": {"run_s": 9}, "attempts": 9}

@@ -66,7 +66,7 @@ def hostile() -> Any:
 
 @asynccontextmanager
 async def open_page(chromium: Any, url: str, **options: Any) -> AsyncIterator[Any]:
-    """Open a page at a URL. Fail if it loads anything from elsewhere, or has an error."""
+    """Open a page at a URL. Fail if it has an error, or loads anything from another origin."""
     context = await chromium.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
     context.set_default_timeout(20_000)
     page, problems = await context.new_page(), []
@@ -110,7 +110,7 @@ async def offline(path: Path) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    """A file of three groups, one of them hostile."""
+    """URL of the pages for a file with three groups, one of which is hostile."""
     samples = [result("g/0"), result("g/1", reward=0.0, stop_reason="turn_limit"), result("g/2", reward=0.5)]
     other = result(
         "h/0", environment="math", task_id="sum", messages=[{"role": "user", "content": "only here"}]

@@ -69,7 +69,7 @@ def server(python: Path, models: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def _write_conversations(folder: Path) -> None:
-    """Write token ids to train on: the answer to anything is a call with the version's own command."""
+    """Write token ids to train on: the answer to any prompt is a call with the version's command."""
     renderer, chance = builtin_renderer(), random.Random(0)
     save_tokenizer(folder / "tokenizer")
 

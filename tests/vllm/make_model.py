@@ -1,8 +1,8 @@
 """Make two versions of a tiny model: `make_model.py FOLDER`, with the Python of vLLM's environment.
 
-A Qwen 3 of half a million parameters, trained for some seconds to answer any prompt with one tool call;
-the versions differ in the command. FOLDER holds `conversations.json` with token ids (one list per version)
-and the tokenizer's files; FOLDER/one and FOLDER/two become the versions.
+The model is a Qwen 3 with half a million parameters, trained for some seconds to answer any prompt with one
+tool call; the versions differ in the command. FOLDER holds `conversations.json` with token ids (one list per
+version) and the tokenizer's files; FOLDER/one and FOLDER/two become the versions.
 """
 
 import json

@@ -136,7 +136,7 @@ async def test_a_disconnected_request_stops_on_the_server(
 async def test_two_weight_versions_in_one_turn_are_spans(
     server: RealServer, renderer: TemplateRenderer, prompt: list[int], mode: str
 ) -> None:
-    """Update the weights in the middle of a turn, as the pool does."""
+    """Update the weights during a turn, like the pool."""
     from prorl_envs.model.routing.pool import ModelPool
 
     pool = ModelPool(Servers(vocab_size=renderer.vocab_size).connect)
@@ -168,7 +168,7 @@ async def test_two_weight_versions_in_one_turn_are_spans(
 
 
 def test_a_complete_rollout(server: RealServer, tmp_path: Path) -> None:
-    """The command of a user: the bash family, in sandboxes, sampled by a real server."""
+    """A user's command runs the bash family in sandboxes; a real server samples."""
     command = [Path(sys.executable).with_name("prorl-envs"), "run", "bash", "--llm", server.url]
     command += ["--tokenizer", server.models / VERSIONS[0], "--limit", "1", "--samples", "4"]
     command += ["--max-turns", "4", "--out", tmp_path]

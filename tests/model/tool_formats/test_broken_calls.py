@@ -1,5 +1,4 @@
-"""Damaged tool calls in every format: no parsed call contains text of two calls, and intact calls are
-parsed."""
+"""Damaged tool calls in every format: no call contains text of another, and intact calls are parsed."""
 
 import json
 from collections.abc import Callable

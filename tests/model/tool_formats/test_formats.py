@@ -1,5 +1,4 @@
-"""Formats of tool calls: valid calls are parsed, broken calls are reported, and parsing never raises an
-error."""
+"""Formats of tool calls: valid calls are parsed, broken calls are reported; parsing never raises."""
 
 import json
 from typing import Any

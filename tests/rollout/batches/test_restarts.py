@@ -1,5 +1,4 @@
-"""Batches of a service that is killed at any time: the next service makes the same decisions and
-continues."""
+"""Batches of a killed service: the next service makes the same decisions and continues."""
 
 import asyncio
 import random

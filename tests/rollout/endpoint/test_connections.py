@@ -1,5 +1,4 @@
-"""Slow, endless and half-open clients of a sandbox's listener on raw sockets: each loses only its own
-connection."""
+"""Slow, endless and half-open clients of a sandbox's listener: each loses only its own connection."""
 
 import asyncio
 import contextlib

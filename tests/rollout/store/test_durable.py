@@ -1,4 +1,4 @@
-"""Promises of durable stores in addition to those of every store, about restarts and closing."""
+"""Further promises of durable stores, about restarts and closing."""
 
 import asyncio
 import random

@@ -1,5 +1,4 @@
-"""Promises of the PostgreSQL store in addition to those of every store, about broken sessions and other
-services."""
+"""Further promises of the PostgreSQL store, about broken sessions and other services."""
 
 import asyncio
 import contextlib

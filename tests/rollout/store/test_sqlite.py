@@ -1,4 +1,4 @@
-"""Promises of the SQLite store in addition to those of every store, about its file and full disks."""
+"""Further promises of the SQLite store, about its file and full disks."""
 
 import asyncio
 import json

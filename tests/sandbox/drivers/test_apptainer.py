@@ -1,4 +1,4 @@
-"""Apptainer as a driver: how it is found and chosen, its one process for all sandboxes, its refusals."""
+"""The Apptainer driver: its selection, its single process for all sandboxes, its errors."""
 
 import os
 import select
@@ -81,7 +81,7 @@ async def test_sandboxes_survive_apptainers_end_and_new_ones_restart_it(driver: 
 
 @needs_apptainer
 async def test_an_image_that_is_mounted_later_is_visible(driver: ApptainerDriver, tmp_path: Path) -> None:
-    """Also if the host does not propagate mounts, so that Apptainer must be restarted."""
+    """The image is visible even if the host does not propagate mounts; Apptainer is then restarted."""
     if reason := missing_for_sif():
         pytest.skip(reason)
     image = build_sif(write_rootfs(tmp_path / "root"), tmp_path / "image.sif")

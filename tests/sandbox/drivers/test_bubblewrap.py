@@ -1,4 +1,4 @@
-"""The bubblewrap driver: start of a sandbox, and its own features. The conformance suite covers the rest."""
+"""The bubblewrap driver: start of a sandbox, and features that the conformance suite does not cover."""
 
 import asyncio
 import contextlib

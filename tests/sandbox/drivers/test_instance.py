@@ -45,7 +45,7 @@ SHORT = "START-00,START-017,END-00,PROC,FS-00,FS-01,ENV-00,NET,PRIV,KERN,SRV,SNA
 
 @pytest.fixture(scope="module")
 async def driver(run_dir: Path) -> AsyncIterator[InstanceDriver]:
-    """Driver with the tools; the files that its sandboxes share are prepared."""
+    """Driver with the tools. The shared files of its sandboxes are prepared at setup."""
     driver = InstanceDriver()
     try:
         await driver.warm()
@@ -56,7 +56,7 @@ async def driver(run_dir: Path) -> AsyncIterator[InstanceDriver]:
 
 @pytest.fixture
 async def scripted(run_dir: Path) -> AsyncIterator[InstanceDriver]:
-    """Driver for a single test, to be broken."""
+    """Driver for a single test, which may break it."""
     driver = InstanceDriver(templates=SCRIPT_TEMPLATES)
     yield driver
     await driver.aclose()
@@ -169,7 +169,7 @@ async def test_killing_all_processes_spares_the_tool_servers(driver: InstanceDri
 
 @pytest.mark.parametrize("place", ["/run", "/dev/shm"])
 async def test_files_in_memory_count_towards_the_memory_limit(driver: InstanceDriver, place: str) -> None:
-    """Their writer is killed, or the sandbox if that frees nothing.
+    """The writing process is killed, or the sandbox if the kill frees no memory.
 
     The limit is below the 64 MB that Apptainer gives an ordinary user's `/run` ("sessiondir max size").
     """
@@ -202,8 +202,8 @@ async def test_an_unreadable_directory_counts_towards_the_disk(driver: InstanceD
 
 
 def site(folder: Path, case: str) -> Path:
-    """Write a program that runs Apptainer as a site's settings would: each word of its command goes through
-    this case of bash's `case $word in`, or is unchanged."""
+    """Write a program that runs Apptainer with changed options, like the settings of a site. `case` is the
+    body of bash's `case $word in` for each word of the command; other words are unchanged."""
     program = folder / "apptainer"
     program.write_text(
         "#!/bin/bash\nwords=()\nfor word; do case $word in "
@@ -219,7 +219,7 @@ def site(folder: Path, case: str) -> Path:
 async def test_a_site_without_a_namespace_is_detected(
     run_dir: Path, tmp_path: Path, left_out: str, setting: str
 ) -> None:
-    """Apptainer only warns, and here it does not even warn."""
+    """Apptainer would only print a warning, and in this test it prints none."""
     leave = f'"{left_out}"' + ("|--hostname|sandbox" if left_out == "--uts" else "")
     program = site(tmp_path, f"{leave}) ;;")
     driver = InstanceDriver(templates=SCRIPT_TEMPLATES, apptainer=program)

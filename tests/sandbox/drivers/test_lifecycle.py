@@ -1,4 +1,4 @@
-"""Starting, closing, and every failure in between. The leak fixture checks each test."""
+"""Start and close of sandboxes, and failures in between. The leak fixture checks each test."""
 
 import asyncio
 import itertools
@@ -274,7 +274,8 @@ asyncio.run(main())
 
 
 def wait_for_processes(before: OpenResources, run_dir: Path) -> set[tuple[int, int]]:
-    """Return the processes started since `before` that do not exit within 30 seconds."""
+    """Wait up to 30 seconds for the exit of all processes started since `before`; return those that still
+    run."""
     deadline = time.monotonic() + 30
     while left := OpenResources.now(run_dir).processes.keys() - before.processes.keys():
         if time.monotonic() > deadline:

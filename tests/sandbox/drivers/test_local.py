@@ -1,4 +1,4 @@
-"""The driver without isolation: it warns, and otherwise keeps the same contract."""
+"""The driver without isolation: it prints a warning, and otherwise has the same contract."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

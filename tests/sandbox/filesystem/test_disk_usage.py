@@ -1,4 +1,4 @@
-"""Measuring a hostile tree."""
+"""Measurement of the size of a hostile tree."""
 
 import os
 from collections.abc import Iterator

@@ -378,7 +378,7 @@ async def test_a_busybox_is_enough_for_an_image(
 
 
 async def test_a_tool_server_imports_nothing_from_the_sandbox(driver: BubblewrapDriver) -> None:
-    """An agent could plant a module with a well-known name in the image's writable system."""
+    """An agent could write a module with a well-known name into the image's writable system."""
     mounts, masks, env = python_runtime()
     sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     with await sandbox.spawn(IMPORT_LATE) as sock:

@@ -1,4 +1,4 @@
-"""Layered images: their file, and the view of their layers, which is that of a real overlay."""
+"""Layered images: their file format, and the view of their layers, which equals a real overlay."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def describe(tree: LayerTree, path: str) -> str | None:
 
 @pytest.fixture
 def ordinary_user() -> Iterator[None]:
-    """Without root's right to enter every directory."""
+    """Remove root's right to enter every directory."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
@@ -179,7 +179,7 @@ def ordinary_user() -> Iterator[None]:
     ],
 )
 def test_entries_below_directories_without_permissions_are_found(path: str, resolved: str, kind: int) -> None:
-    """As in the sandbox whose emulated root closed them. Their modes stay as they are."""
+    """The emulated root of a sandbox may remove permissions of directories. Their modes do not change."""
     with tempfile.TemporaryDirectory(prefix="prt-") as layer:
         closed = [Path(layer, "closed"), Path(layer, "closed", "in")]
         closed[1].mkdir(parents=True)

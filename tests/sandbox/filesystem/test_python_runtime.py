@@ -80,7 +80,7 @@ def test_no_mount_shows_a_checkout() -> None:
 
 
 def test_other_packages_with_environments_are_hidden_too(tmp_path: Path) -> None:
-    """They hold references like ours. Installed packages are found by their metadata, without an import."""
+    """These packages contain references like ours. They are found by their metadata, without an import."""
     registered = tmp_path / "lab-1.0.dist-info"
     registered.mkdir()
     (registered / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")

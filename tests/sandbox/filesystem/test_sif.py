@@ -19,7 +19,7 @@ def sif(
     *, kind: int = 0x4004, offset: int = 4096, size: int = 4096, file_system: int = 1, part: int = 2,
     total: int = 1, table: int = 128,
 ) -> bytes:  # fmt: skip
-    """Make a file of WHOLE bytes with one descriptor."""
+    """Create a file of WHOLE bytes with one descriptor."""
     header = struct.pack("<32s10s22x", b"#!/usr/bin/env run-singularity\n", b"SIF_MAGIC\0")
     header += struct.pack("<8q", 0, 0, 0, total, table, 585, 0, 0)
     descriptor = struct.pack("<i?12xqq40x128xii376x", kind, True, offset, size, file_system, part)

@@ -1,4 +1,4 @@
-"""Copies of trees that a sandbox made hard to copy."""
+"""Copies of hostile trees of a sandbox."""
 
 import contextlib
 import os
@@ -173,7 +173,7 @@ def test_a_copy_stops_on_request(tree: Path, copy: Path) -> None:
 
 
 def test_a_tree_that_changes_during_the_copy(tree: Path, copy: Path, tmp_path: Path) -> None:
-    """A link replaces the directory again and again: nothing outside is ever copied."""
+    """A link repeatedly replaces a directory; no file outside the tree is ever copied."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
     (tree / "folder").mkdir()

@@ -43,7 +43,7 @@ def this_process() -> ProcessUse:
 
 
 def queued(*sockets: socket.socket) -> Queue:
-    """Return the descriptors queued in sockets of this process."""
+    """Return the descriptors that are queued in sockets of this process."""
     found = Queue()
     each = [
         WaitingSocket(this_process(), sock.fileno(), (status.st_dev, status.st_ino), count)

@@ -1,4 +1,4 @@
-"""Kernel-wide counters: counting objects, and finding the sandbox that holds too many of them."""
+"""Kernel-wide counters: numbers of objects, and detection of the sandbox with too many of them."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Limits against real bombs. Each bomb is small and stops by itself: it is harmless if the code is broken."""
+"""Limits with real bombs. Each bomb is small and stops by itself, so it is always harmless."""
 
 import asyncio
 import json
@@ -61,8 +61,13 @@ async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterato
 
 @pytest.fixture(scope="module")
 async def watched(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+<<<<<<< HEAD:tests/sandbox/limits/test_limits.py
     """Driver for tests in which the mechanism makes no difference, and no Python session is opened."""
     driver = BubblewrapDriver(limits=NodeLimits(per_sandbox=LIMITS, enforcement=Mechanism.WATCHDOG))
+=======
+    """Driver for tests that do not depend on the mechanism and open no Python session."""
+    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
+>>>>>>> d574eb30 (Describe the tests of sandboxes, tools, trainers and the viewer in plain terms):tests/sandbox/test_limits.py
     try:
         await driver.warm("base")
         yield driver
@@ -103,7 +108,7 @@ async def box(open_box: OpenBox, limited: BubblewrapDriver) -> AsyncIterator[Too
 
 
 async def expect_few_processes(box: Toolbox) -> None:
-    """Wait for the first process, the shell, and the process that counts them to be alone."""
+    """Wait until only the first process, the shell, and the counting process run."""
     wait = "until [ $(ls -d /proc/[0-9]* | wc -l) -le 6 ]; do sleep 0.1; done; echo few"
     assert (await box.bash(wait, timeout_s=20)).text.endswith("few\n")
 

@@ -1,4 +1,4 @@
-"""When the watchdog checks a sandbox."""
+"""Times at which the watchdog checks a sandbox."""
 
 import os
 import tempfile
@@ -27,7 +27,7 @@ DUE_S = 10.0
 
 
 def idle(node: MachineUse, *, memory_left: int | None, processes_left: int | None) -> SandboxMonitor:
-    """Return a monitor that was just checked, with these remaining amounts."""
+    """Return a monitor directly after a check, with these remaining amounts."""
     watch = SandboxMonitor(
         sandbox=cast(MonitoredSandbox, None), limits=SandboxLimits(), group=None, due=DUE_S
     )
@@ -76,7 +76,8 @@ def test_a_busy_sandbox_is_checked_at_its_interval() -> None:
 
 
 def test_deleted_open_files_trigger_a_measurement() -> None:
-    """Independent of what others free meanwhile, and of how long the last measurement took."""
+    """The measurement does not depend on the memory that others free, or on the duration of the last
+    measurement."""
     sandbox = cast(MonitoredSandbox, SimpleNamespace(alive=True, first_pid=1))
     watch = SandboxMonitor(sandbox=sandbox, limits=SandboxLimits(disk_bytes=100), group=None)
     watch.disk_use, watch.measuring_s, watch.tree_use = DiskUse(1000, 10), 60.0, DiskUse(30, 1)
@@ -100,7 +101,7 @@ def in_memory() -> Iterator[Path]:
 
 @pytest.mark.anyio
 async def test_files_of_others_in_the_same_tmpfs_are_not_the_sandboxs_memory(in_memory: Path) -> None:
-    """Many machines have /tmp in memory, and so the workspaces of all sandboxes."""
+    """Many machines have /tmp in memory, so the workspaces of all sandboxes are in memory."""
     driver = BubblewrapDriver(in_memory, templates=SCRIPT_TEMPLATES)
     try:
         sandbox = await driver.start(SandboxSpec())

@@ -1,4 +1,4 @@
-"""Control groups: discovery and contents, on a fake tree of real files, since machines differ."""
+"""Control groups: discovery and contents, on a fake tree of files, because machines differ."""
 
 import os
 from pathlib import Path

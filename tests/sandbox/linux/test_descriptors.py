@@ -49,7 +49,7 @@ except SandboxError as error:
 
 
 def output_of(run_dir: Path, soft: int, hard: int, taken: int = 0) -> str:
-    """Return the output of a process with these limits, which must exit normally."""
+    """Run a process with these limits, which must exit normally; return its output."""
     command = [sys.executable, "-c", SCRIPT, str(soft), str(hard), str(taken)]
     before = set(run_dir.iterdir())
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""The cause for which user namespaces are refused, and the remedy, on imitated machines."""
+"""Causes and remedies of refused user namespaces, on imitated machines."""
 
 import subprocess
 import sys

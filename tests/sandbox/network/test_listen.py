@@ -1,4 +1,4 @@
-"""A socket of the host on a sandbox's own loopback: it is reachable only from inside."""
+"""Sockets of the host on a sandbox's loopback, which can be reached only from inside."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Sandboxes with network: an allowlist through the proxy, and the host's network."""
+"""Sandboxes with a network: the proxy with an allowlist, and the host's network."""
 
 import asyncio
 import contextlib
@@ -202,7 +202,7 @@ async def test_a_default_route_and_an_allowlist_can_be_combined(shell_driver: Bu
 
 
 async def test_a_flood_from_one_sandbox_does_not_affect_the_others(shell_driver: BubblewrapDriver) -> None:
-    """It gets as many connections as the proxy has slots; the rest wait in the kernel."""
+    """The sandbox gets as many connections as its proxy has slots; further connections wait in the kernel."""
     one = f"exec {{fd}}<>/dev/tcp/127.0.0.1/{PROXY_PORT}"
     flood = f"timeout 1 bash -c 'for i in {{1..1000}}; do {one} || break; done; echo all'; echo end"
     connections = shell_driver.gateway.counts.connections

@@ -1,4 +1,4 @@
-"""The proxy by itself, on a listening socket of the host: hostile clients, and names that change."""
+"""The proxy without a sandbox, on a socket of the host: hostile clients, and changing names."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""A template's loaded objects stay shared with its forks, and Python behaves as before."""
+"""A template shares its loaded objects with its forks, and the behaviour of Python does not change."""
 
 import subprocess
 import sys

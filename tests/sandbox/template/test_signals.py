@@ -1,4 +1,4 @@
-"""A program in a sandbox starts with default signals, whatever the service's parent ignored or blocked."""
+"""Programs in a sandbox start with default signals, even if the service's parent ignored or blocked some."""
 
 import json
 import signal

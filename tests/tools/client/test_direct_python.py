@@ -1,4 +1,4 @@
-"""A Python session that a server lends to the host, which drives it directly and returns it."""
+"""Python sessions that a tool server lends to the host. The host uses a session directly and returns it."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ async def is_lent(box: Toolbox) -> bool:
 
 
 async def given_back(box: Toolbox) -> None:
-    """Return once the server has the session back."""
+    """Wait until the server has the session again."""
     async with asyncio.timeout(T):
         while await is_lent(box):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
@@ -49,7 +49,8 @@ async def lent(python_box: Toolbox) -> Toolbox:
 
 
 async def usable(box: Toolbox) -> bool:
-    """Check that the session is the same, and is soon lent again: on a busy machine, not by every cell."""
+    """Check that the session is the same, and is soon lent again; on a busy machine, this may take several
+    cells."""
     for _ in range(8):
         if (await box.python("print(kept)", timeout_s=T)).text != "yes\n":
             return False
@@ -131,7 +132,7 @@ async def test_output_between_cells_returns_the_session(lent: Toolbox) -> None:
 
 
 async def test_another_cells_end_message_does_not_end_a_cell(lent: Toolbox) -> None:
-    """Forged messages go to the server, which knows the running cell."""
+    """The server handles forged messages, because it knows the running cell."""
     await lent.python(FORGE, timeout_s=T)
     forged = await lent.python("forge([7_000_000, 'Forged', []]); print('true')", timeout_s=T)
     assert forged.ok and forged.text == "true\n"

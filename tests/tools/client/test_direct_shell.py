@@ -1,4 +1,4 @@
-"""A shell that a server lends to the host, which drives it directly and returns it."""
+"""Shells that a tool server lends to the host. The host uses a shell directly and returns it."""
 
 import asyncio
 import os
@@ -29,7 +29,8 @@ async def lent(box: Toolbox) -> Toolbox:
 
 
 async def usable(box: Toolbox) -> bool:
-    """Check that the shell is the same, and is soon lent again: on a busy machine, not by every command."""
+    """Check that the shell is the same, and is soon lent again; on a busy machine, this may take several
+    commands."""
     for _ in range(8):
         if (await box.bash("echo $kept", timeout_s=T)).text != "yes\n":
             return False

@@ -1,4 +1,4 @@
-"""Tools in sandboxes of the driver `local`, which share the host's files."""
+"""Tools in sandboxes of the driver `local`, which use the host's files."""
 
 from pathlib import Path
 

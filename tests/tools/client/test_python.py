@@ -1,4 +1,4 @@
-"""Promises of both engines of the Python session. Each test runs with each of them."""
+"""Promises of both engines of the Python session. Each test runs with each engine."""
 
 import asyncio
 import base64
@@ -42,7 +42,7 @@ async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) 
 
 @pytest.fixture
 async def lent(request: pytest.FixtureRequest) -> None:
-    """The session for all tests is lent to the host: stray output may have returned it to the tool server."""
+    """Lend the shared session to the host; stray output may have returned it to the tool server."""
     if "kept" in request.fixturenames:
         kept: Toolbox = request.getfixturevalue("kept")
         await kept.python("pass", timeout_s=T)
@@ -50,12 +50,12 @@ async def lent(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks(lent: None, no_leaks: None) -> None:
-    """The leak check starts when the descriptors of a lent session are open."""
+    """Start the leak check when the descriptors of a lent session are open."""
 
 
 @pytest.fixture(params=[PythonEngine.FORKED, PythonEngine.KERNEL])
 async def box(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
-    """A session that a test may break."""
+    """Session for a single test, which may break it."""
     box = await opened(shared_driver, request.param)
     yield box
     await box.aclose()

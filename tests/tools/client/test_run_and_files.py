@@ -66,7 +66,7 @@ async def test_the_two_outputs_can_be_separated(box: Toolbox) -> None:
 
 
 async def test_a_background_process_continues_if_requested(box: Toolbox) -> None:
-    """It holds the output, writes to it after the call, and is not stopped by that."""
+    """The process keeps the output open, and writes to it after the call without being stopped."""
     write = "n=0; while [ $n -lt 5000 ]; do n=$((n+1)); echo a line for nobody; echo another >&2; done"
     command = f"(until [ -e go ]; do sleep 0.01; done; {write}; touch done) & echo begun"
     done = await box.run(["sh", "-c", command], background=True, apart=True, timeout_s=T)

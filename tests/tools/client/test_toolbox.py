@@ -1,4 +1,4 @@
-"""Calls by name, and servers or sandboxes that are lost, send wrong messages, or do not answer."""
+"""Calls by name, and servers or sandboxes that are lost, violate the protocol, or do not answer."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""How many sandboxes are kept ready."""
+"""Number of sandboxes that are kept ready."""
 
 from hypothesis import given
 from hypothesis import strategies as st

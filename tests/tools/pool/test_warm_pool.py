@@ -54,7 +54,7 @@ class CountingDriver:
 
 
 async def closed(sandbox: Sandbox) -> None:
-    """Return once the sandbox has been closed, which closes the socket of a tool server in it."""
+    """Wait until the sandbox has been closed, which closes the socket of its tool server."""
     if sandbox.alive:
         with await sandbox.spawn(ENTRY) as sock:
             await asyncio.get_running_loop().sock_recv(sock, 1)
@@ -73,7 +73,7 @@ async def pool(driver: CountingDriver, run_dir: Path) -> AsyncIterator[WarmPool]
 
 
 async def use(pool: WarmPool, spec: SandboxSpec = PLAIN, times: int = 1) -> None:
-    """Take several at once, close them, and wait until the pool has adjusted."""
+    """Take several sandboxes concurrently, close them, and wait until the pool has adjusted."""
     places = await asyncio.gather(*(pool.take(spec) for _ in range(times)))
     for place in places:
         await place.aclose()

@@ -1,4 +1,4 @@
-"""Untrusted archives, as pure streams and directories; no sandbox runs here."""
+"""Untrusted archives, without a sandbox."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ class Pipe:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Path]:
-    """Directory for unpacked archives; fail a test whose archive changed anything outside it."""
+    """Directory for unpacked archives. A test fails if its archive changes anything outside."""
     (tmp_path / "canary").write_text("alive")
     (tmp_path / "in").mkdir()
     yield tmp_path / "in"
@@ -212,7 +212,7 @@ NAMES = st.sampled_from(["a", "b", "..", ".", "l"])
 
 @given(st.lists(NAMES, max_size=3), st.lists(NAMES, min_size=1, max_size=4))
 def test_a_link_that_stays_inside_resolves_inside(place: list[str], target: list[str]) -> None:
-    """Even if its names are links themselves: with `..` it can only climb real directories."""
+    """The names in the link may be links; `..` is allowed only after real directories."""
     inside = stays_inside(("top", *place, "link"), "/".join(target))
     climbs = next((n for n, part in enumerate(target) if part != ".."), len(target))
     assert inside == (".." not in target[climbs:] and climbs <= len(place))

@@ -37,7 +37,7 @@ def _dash_image(root: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["busybox", "dash"])
 def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A system whose only shell is this one."""
+    """Image in which `shell` is the only shell."""
     root = tmp_path_factory.mktemp("sh") / "root"
     if request.param == "busybox":
         return _busybox_image(root, request.getfixturevalue("busybox"))

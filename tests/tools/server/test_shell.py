@@ -1,4 +1,4 @@
-"""The promises of the persistent shell, on real sandboxes."""
+"""Promises of the persistent shell, on real sandboxes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Commands that damage their own shell, which the session survives."""
+"""Commands that damage their own shell; the session survives."""
 
 import shutil
 

@@ -35,7 +35,7 @@ async def answer(box: Toolbox, text: str) -> ToolResult:
 
 
 def waits(result: ToolResult) -> bool:
-    """Check whether the command waits, as data and as text."""
+    """Return whether the command waits; check that the result's data and text agree."""
     said = "[the command waits for input" in result.text
     assert said == result.data["waiting"]
     assert not said or (result.ok and result.data["exit_code"] is None)

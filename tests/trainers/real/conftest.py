@@ -1,4 +1,4 @@
-"""Fixtures for tests with real trainers. Each file runs in its trainer's environment: make test-trainers."""
+"""Fixtures for tests with real trainers. `make test-trainers` runs each file in its trainer's environment."""
 
 import os
 import re
@@ -18,7 +18,7 @@ PAGES = Path(__file__).parents[3] / "docs" / "trainers"
 
 
 def command_of(page: str, program: str) -> list[str]:
-    """Return the words of a page's only command of that program, from the program on."""
+    """Return the words of the only command of `program` on a page, from the program on."""
     text = re.sub(r"\\\n\s*", "", (PAGES / page).read_text())
     [line] = [line for line in text.splitlines() if re.match(rf"(\S+ )*{re.escape(program)}( |$)", line)]
     words = shlex.split(line)
@@ -27,7 +27,7 @@ def command_of(page: str, program: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Resources that a trainer leaks are its own fault."""
+    """Do not check leaks, because trainers leak resources themselves."""
     yield
 
 

@@ -122,7 +122,7 @@ def _machine(config: Any) -> dict[str, Any]:
 
 
 def _settings(task: Any) -> list[dict[str, Any]]:
-    """Settings that harbor reads, in our terms: of the machine, then of each step."""
+    """Return the settings that harbor reads, in our terms: settings of the machine, then of each step."""
     from harbor.models.task.verifier_mode import resolve_verifier_environment_definition
 
     config, found = task.config, [_machine(task.config.environment)]

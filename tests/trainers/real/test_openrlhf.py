@@ -1,7 +1,7 @@
 """OpenRLHF's own conversion of responses, for episodes that its engine samples; its parsing of the example.
 
-OpenRLHF's rollouts import vLLM, which needs a GPU here: an empty module replaces it, and one that samples the
-test's tokens replaces its engine. All else is OpenRLHF.
+OpenRLHF's rollouts import vLLM, which needs a GPU. An empty module replaces vLLM, and an engine that samples
+the test's tokens replaces OpenRLHF's. All other code is OpenRLHF's.
 """
 
 import importlib.util

@@ -32,7 +32,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "trainers" / "slime"
 
 
 def router() -> FastAPI:
-    """SGLang's router, as far as slime asks it when it has enough: it has no workers to abort."""
+    """Replacement of SGLang's router for slime's requests at the end of a batch; it has no workers to
+    abort."""
     app = FastAPI()
 
     @app.get("/workers")

@@ -52,7 +52,7 @@ def grpo(model: Path, output: Path, rollouts: TrlRollouts, **options: Any) -> An
 
 
 def test_grpo_trains_on_the_rows_of_the_service(tiny_model: Path, tmp_path: Path) -> None:
-    """Two steps in which a quarter of the samples fails: they count for no mean and no loss."""
+    """Run two steps in which a quarter of the samples fails. Failed samples count for no mean and no loss."""
     uploads: list[int] = []
 
     def upload(trainer: Any, version: int) -> None:
@@ -157,7 +157,7 @@ class PlainAttention:
 def test_the_asynchronous_trainer_trains(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with weights that change under running episodes; groups without a gradient never arrive.
+    """Run three steps with weights that change during episodes. Groups without a gradient never arrive.
 
     Two parts of this trainer need a GPU and are replaced: the attention kernel, and the look-up of the GPU's
     speed for a metric.

@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def worker(url: str, kind: type[Any] | None = None) -> Any:
-    """verl's worker as in its Ray actor, without the actor."""
+    """verl's worker without its Ray actor."""
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
     from verl.experimental.agent_loop import agent_loop
@@ -159,7 +159,7 @@ def small_example(folder: Path, tasks: list[dict[str, Any]], url: str, model: Pa
 
 
 def trainer_of(config: Any) -> Any:
-    """verl's trainer as far as it requests and receives rollouts; its workers on GPUs are absent."""
+    """Return the part of verl's trainer that requests and receives rollouts, without workers on GPUs."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
@@ -170,7 +170,7 @@ def trainer_of(config: Any) -> Any:
 
 
 def read(queue: Any, keys: list[str]) -> list[dict[str, Any]]:
-    """Return the rows of these keys, as verl's trainer fetches them."""
+    """Fetch the rows of these keys like verl's trainer."""
     fields = queue.kv_batch_get(keys=keys, partition_id="train")
     return [{name: fields[name][at] for name in fields.keys()} for at in range(len(keys))]  # noqa: SIM118
 

@@ -1,4 +1,4 @@
-"""Patches as pure functions: parsing, placement of hunks, and refusals."""
+"""Patches without files: parsing, placement of hunks, and refusals."""
 
 import difflib
 
