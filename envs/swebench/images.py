@@ -100,7 +100,7 @@ class Images:
         name = task.image
         if registry:
             first, _, rest = name.partition("/")
-            # A first part with a dot or a colon is the name of a registry, which is replaced.
+            # If the first part has a dot or a colon, it is the name of a registry, which is replaced.
             name = rest if rest and ("." in first or ":" in first) else name
             name = f"{registry}/{name}"
         return f"docker://{name}"
