@@ -1,6 +1,7 @@
 """Comparison of answers without the math-verify library, for cases that need none. Pure and bounded."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -29,6 +30,8 @@ _PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 #: A text of words, as opposed to a product of variables.
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
+_ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}")
+_LETTERS = re.compile(r"[a-z][a-z ]*")
 _QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
 _PRIME = re.compile(r"\^\s*\{?\s*\\prime\s*\}?|′")
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|ne|neq)(?![a-z])")
@@ -37,6 +40,38 @@ _AND, _OR = (
     for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
 )
 _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
+_BASES = {
+    **{"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8"},
+    **{"nine": "9", "ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16"},
+}
+#: The set of the real numbers with a property.
+_BUILDER = re.compile(
+    r"(?:\\left\s*)?\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\||:|\\mid(?![A-Za-z]))"
+    r"([^{}|:]+?)(?:\\right\s*)?\\\}"
+)
+#: Signs and commands that the grammar does not know, and those that it knows.
+_SIGNS = str.maketrans({"−": "-", "·": r"\cdot ", "∙": r"\cdot ", "⁄": "/", "∞": r"\infty ", "∈": r"\in "})
+_COMMANDS = {"varnothing": r"\emptyset", "lg": r"\log_{10}", "tg": r"\tan", "ctg": r"\cot"}
+_COMMAND = re.compile(rf"\\(?:operatorname\s*\{{\s*)?({'|'.join(_COMMANDS)})(?![A-Za-z])(?:\s*\}})?")
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
+_SCRIPT = re.compile(rf"([{_RAISED}]+)|([{_LOWERED}]+)")
+_TO_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_VULGAR = re.compile("[¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+
+
+def _in_latex(text: str) -> str:
+    """Return a text with the grammar's commands for signs such as `√`, `²` and `½`."""
+    text = _COMMAND.sub(lambda match: _COMMANDS[match[1]], text.translate(_SIGNS))
+    text = _ROOT.sub(lambda match: f"{_ROOTS[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
+    text = _SCRIPT.sub(lambda match: f"{'^' if match[1] else '_'}{{{match[0].translate(_TO_DIGITS)}}}", text)
+    return _VULGAR.sub(_vulgar, text)
+
+
+def _vulgar(match: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\N{FRACTION SLASH}")
+    return rf"\frac{{{above}}}{{{below}}}"
 
 
 def canonical(answer: str) -> str:
@@ -45,10 +80,14 @@ def canonical(answer: str) -> str:
     `1 000` becomes `1000`, `2 1/4` becomes `2\frac{1}{4}`, and `0.\overline{3}` becomes `\frac{3}{9}`.
     """
     text = _PERCENT_TEXT.sub("%", answer)
-    text = _NO_SPACE.sub("", _PRIME.sub("'", text.strip().replace("−", "-")))
+    text = _NO_SPACE.sub("", _PRIME.sub("'", _in_latex(text.strip())))
     if quoted := _QUOTED.fullmatch(text):
         text = next(filter(None, quoted.groups()[1:]), "")
     text = _REPEATING.sub(_repeating, _TWO_DIGITS.sub(r"\\\1{\2}{\3}", split_unit(text)[0]))
+    if (builder := _BUILDER.fullmatch(text)) and _RELATION.search(builder[1]):
+        text = builder[1].strip()
+    if base := _BASE.fullmatch(text):
+        text = f"{text.partition('_')[0].strip()}_{_BASES.get(base[1], base[1])}"
     text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     return _MIXED.sub(_mixed, _WIDE_SPACE.sub(" ", text))
 
@@ -62,7 +101,7 @@ def quick(answer: str, right: str) -> bool | None:
         answer: the agent's answer.
         right: a right answer.
     """
-    units = [split_unit(_NAMED.sub("", text))[1] for text in (answer, right)]
+    units = [split_unit(_NAMED.sub("", _in_latex(text)))[1] for text in (answer, right)]
     answer, right = canonical(answer), canonical(right)
     if _different(answer, right, units):
         return False
@@ -71,6 +110,8 @@ def quick(answer: str, right: str) -> bool | None:
     words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in (answer, right)]
     if words[0] == words[1] and _WORDS.fullmatch(words[0]):
         return True
+    if _ONLY_TEXT.fullmatch(right) and _LETTERS.fullmatch(words[0]):
+        return words[0] == words[1]  # the library takes words for products of letters
     value, expected = _exact(answer), _exact(right)
     if value is not None and expected is not None:
         return value == expected
