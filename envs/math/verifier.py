@@ -14,9 +14,11 @@ Three parts of the library reward wrong answers, and are replaced or not used:
 import functools
 import json
 import logging
+import random
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 _CPU_S = 20
@@ -26,7 +28,7 @@ _EXACT = "1e-40"
 #: Relative tolerance of a decimal for a fraction or root, in addition to the library's absolute tolerance.
 _DECIMAL = "5e-5"
 _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
-_PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d")
+_PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d|[-+*]\s*I\b")
 #: Minimum letters of a unit that the library may drop; and the shorter units that it may drop.
 _UNIT_LETTERS = 3
 _SHORT_UNITS = frozenset(("mm", "cm", "dm", "km", "kg", "ft", "lb"))
@@ -41,6 +43,14 @@ _SKIPPED = re.compile(
     re.IGNORECASE,
 )
 _TWO_NUMBERS = re.compile(r"\d\s+[\d.]")
+_INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|neq?)(?![A-Za-z])")
+_OR, _AND = (
+    re.compile(rf"\\(?:text|mbox)\s*\{{\s*,?\s*{word}\s*\}}|\b{word}\b|\\(?:{signs})(?![A-Za-z])")
+    for word, signs in (("or", "lor|vee"), ("and", "land|wedge"))
+)
+#: Points at which two expressions must be equal, and most that are tried: the right one may not be real.
+_POINTS, _TRIED_POINTS = 12, 100
+_DIGITS = 60
 
 
 def read(text: str, *, plain: bool) -> Any:
@@ -54,14 +64,20 @@ def read(text: str, *, plain: bool) -> Any:
     from latex2sympy2_extended.latex2sympy2 import convert_to_pct, normalize_latex
     from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
-    if plain and _PLAIN.search(text) and not {"i", "I"} & set(_NAME.findall(text)):
+    if plain and _PLAIN.search(text) and "i" not in _NAME.findall(text):
         names: dict[str, Any] = {name: sympy.Symbol(name, real=True) for name in _NAME.findall(text)}
-        names |= {"e": sympy.E, "E": sympy.E, "ln": sympy.log, "abs": sympy.Abs}
+        names |= {"I": sympy.I, "e": sympy.E, "E": sympy.E, "ln": sympy.log, "abs": sympy.Abs}
         return sympy.parse_expr(text.replace("^", "**"), names)
     if percent := _PERCENT.fullmatch(text):
         return convert_to_pct(sympy.Number(percent[1].replace(",", "")))
     if _SKIPPED.search(text):
         return text
+    if _INEQUALITY.search(text) and (_OR.search(text) or _AND.search(text)):
+        parts = [[read(part, plain=False) for part in _AND.split(either)] for either in _OR.split(text)]
+        if all(isinstance(part, sympy.logic.boolalg.Boolean) for either in parts for part in either):
+            joined = sympy.Or(*(sympy.And(*either) for either in parts))
+            if _solutions(joined):
+                return joined
     normal = normalize_latex(text, config=LatexExtractionConfig().normalization_config)
     if _TWO_NUMBERS.search(normal):  # the grammar would add the two numbers
         return normal
@@ -135,12 +151,98 @@ def _relatively_close(gold: Any, answer: Any) -> bool:
 def is_equal(right: Any, answer: Any) -> bool:
     """Return true if two results of `read` are the same answer."""
     from math_verify import verify
-    from sympy import Eq
+    from sympy import And, Eq, FiniteSet, Or
 
+    right, answer = _with_imaginary_unit(right, answer)
     if isinstance(answer, Eq) and not isinstance(right, Eq) and not answer.lhs.free_symbols:
         # The library uses the right side of an equation as its value; but `43 = 42` has no value.
         return bool(verify(answer.lhs, answer.rhs, timeout_seconds=None)) and is_equal(right, answer.rhs)
-    return bool(verify(right, answer, timeout_seconds=None))
+    wanted, found = _solutions(right), _solutions(answer)
+    if wanted and found and (None in (wanted[0], found[0]) or wanted[0] == found[0]):
+        return bool(verify(wanted[1], found[1], timeout_seconds=None))
+    right, answer = (
+        FiniteSet(*one.args) if isinstance(one, And | Or) and isinstance(other, FiniteSet) else one
+        for one, other in ((right, answer), (answer, right))
+    )
+    return _same_where_real(right, answer) or bool(verify(right, answer, timeout_seconds=None))
+
+
+def _with_imaginary_unit(*values: Any) -> Sequence[Any]:
+    """Return values with the imaginary unit for `i`.
+
+    The library takes it for a variable. If a value has it, all its variables differ from those of a value
+    without it.
+    """
+    from sympy import I, Symbol
+    from sympy.logic.boolalg import BooleanAtom
+
+    symbols = {symbol for value in values for symbol in getattr(value, "free_symbols", ())}
+    if not any(symbol.name == "i" or symbol.is_real is False for symbol in symbols):
+        return values
+    unified = {symbol: I if symbol.name == "i" else Symbol(symbol.name) for symbol in symbols}
+    try:
+        replaced = [value.xreplace(unified) if hasattr(value, "xreplace") else value for value in values]
+    except (TypeError, ValueError):  # `i` is also the index of a sum
+        return values
+    # An equation may have become true or false.
+    return values if any(isinstance(value, BooleanAtom) for value in replaced) else replaced
+
+
+def _solutions(value: Any) -> tuple[str | None, Any] | None:
+    r"""Return the variable, if any, and the set of its values; None for anything but a set, `x \in S`, and
+    inequalities whose one side is the variable. Others may only repeat the problem."""
+    from sympy import And, Eq, FiniteSet, Or, Set, Symbol
+    from sympy.core.relational import Relational
+
+    if isinstance(value, Eq) and isinstance(value.lhs, Symbol) and isinstance(value.rhs, Set):
+        return value.lhs.name, value.rhs
+    if isinstance(value, Set):
+        return None if isinstance(value, FiniteSet) else (None, value)
+    if not isinstance(value, Relational | And | Or) or isinstance(value, Eq) or len(value.free_symbols) != 1:
+        return None
+    (symbol,) = value.free_symbols
+    sides = [{relation.lhs, relation.rhs} - {symbol} for relation in value.atoms(Relational)]
+    if any(len(rest) != 1 or next(iter(rest)).free_symbols for rest in sides):
+        return None
+    real = Symbol(symbol.name, real=True)
+    try:
+        return symbol.name, value.xreplace({symbol: real}).as_set()
+    except (AttributeError, NotImplementedError, TypeError, ValueError):  # it holds for all values or none
+        return None
+
+
+def _same_where_real(right: Any, answer: Any) -> bool:
+    r"""Return true if two expressions are equal where all parts of the right one are real.
+
+    The library compares them as functions of complex numbers, in which `\sqrt{1/n}` is not `1/\sqrt{n}`.
+    """
+    from sympy import Derivative, Expr, Float, Function, Limit, Pow, Rational, Symbol
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+
+    if not all(isinstance(value, Expr) and not getattr(value, "is_Matrix", 0) for value in (right, answer)):
+        return False
+    if any(value.has(ExprWithLimits, Limit, Derivative) for value in (right, answer)):  # slow
+        return False
+    symbols = sorted(right.free_symbols, key=str)
+    if not symbols or not all(isinstance(symbol, Symbol) for symbol in symbols):
+        return False
+    if not answer.free_symbols <= right.free_symbols:
+        return False
+    steps = [right, *right.atoms(Function, Pow)]
+    draw = random.Random(0)
+    points = 0
+    for _ in range(_TRIED_POINTS):
+        point = {symbol: Rational(draw.randint(-400, 400), 101) for symbol in symbols}
+        wanted, *others = (step.evalf(_DIGITS, subs=point) for step in steps)
+        if not all(step.is_comparable and step.is_finite for step in (wanted, *others)):
+            continue
+        found = answer.evalf(_DIGITS, subs=point)
+        if not found.is_comparable or abs(found - wanted) > Float(_EXACT) * abs(wanted):
+            return False
+        points += 1
+        if points == _POINTS:
+            return True
+    return False
 
 
 def main() -> None:

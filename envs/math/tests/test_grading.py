@@ -297,6 +297,105 @@ IGNORED = [
 ]
 
 
+COMPLEX = [
+    ("14 - i", "14.0 + -1.0i", 1),
+    ("14 - i", "14 + 1i", 0),
+    ("-1", "i^2", 1),
+    ("-1", "i^3", 0),
+    ("2i", "(1+i)^2", 1),
+    ("2i", "2*I", 1),
+    ("1 + 2*I", "1+2i", 1),
+    (r"\frac{3}{2}i", "1.5i", 1),
+    (r"-\frac{1}{2}+\frac{\sqrt3}{2}i", "-1/2 + sqrt(3)*I/2", 1),
+    (r"e^{i\pi}", "-1", 1),
+    (r"\cos x + i\sin x", "e^{ix}", 1),
+    (r"\cos x + i\sin x", "e^{-ix}", 0),
+    ("x+iy", "x+yi", 1),
+    ("x+iy", "x-iy", 0),
+    (r"1 \pm i", "1-i, 1+i", 1),
+    (r"1 \pm i", "1-i", 0),
+    (r"\begin{pmatrix} 0 & -i \\ i & 0 \end{pmatrix}", r"\begin{pmatrix} 0 & -1i \\ 1i & 0 \end{pmatrix}", 1),
+    (r"\begin{pmatrix} 0 & -i \\ i & 0 \end{pmatrix}", r"\begin{pmatrix} 0 & i \\ -i & 0 \end{pmatrix}", 0),
+    ("x = i", "x = -i", 0),
+    ("a_i + 1", "1 + a_i", 1),
+    (r"\sum_{i=1}^{n} i^2 + i", r"i + \sum_{i=1}^{n} i^2", 1),
+    ("3i", "3", 0),
+]
+INEQUALITIES = [
+    (r"x \in [-2,7]", r"-2 \le x \le 7", 1),
+    (r"x \in [-2,7]", r"-2 \le x < 7", 0),
+    (r"x \in [-2,7]", r"-2 \le y \le 7", 0),
+    ("(0, 12.5)", "0 < x < 12.5", 1),
+    (r"(-\infty, 3)", "x < 3", 1),
+    ("x < 3", r"(-\infty, 3)", 1),
+    (r"(-\infty, 3)", "3 > x", 1),
+    (r"(-\infty,3)\cup(3,\infty)", r"x \ne 3", 1),
+    (r"(-\infty,3)\cup(3,\infty)", r"x \ne 4", 0),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } x>2", 1),
+    (r"(-\infty,1)\cup(2,\infty)", "x<1 or x>=2", 0),
+    (r"(-\infty,1)\cup(2,\infty)", "x<1 and x>2", 0),
+    ("x<1 or x>2", r"(-\infty,1)\cup(2,\infty)", 1),
+    ("x<1 or x>2", "x<1, x>2", 1),
+    ("x<1, x>2", r"x<1 \lor x>2", 1),
+    ("x<1 or x>2", "y<1 or y>2", 0),
+    ("1<x<2", r"x>1 \text{ and } x<2", 1),
+    ("x<2", "x>1 and x<2", 0),
+    ("x=1 or x>2", r"\{1\}\cup(2,\infty)", 1),
+    ("x=1 or x>2", "x>2", 0),
+    ("x>2 and y>3", "y>3 and x>2", 1),
+    ("x>2", r"\{x \mid x > 2\}", 1),
+    (r"\{x | x > 2\}", r"(2,\infty)", 1),
+    ("x>2", r"\left\{x \in \mathbb{R} : x \ge 2\right\}", 0),
+    # not solved
+    ("(-3, 3)", "x^2 < 9", 0),
+    ("(-3, 3)", "|x| < 3", 0),
+    ("(-3, 3)", "x^2 < 9 and x < 3", 0),
+]
+SIGNS = [
+    (r"2\sqrt{2}", "2√2", 1),
+    (r"2\sqrt{2}", "2√3", 0),
+    (r"\sqrt{x+1}", "√(x+1)", 1),
+    ("2", "∛8", 1),
+    ("x^2+1", "x²+1", 1),
+    ("10^{-3}", "10⁻³", 1),
+    ("10^{-3}", "10³", 0),
+    ("x_{12}", "x₁₂", 1),
+    (r"3\frac13", "3⅓", 1),
+    (r"\frac{3}{4}", "¾", 1),
+    (r"\frac{3}{4}", "½", 0),
+    ("6", "2·3", 1),
+    ("0.5", "1⁄2", 1),
+    (r"(-\infty,3]", "(−∞, 3]", 1),
+    (r"x \in [1,2]", "x ∈ [1,2]", 1),
+    (r"5\text{ cm}^2", "5 cm²", 1),
+    (r"5\text{ cm}^2", "5 cm³", 0),
+    (r"2\sqrt{3}\text{ cm}", "2√3 m", 0),
+    (r"\emptyset", r"\varnothing", 1),
+    (r"\lg 100", "2", 1),
+    (r"\lg 100", "3", 0),
+    (r"\tg x", r"\tan x", 1),
+    (r"\cot x", r"\operatorname{ctg} x", 1),
+]
+REAL = [
+    (r"\sqrt{1/n}", r"\frac{1}{\sqrt{n}}", 1),
+    (r"\frac{1}{\sqrt{n}}", r"\sqrt{1/n}", 1),
+    (r"2\ln x", r"\ln x^2", 1),
+    (r"\ln x^2", r"2\ln x", 0),
+    (r"\ln a - \ln b", r"\ln\frac{a}{b}", 1),
+    (r"\sqrt{x}\sqrt{y}", r"\sqrt{xy}", 1),
+    ("a^{bc}", "(a^b)^c", 1),
+    (r"x^{3/2}", r"x^2\sqrt{x}", 0),
+    ("x", r"\sqrt{x^2}", 0),
+    ("|x|", "x", 0),
+    (r"\sqrt{x}", r"-\sqrt{x}", 0),
+    (r"\lfloor x \rfloor", "x", 0),
+    ("(-1)^n", "1", 0),
+    ("0", r"\sin(\pi n)", 0),
+    ("0.333x", r"\frac{x}{3}", 0),
+    ("f(x)", "g(x)", 0),
+]
+
+
 @pytest.fixture(scope="module")
 def library_verdict() -> Iterator[Callable[[str, str], bool]]:
     """Return the grader without its sandbox, so that one process imports the library for all cases."""
@@ -316,7 +415,10 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
         yield verdict
 
 
-@pytest.mark.parametrize(("right", "answer", "reward"), [*SMALL, *WHOLE, *MIXED, *PLAIN, *UNITS, *IGNORED])
+@pytest.mark.parametrize(
+    ("right", "answer", "reward"),
+    [*SMALL, *WHOLE, *MIXED, *PLAIN, *UNITS, *IGNORED, *COMPLEX, *INEQUALITIES, *SIGNS, *REAL],
+)
 def test_answers_that_the_library_judges(
     library_verdict: Callable[[str, str], bool], right: str, answer: str, reward: int
 ) -> None:
