@@ -24,7 +24,12 @@ _TWO_DIGITS = re.compile(r"\\([dt]?frac|[dt]?binom)\s*(\d)\s*(\d)")
 _BASE = re.compile(r"(?=[^_]*\d)[\dA-F.,\s]*[\dA-F]\s*_\s*\{?\s*(?:\\text\{)?(\d+|[a-z]+)\}*")
 _NO_SPACE = re.compile(r"(?<!\\)\\!\s*")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_ROOT_OF_DIGIT = re.compile(r"\\sqrt\s*(\[[^\[\]]*\])\s*([0-9A-Za-z])")
+_NATURAL = re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})")
+_ANGLES = re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])(.*?,.*?)(?:\\right\s*)?\\rangle(?![A-Za-z])")
+_CASES = re.compile(r"\\begin\{cases\}([^&]*)\\end\{cases\}")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
+_REPEATED = re.compile(r"(?<![\w.])(\d+)\.()\((\d+)\)(?![\w.(])")
 _NAMED = re.compile(r"\A\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
 _PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
@@ -50,7 +55,9 @@ _BUILDER = re.compile(
     r"([^{}|:]+?)(?:\\right\s*)?\\\}"
 )
 #: Signs and commands that the grammar does not know, and those that it knows.
-_SIGNS = str.maketrans({"−": "-", "·": r"\cdot ", "∙": r"\cdot ", "⁄": "/", "∞": r"\infty ", "∈": r"\in "})
+_SIGNS = str.maketrans(
+    {"−": "-", "·": r"\cdot ", "∙": r"\cdot ", "⁄": "/", "∞": r"\infty ", "∈": r"\in ", "±": r"\pm "}
+)
 _COMMANDS = {"varnothing": r"\emptyset", "lg": r"\log_{10}", "tg": r"\tan", "ctg": r"\cot"}
 _COMMAND = re.compile(rf"\\(?:operatorname\s*\{{\s*)?({'|'.join(_COMMANDS)})(?![A-Za-z])(?:\s*\}})?")
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
@@ -84,6 +91,8 @@ def canonical(answer: str) -> str:
     if quoted := _QUOTED.fullmatch(text):
         text = next(filter(None, quoted.groups()[1:]), "")
     text = _REPEATING.sub(_repeating, _TWO_DIGITS.sub(r"\\\1{\2}{\3}", split_unit(text)[0]))
+    text = _NATURAL.sub(r"\\ln ", _ROOT_OF_DIGIT.sub(r"\\sqrt\1{\2}", _REPEATED.sub(_repeating, text)))
+    text = _CASES.sub(lambda match: match[1].replace(r"\\", ", "), _ANGLES.sub(r"(\1)", text))
     if (builder := _BUILDER.fullmatch(text)) and _RELATION.search(builder[1]):
         text = builder[1].strip()
     if base := _BASE.fullmatch(text):

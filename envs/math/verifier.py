@@ -51,6 +51,7 @@ _OR, _AND = (
 #: Points at which two expressions must be equal, and most that are tried: the right one may not be real.
 _POINTS, _TRIED_POINTS = 12, 100
 _DIGITS = 60
+_PLUS_MINUS, _MINUS_PLUS = (re.compile(rf"\\{name}(?![A-Za-z])") for name in ("pm", "mp"))
 
 
 def read(text: str, *, plain: bool) -> Any:
@@ -84,7 +85,20 @@ def read(text: str, *, plain: bool) -> Any:
     try:
         return parse_latex_cached(normal)
     except Exception:  # noqa: BLE001  (the grammar raises errors of many types)
-        return normal
+        return _of_both_signs(text) or normal
+
+
+def _of_both_signs(text: str) -> Any:
+    r"""Return the two values of a text with `\pm`, which the grammar reads in sums only; None for others."""
+    from sympy import And, FiniteSet, Ne
+
+    if not _PLUS_MINUS.search(text):
+        return None
+    texts = [_PLUS_MINUS.sub(one, _MINUS_PLUS.sub(other, text)) for one, other in ("+-", "-+")]
+    values = [read(each, plain=False) for each in texts]
+    if any(isinstance(value, str) for value in values):
+        return None
+    return And(*values) if all(isinstance(value, Ne) for value in values) else FiniteSet(*values)
 
 
 def refine() -> None:

@@ -394,6 +394,30 @@ REAL = [
     ("0.333x", r"\frac{x}{3}", 0),
     ("f(x)", "g(x)", 0),
 ]
+COMMANDS = [
+    (r"\sqrt[3]{2}", r"\sqrt[3]2", 1),
+    ("2", r"\sqrt[3]8", 1),
+    (r"\sqrt[3]{2}", r"\sqrt[4]2", 0),
+    ("0.(3)", "1/3", 1),
+    (r"\frac{4}{33}", "0.(12)", 1),
+    ("0.(3)", "0.3", 0),
+    ("2.5(3)", "7.5", 1),
+    (r"\ln 2", r"\log_e 2", 1),
+    (r"\ln 2", r"\log_{e}(2)", 1),
+    (r"\ln 2", r"\log_2 2", 0),
+    (r"\left\langle 1,2 \right\rangle", "(1,2)", 1),
+    (r"\langle 1,2 \rangle", r"\langle 2,1 \rangle", 0),
+    (r"\begin{cases} x=1 \\ y=2 \end{cases}", "x=1, y=2", 1),
+    (r"\begin{cases} x=1 \\ y=2 \end{cases}", "x=2, y=1", 0),
+    (r"\begin{cases} 1 & x>0 \\ 0 & x \le 0 \end{cases}", "1", 0),
+    (r"x = \frac{-1 \pm \sqrt{5}}{2}", r"\frac{-1+\sqrt5}{2}, \frac{-1-\sqrt5}{2}", 1),
+    (r"\frac{-1 \pm \sqrt{5}}{2}", r"\frac{±\sqrt5-1}{2}", 1),
+    (r"\frac{-1 \pm \sqrt{5}}{2}", r"\frac{-1+\sqrt5}{2}", 0),
+    (r"\frac{-1+\sqrt5}{2}", r"\frac{-1 \pm \sqrt{5}}{2}", 0),
+    (r"\sqrt{2 \pm \sqrt3} \mp 1", r"\sqrt{2+\sqrt3} - 1, \sqrt{2-\sqrt3} + 1", 1),
+    (r"(-\infty, -8)\cup (-8, 8) \cup (8, \infty)", r"x \neq \pm 8", 1),
+    (r"(-\infty, -8)\cup (-8, 8) \cup (8, \infty)", r"x \neq \pm 7", 0),
+]
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +441,7 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
 
 @pytest.mark.parametrize(
     ("right", "answer", "reward"),
-    [*SMALL, *WHOLE, *MIXED, *PLAIN, *UNITS, *IGNORED, *COMPLEX, *INEQUALITIES, *SIGNS, *REAL],
+    [*SMALL, *WHOLE, *MIXED, *PLAIN, *UNITS, *IGNORED, *COMPLEX, *INEQUALITIES, *SIGNS, *REAL, *COMMANDS],
 )
 def test_answers_that_the_library_judges(
     library_verdict: Callable[[str, str], bool], right: str, answer: str, reward: int
