@@ -1,6 +1,8 @@
 """Grading of short answers. Pure, total and bounded."""
 
 import re
+import unicodedata
+from collections.abc import Mapping, Sequence
 
 from prorl_envs.env.answers import is_close, parse_number
 from prorl_envs.env.words import bare
@@ -9,13 +11,39 @@ from prorl_envs.envs.stem.task import ChoiceAnswer, NumberAnswer, StemTask, Text
 #: Longest answer that is judged.
 MAX_CHARS = 4_000
 
-_CHOICE = r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?"
-_LETTER = re.compile(rf"{_CHOICE}\(?([A-Za-z])\)?[.:)]?")
+_CHOICE = (
+    r"(?:(?:[Tt]he\s+)?(?:(?:correct|final|right)\s+)?[Aa]nswer\s+is:?\s+)?(?:(?:[Oo]ption|[Cc]hoice)\s+)?"
+)
+_LETTER = re.compile(
+    rf"{_CHOICE}(?:([A-Za-z])|\(([A-Za-z])\)|\[([A-Za-z])\]|\{{([A-Za-z])\}}|<([A-Za-z])>)[.:),]?"
+)
 _LETTER_FIRST = re.compile(rf"{_CHOICE}\(?([A-Z])(?:[).:,]\s+|\)?\s+[-–—]\s+)(.+)", re.DOTALL)
 _POWER = re.compile(r"\s*(?:\\times|\\cdot|×|·|x|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})\s*\}?")
 _ONLY_POWER = re.compile(r"^([+-]?)10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})(?!\d)\s*\}?")
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: |\{,\})\d{3})+(?!\d)")
-_TEXT = re.compile(r"\\(?:text|math)(?:rm|bf|it)?\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:(?:text|math)(?:rm|bf|it)?|ce|mbox)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
+_ABOUT = re.compile(r"^(?:[≈~∼]|\\(?:approx|sim)(?![A-Za-z]))\s*")
+_DEGREES = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?\s*")
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
+_SUPERSCRIPT = re.compile(f"[{_RAISED}]+")
+_SUBSCRIPT = re.compile(r"_(?:\{(\w+)\}|(\w))")
+_TO_DIGITS = str.maketrans(_RAISED, "0123456789+-")
+_SIGNS = str.maketrans({"−": "-", "‐": "-", "‑": "-", "’": "'", "⁄": "/"})
+_COMMANDS = {
+    **{
+        r"\%": "%",
+        r"\mu": "μ",
+        r"\Omega": "Ω",
+        r"\alpha": "α",
+        r"\beta": "β",
+        r"\gamma": "γ",
+        r"\delta": "δ",
+    },
+    **{r"\lambda": "λ", r"\pi": "π", r"\theta": "θ", r"\sigma": "σ"},
+}
+_COMMAND = re.compile(r"\\(?:%|[A-Za-z]+)")
+_PUNCTUATION = ".,;:()"
 _SPACE = re.compile(r"\\(?:[,;:! ]|q?quad\b)|~")
 _EXPONENT = re.compile(r"\^\{([+-]?\d+)\}")
 _ARTICLES = frozenset(("a", "an", "the"))
@@ -42,22 +70,47 @@ def chosen(task: StemTask, answer: str) -> str:
     """
     answer = _plain(answer)
     if match := _LETTER.fullmatch(answer):
-        return match[1].upper()
-    letters = dict(task.lettered)
-    if (match := _LETTER_FIRST.fullmatch(answer)) and _words(match[2]) == _words(letters.get(match[1], "")):
+        return match[match.lastindex or 0].upper()
+    letters = {letter: _words(text) for letter, text in task.lettered}
+    if (match := _LETTER_FIRST.fullmatch(answer)) and _is_choice(match[1], match[2], letters):
         return match[1]
-    same = [letter for letter, text in letters.items() if _words(text) == _words(answer)]
+    same = [letter for letter, words in letters.items() if words == _words(answer)]
     return same[0] if len(same) == 1 else ""
 
 
+def _is_choice(letter: str, text: str, choices: Mapping[str, list[str]]) -> bool:
+    """Return true if a text names a letter's choice and no other. It may be cut off, or go on."""
+    own, given = (
+        [word.strip(_PUNCTUATION) for word in words] for words in (choices.get(letter, []), _words(text))
+    )
+    if own == given or not own or not given:
+        return own == given != []
+    named = set(re.findall(r"(?<![\w'])[B-Z](?![\w'])", text)) & choices.keys() - {letter}
+    others = [words for other, words in choices.items() if other != letter]
+    if named or any(words == given or (_has(given, words) and not _has(own, words)) for words in others):
+        return False
+    return given[: len(own)] == own or own[: len(given)] == given
+
+
+def _has(words: Sequence[str], part: Sequence[str]) -> bool:
+    return any(words[at : at + len(part)] == part for at in range(len(words) - len(part) + 1))
+
+
 def _plain(text: str) -> str:
-    """Return a text without the decoration of Markdown, and without LaTeX's commands for text and spaces."""
-    text = _EXPONENT.sub(r"^\1", _SPACE.sub(" ", bare(text).replace("$", " ")))
-    return " ".join(_TEXT.sub(r"\1", text).split())
+    """Return a text without the decoration of Markdown and the commands of LaTeX, and with plain signs."""
+    text = _DEGREES.sub("°", _SPACE.sub(" ", bare(text).replace("$", " ")))
+    text = _EXPONENT.sub(r"^\1", _SUPERSCRIPT.sub(lambda match: f"^{match[0].translate(_TO_DIGITS)}", text))
+    text = _COMMAND.sub(lambda match: _COMMANDS.get(match[0], match[0]), _FRACTION.sub(_slashed, text))
+    text = _TEXT.sub(r"\1", _SUBSCRIPT.sub(lambda match: match[1] or match[2], text))
+    return " ".join(unicodedata.normalize("NFKC", text).translate(_SIGNS).split())
+
+
+def _slashed(match: re.Match[str]) -> str:
+    return f"{match[1] or match[3]}/{match[2] or match[4]}"
 
 
 def _number(answer: str, right: NumberAnswer) -> bool:
-    text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), answer.replace("−", "-"))
+    text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), _ABOUT.sub("", answer))
     text = _ONLY_POWER.sub(r"\g<1>1e\2", _POWER.sub(r"e\1", text, count=1), count=1)
     for unit in sorted((_plain(unit) for unit in right.units), key=len, reverse=True):
         if text.endswith(unit):

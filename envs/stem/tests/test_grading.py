@@ -16,10 +16,17 @@ CHOICE = {"type": "choice", "value": "B"}
 NUMBER = {"type": "number", "value": 3e8, "units": ["m/s", "m s^-1"]}
 TEXT = {"type": "text", "values": ["Arctic char", "charr"]}
 
+STEPS = {**CHOICE, "choices": ["Decrease", "Increase, then decrease", "Increase"]}
+GRAVITY = {"type": "number", "value": 9.8, "units": ["m/s^2"]}
+ANGLE = {"type": "number", "value": 30, "units": ["°"]}
+WATER = {"type": "text", "values": ["H2O"]}
+
 
 def task(answer: dict[str, Any]) -> StemTask:
     choices = ["an ion", "a photon", "a proton"] if answer["type"] == "choice" else []
-    return StemEnvironment.load({"id": "t", "instruction": "Which?", "choices": choices, "answer": answer})
+    row = {"id": "t", "instruction": "Which?", "choices": answer.get("choices", choices)}
+    row["answer"] = {key: value for key, value in answer.items() if key != "choices"}
+    return StemEnvironment.load(row)
 
 
 @pytest.mark.anyio
@@ -45,6 +52,26 @@ async def test_every_example_discriminates(node: Node) -> None:
         (CHOICE, "B - a photon", True),
         (CHOICE, "B, a photon", True),
         (CHOICE, "B - a proton", False),
+        (CHOICE, "[B]", True),
+        (CHOICE, "{b}", True),
+        (CHOICE, "B,", True),
+        (CHOICE, "(B", False),
+        (CHOICE, "The answer is B", True),
+        (CHOICE, "the correct answer is option (B).", True),
+        (CHOICE, "The answer is not B", False),
+        # a text that is cut off or goes on
+        (CHOICE, r"\boxed{B: A photon...}", True),
+        (CHOICE, "B: a photon (light)", True),
+        (CHOICE, "B) a photon, because it has no mass", True),
+        (CHOICE, "B. not a photon", False),
+        (CHOICE, "B. a photon or a proton", False),
+        (CHOICE, "B. a photon, no: C", False),
+        (CHOICE, "B: wrong", False),
+        (STEPS, "B. increase, then decrease", True),
+        (STEPS, "B. increase, then", True),
+        (STEPS, "B. increase", False),
+        (STEPS, "C. increase", False),
+        (STEPS, "A. increase, then decrease", False),
         (CHOICE, "Answer: B", True),
         (CHOICE, "A", False),
         (CHOICE, "A or B", False),
@@ -64,6 +91,28 @@ async def test_every_example_discriminates(node: Node) -> None:
         ({"type": "number", "value": 1e5}, "10^{5}", True),
         ({"type": "number", "value": 1e5}, "10^50", False),
         ({"type": "number", "value": 1e-30}, "10^{-20}", False),
+        (NUMBER, "3 × 10⁸ m/s", True),
+        (NUMBER, "3 × 10⁷ m/s", False),
+        (NUMBER, "≈ 3e8 m/s", True),
+        (NUMBER, r"\approx 3 \times 10^8 \text{ m s}^{-1}", True),
+        (NUMBER, "3e8 m s⁻¹", True),
+        (NUMBER, "3e8 m s⁻²", False),
+        (GRAVITY, "9.8 m/s²", True),
+        (GRAVITY, r"9.8\,\mathrm{m}/\mathrm{s}^2", True),
+        (GRAVITY, "9.8 m/s³", False),
+        (ANGLE, r"30^\circ", True),
+        (ANGLE, r"30^{\circ}", True),
+        (ANGLE, "30°", True),
+        (ANGLE, r"30^\circ\text{C}", False),
+        ({"type": "number", "value": -5, "units": ["°C"]}, r"−5^\circ\text{C}", True),
+        ({"type": "number", "value": 5, "units": ["µm"]}, r"5\,\mu\text{m}", True),
+        ({"type": "number", "value": 5, "units": ["µm"]}, "5 mm", False),
+        ({"type": "number", "value": 5, "units": ["Ω"]}, r"5\,\Omega", True),
+        ({"type": "number", "value": 50, "units": ["%"]}, r"50\%", True),
+        ({"type": "number", "value": 0.5}, r"\frac{1}{2}", True),
+        ({"type": "number", "value": 0.5}, r"-\dfrac12", False),
+        ({"type": "number", "value": 1000}, "10³", True),
+        ({"type": "number", "value": 103}, "10³", False),
         (NUMBER, "3e8 km/s", False),
         (NUMBER, "3e5", False),
         (NUMBER, "3e8 or 4e8", False),
@@ -72,6 +121,16 @@ async def test_every_example_discriminates(node: Node) -> None:
         (TEXT, "the arctic  CHAR.", True),
         (TEXT, "charr", True),
         (TEXT, "trout or charr", False),
+        (WATER, "H₂O", True),
+        (WATER, "H_2O", True),
+        (WATER, r"\ce{H2O}", True),
+        (WATER, r"$\mathrm{H_{2}O}$", True),
+        (WATER, "H₂O₂", False),
+        (WATER, "H²O", False),
+        ({"type": "text", "values": ["X-ray"]}, "X‑ray", True),
+        ({"type": "text", "values": ["Ohm's law"]}, "Ohm’s law", True),
+        ({"type": "text", "values": ["α particle"]}, r"$\alpha$ particle", True),
+        ({"type": "text", "values": ["α particle"]}, r"$\beta$ particle", False),
         (TEXT, "", False),
         (CHOICE, "**B.** a photon", True),
         (CHOICE, "**B**", True),
