@@ -34,8 +34,8 @@ _ROUNDING = 1e-12
 
 def parse_number(text: str) -> float | None:
     """Parse one finite real number: `42`, `-1.5e3`, `1,234.5`, `3/4`, `2 1/4`; return None for any other
-    text."""
-    text = text.strip()
+    text. The mathematical minus sign is one, too."""
+    text = text.strip().replace("−", "-")
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _GROUPED.fullmatch(text):

@@ -27,6 +27,7 @@ from prorl_envs.env.expressions import ExpressionError
         ("2 1/4", 2.25),
         ("-2  1 / 4", -2.25),
         ("+0 1/2", 0.5),
+        ("−2.5e−3", -0.0025),
     ],
 )
 def test_numbers_in_common_notations(text: str, value: float) -> None:
@@ -46,6 +47,8 @@ def test_numbers_in_common_notations(text: str, value: float) -> None:
         "1_000",
         "12,34",
         "42 m",
+        "2 − 1",
+        "–2",
         "4 10/3",
         "4 3/3",
         "2 1/0",
