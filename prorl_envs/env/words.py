@@ -25,9 +25,14 @@ _OR, _COMMA = re.compile(r"\bor\b"), re.compile(r"(?<!\\)[,;]|\band\b")
 _SO = "(?:so|thus|hence|then|therefore)"
 _LEAD = rf"(?:{_SO}\b\W*)?(?:(?:the|my|our|final|correct|right)\s+)*"
 _LABEL = re.compile(
-    rf"^\W*{_LEAD}answer\b\s*(?:\([^()]*\)\s*)?(?:is\b\s*(?:{_SO}\b\s*)?)?(?P<colon>[:=：])?\s*",
+    rf"^\W*{_LEAD}(?:answer|(?<=correct )(?:option|choice))\b\s*(?:\([^()]*\)\s*)?(?:is\b\s*(?:{_SO}\b\s*)?)?"
+    r"(?P<colon>[:：→]|[-=]>|=)?\s*",
     re.IGNORECASE,
 )
+#: Answers as some models are trained to state them, after GSM8K (`#### 42`) and DeepSeek R1.
+_TAGGED = re.compile(r"<answer>(.{1,500}?)</answer>", re.DOTALL | re.IGNORECASE)
+_MARKED = re.compile(r"####\s*([-+−]?\$?\d[\d,]*(?:\.\d+)?)\s*%?\s*")
+_REASON = re.compile(r"(?<=\S),?\s+(?:since|because)\b.*", re.IGNORECASE)
 #: The mark of a list's item. The answer `- 73` on the line after `Answer:` is no negative number.
 _ITEM = re.compile(r"(?:[-*+•]|\d{1,2}[.)])\s+(?=\S)")
 #: The end of an answer in the format of Minerva (https://arxiv.org/abs/2206.14858, listing 1).
@@ -156,13 +161,14 @@ def _link(between: str) -> str:
 def stated(words: str) -> str:
     """Return the answer that a last message states: its last boxed expression or line `Answer: ...`.
 
-    The later of the two counts, unless the line is prose that repeats the boxed expression. The answer may be
-    on the line after `**Answer:**`. A sentence `The answer is ...` counts if it is short, or if nothing else
-    states an answer.
+    `#### 42` and `<answer>42</answer>` are such lines, too. The later statement counts, unless the line is
+    prose that repeats the boxed expression. The answer may be on the line after `**Answer:**`. A sentence
+    `The answer is ...` counts if it is short, or if nothing else states an answer.
     """
     spoken = said(words)
     box, boxed = max((match.start() for match in _BOX.finditer(spoken)), default=-1), last_boxed(words)
-    found = _statements(spoken)
+    tagged = [(match.start(), match[1].strip(), True) for match in _TAGGED.finditer(spoken)]
+    found = sorted([*_statements(spoken), *tagged], key=lambda statement: statement[0])
     certain = [(at, text) for at, text, sure in found if sure]
     if certain and (not boxed or (certain[-1][0] > box and not _repeats(certain[-1][1], boxed))):
         return certain[-1][1]
@@ -190,13 +196,15 @@ def _statements(spoken: str) -> list[tuple[int, str, bool]]:
     for index in range(max(len(lines) - _LINES, 0), len(lines)):
         line = lines[index]
         text = _undecorated(line.strip()) if len(line) <= _LINE_CHARS else ""
+        if marked := _MARKED.fullmatch(line):
+            found.append((at, marked[1], True))
         text = text[item.end() :] if (item := _ITEM.match(text)) else text
         starts = [match.end() for match in _SENTENCE.finditer(text) if _LABEL.match(text[match.end() :])]
         for start, end in itertools.pairwise([*starts, len(text)]):
             label = _LABEL.match(text[start:end])
             if label is None:
                 continue
-            rest = _HOPE.sub("", text[start + label.end() : end]).strip()
+            rest = _REASON.sub("", _HOPE.sub("", text[start + label.end() : end])).strip()
             has_verb = not label["colon"] and (_IS.search(label[0]) is not None or rest.startswith(_FORMULAS))
             if (label["colon"] or has_verb or (not rest and _HEADING.match(line))) and (
                 rest or end == len(text)

@@ -188,6 +188,26 @@ def test_the_stated_answer(text: str, found: str) -> None:
         ("The final answer is therefore 73.", "73"),
         ("Final Answer: The final answer is $73$. I hope it is correct.", "73"),
         ("**Final Answer:** the answer is 73", "73"),
+        ("Answer => 73", "73"),
+        ("Answer → 73", "73"),
+        ("Answer -> 73", "73"),
+        ("The correct option is B.", "B"),
+        ("So the correct choice is **(B)**.", "(B)"),
+        ("The first option is B.", ""),
+        ("The option is B.", ""),
+        ("The answer is 73, since 72 + 1 = 73.", "73"),
+        ("Answer: B because it is even.", "B"),
+        ("Answer: because of friction", "because of friction"),
+        ("So 72 + 1 = 73.\n#### 73", "73"),
+        ("#### -1,234.5 ", "-1,234.5"),
+        ("#### $73", "$73"),
+        ("#### Step 1\nIt is 73.", ""),
+        ("#### 1. Sum", ""),
+        ("It is <answer>73</answer>.", "73"),
+        ("<answer>\n$73$\n</answer>", "73"),
+        ("<answer>1</answer> no: <answer>73</answer>", "73"),
+        ("<answer>73", ""),
+        ("<answer>" + "7" * 600 + "</answer>", ""),
         ("Answer: a\u2028b", "a\u2028b"),
         ("Answer: 7\x0b\x1c3", "7\x0b\x1c3"),
         ("Answer: 73\r\nDone.", "73"),
@@ -218,6 +238,12 @@ def test_decoration_is_not_part_of_the_answer(text: str, found: str) -> None:
         ("Answer: 12\nWait, that is wrong. Answer: 3", "3"),
         ("\\boxed{12}\nCorrection: the answer is 3.", "3"),
         ("Answer: 12. The answer is obvious.", "12"),
+        ("\\boxed{12}\n#### 3", "3"),
+        ("#### 3\n\\boxed{12}", "12"),
+        ("<answer>3</answer>\n\\boxed{12}", "12"),
+        ("<answer>\\boxed{12}</answer>", "12"),
+        ("Answer: 3\n<answer>12</answer>", "12"),
+        ("<answer>12</answer>\nAnswer: 3", "3"),
     ],
 )
 def test_the_later_statement_counts(text: str, found: str) -> None:
@@ -225,7 +251,21 @@ def test_the_later_statement_counts(text: str, found: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mark", ["**", "*a ", "`a", "_a ", "$a", "\\(", "a\\", "Answer: ", "Answer:\n", "answer is "]
+    "mark",
+    [
+        "**",
+        "*a ",
+        "`a",
+        "_a ",
+        "$a",
+        "\\(",
+        "a\\",
+        "Answer: ",
+        "Answer:\n",
+        "answer is ",
+        "<answer> ",
+        "#### 1",
+    ],
 )
 def test_hostile_marks_are_read_quickly(mark: str) -> None:
     text = mark * 3_000

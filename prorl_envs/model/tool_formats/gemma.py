@@ -58,7 +58,9 @@ def _object(text: str, at: int, depth: int) -> tuple[JsonObject, int]:
     while not text.startswith("}", at := skip_space(text, at)):
         if text.startswith((_QUOTE, *_PLAIN_QUOTES), at):
             key, at = _string(text, at) if text.startswith(_QUOTE, at) else _plain_string(text, at)
-            at = end_of(text, at, "=" if text.startswith("=", skip_space(text, at)) else ":", preceding="a key")
+            at = end_of(
+                text, at, "=" if text.startswith("=", skip_space(text, at)) else ":", preceding="a key"
+            )
         else:
             mark = _AFTER_KEY.search(text, at, at + MAX_NAME)
             key, at = up_to(text, at, mark[0] if mark else ":", "A key of a tool call")

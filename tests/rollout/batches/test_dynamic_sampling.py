@@ -139,15 +139,9 @@ def test_a_group_without_spread_is_replaced_at_once() -> None:
 
 
 def test_a_result_of_an_unknown_group_changes_nothing() -> None:
-<<<<<<< HEAD:tests/rollout/batches/test_dynamic_sampling.py
-    plan = begun(Rules(groups=1, in_flight=1), tasks=1)
+    plan = started_plan(Rules(groups=1, in_flight=1), tasks=1)
     assert plan.ended("of another batch", 0, SampleOutcome(1, 1.0)) is None
     assert list(plan.groups) == ["0"] and not plan.decisions
-=======
-    plan = started_plan(Rules(groups=1, in_flight=1), tasks=1)
-    assert plan.ended("of another batch", 0, GroupEnded(1, 1.0)) is None
-    assert list(plan.groups) == ["0"] and not plan.judged
->>>>>>> 3bee9625 (Name helper functions of tests by their results):tests/rollout/test_batch_plan.py
 
 
 def test_every_decided_group_is_counted() -> None:

@@ -118,15 +118,10 @@ def test_empty_datagrams_are_hidden_after_the_count(pair: OpenPair, file: int) -
     assert queued(receiver).hidden > 0
 
 
-<<<<<<< HEAD:tests/sandbox/limits/test_in_flight.py
-def test_over_the_limit_none_is_inspected(pair: OpenPair, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "_MOST_INSPECTED", 3)
-=======
 def test_over_the_limit_no_socket_is_inspected(
     pair: OpenPair, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_flight, "_MOST_LOOKED_INTO", 3)
->>>>>>> e0f3c203 (Name the objects of tests in their names):tests/sandbox/test_in_flight.py
+    monkeypatch.setattr(in_flight, "_MOST_INSPECTED", 3)
     sender, receiver = pair(socket.SOCK_STREAM)
     socket.send_fds(sender, [b"x"], [file] * 4)
     found = queued(receiver)

@@ -61,13 +61,8 @@ async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterato
 
 @pytest.fixture(scope="module")
 async def watched(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-<<<<<<< HEAD:tests/sandbox/limits/test_limits.py
-    """Driver for tests in which the mechanism makes no difference, and no Python session is opened."""
-    driver = BubblewrapDriver(limits=NodeLimits(per_sandbox=LIMITS, enforcement=Mechanism.WATCHDOG))
-=======
     """Driver for tests that do not depend on the mechanism and open no Python session."""
-    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
->>>>>>> d574eb30 (Describe the tests of sandboxes, tools, trainers and the viewer in plain terms):tests/sandbox/test_limits.py
+    driver = BubblewrapDriver(limits=NodeLimits(per_sandbox=LIMITS, enforcement=Mechanism.WATCHDOG))
     try:
         await driver.warm("base")
         yield driver
