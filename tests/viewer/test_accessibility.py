@@ -25,7 +25,7 @@ from tests.support.toy import ToyModel, empty_node
 from tests.viewer.conftest import result
 from tests.viewer.test_dashboard import FINISH, Watched
 from tests.viewer.test_dashboard import watched as watched
-from tests.viewer.test_pages import looking
+from tests.viewer.test_pages import open_page
 from tests.viewer.test_run_pages import finished as finished
 from tests.viewer.test_run_pages import viewing
 
@@ -56,7 +56,7 @@ async def check(page: Any) -> None:
 
 
 async def test_an_overview_and_lists(chromium: Any, finished: Path, screen: dict[str, Any]) -> None:
-    async with viewing(finished) as url, looking(chromium, url, **screen) as page:
+    async with viewing(finished) as url, open_page(chromium, url, **screen) as page:
         await page.get_by_role("heading", name="Run r").wait_for()
         await check(page)
         for place in ("#/episodes", "#/episodes?view=groups", "#/episodes?text=nothing"):
@@ -69,7 +69,7 @@ async def test_an_overview_and_lists(chromium: Any, finished: Path, screen: dict
 
 
 async def test_every_tab_of_an_episode(chromium: Any, finished: Path, screen: dict[str, Any]) -> None:
-    async with viewing(finished) as url, looking(chromium, f"{url}#/episode/0", **screen) as page:
+    async with viewing(finished) as url, open_page(chromium, f"{url}#/episode/0", **screen) as page:
         tabs = page.get_by_role("tab")
         await tabs.first.wait_for()
         assert await tabs.count() > 3
@@ -81,7 +81,7 @@ async def test_every_tab_of_an_episode(chromium: Any, finished: Path, screen: di
 async def test_prompts_with_markdown_and_a_comparison(
     chromium: Any, finished: Path, screen: dict[str, Any]
 ) -> None:
-    async with viewing(finished) as url, looking(chromium, f"{url}#/episode/1", **screen) as page:
+    async with viewing(finished) as url, open_page(chromium, f"{url}#/episode/1", **screen) as page:
         await page.get_by_role("tab").first.wait_for()
         await check(page)
         await page.get_by_role("link", name="compare").click()
@@ -93,7 +93,7 @@ async def test_the_list_of_runs(chromium: Any, finished: Path, screen: dict[str,
     async with (
         runs_app(RunsFolder(finished.parent), "secret") as app,
         answering(app, last_requests_s=1, log_level="critical") as url,
-        looking(chromium, f"{url}/secret/", **screen) as page,
+        open_page(chromium, f"{url}/secret/", **screen) as page,
     ):
         await page.locator(".row").first.wait_for()
         await check(page)
@@ -101,7 +101,7 @@ async def test_the_list_of_runs(chromium: Any, finished: Path, screen: dict[str,
 
 async def test_a_dashboard(chromium: Any, watched: tuple[Watched, str], screen: dict[str, Any]) -> None:
     bench, url = watched
-    async with looking(chromium, f"{url}/dashboard", **screen) as page:
+    async with open_page(chromium, f"{url}/dashboard", **screen) as page:
         await page.get_by_role("region", name="No jobs yet").wait_for()
         await check(page)
         bench.world.gates["call"] = asyncio.Event()
@@ -132,7 +132,7 @@ async def test_one_file_with_tokens(chromium: Any, tmp_path: Path, screen: dict[
     path = tmp_path / "out.html"
     text_of = partial(token_texts, builtin_renderer().decode)
     path.write_bytes(export_html([result("g/0").model_dump_json().encode()], "r", text_of))
-    async with looking(chromium, path.as_uri(), **screen) as page:
+    async with open_page(chromium, path.as_uri(), **screen) as page:
         await page.evaluate("location.hash = '#/episode/0'")
         await page.get_by_role("tab", name="Tokens").click()
         await page.locator(".token").first.wait_for()

@@ -50,11 +50,12 @@ def filled[Family: (CounterMetricFamily, GaugeMetricFamily)](
 
 def sandboxes(uses: Mapping[str, NodeUse]) -> Iterator[Metric]:
     """Yield the sandbox metrics of each machine or process, by name."""
-    families = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
-    for family_type, metrics in families:
-        for name, (help_text, key) in metrics.items():
-            values = {node: getattr(use, key) for node, use in uses.items()}
-            yield filled(family_type(name, help_text, labels=["node"]), values)
+    for name, (help_text, key) in _GAUGES.items():
+        values = {node: getattr(use, key) for node, use in uses.items()}
+        yield filled(GaugeMetricFamily(name, help_text, labels=["node"]), values)
+    for name, (help_text, key) in _COUNTERS.items():
+        values = {node: getattr(use, key) for node, use in uses.items()}
+        yield filled(CounterMetricFamily(name, help_text, labels=["node"]), values)
     help_text = "Seconds from the request for a sandbox until it is ready."
     ready = SummaryMetricFamily("prorl_sandbox_ready_seconds", help_text, labels=["node"])
     for node, use in uses.items():

@@ -63,7 +63,7 @@ class Fleet:
         self._pool = pool
         self._terms = terms
         self._clock = clock or SystemClock()
-        self._local: StageExecutor | None = None
+        self._executor: StageExecutor | None = None
         self._engine: Engine | None = None
         self._is_attached = asyncio.Event()
         self._nodes: dict[str, RemoteNode] = {}
@@ -83,7 +83,7 @@ class Fleet:
             local: runs stages on the service's own machine.
             engine: is notified when nodes join or are lost.
         """
-        self._local, self._engine = local, engine
+        self._executor, self._engine = local, engine
         self._is_attached.set()
 
     @property
@@ -343,9 +343,9 @@ class Fleet:
 
     @property
     def _local(self) -> StageExecutor:
-        if self._local is None:
+        if self._executor is None:
             raise AssertionError("attach comes first")
-        return self._local
+        return self._executor
 
     @property
     def _attached_engine(self) -> Engine:
