@@ -17,7 +17,7 @@ import prorl_envs
 SERVE = """
 import asyncio, sys
 from prorl_envs.app.compose import Model
-from prorl_envs.cli.commands.serving import serve as serving
+from prorl_envs.cli.commands.serve import serve as serving
 from prorl_envs.config import SandboxSection, ServerSettings, ServiceSettings, Settings
 from prorl_envs.testing.tokenizer import builtin_renderer
 

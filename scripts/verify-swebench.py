@@ -28,9 +28,9 @@ from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
-from prorl_envs.envs.swebench.logs import ScriptRun
 from prorl_envs.envs.swebench.submission import Submission
 from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.envs.swebench.verdict import ScriptRun
 from prorl_envs.errors import ProrlError
 from prorl_envs.tools.types import ToolCall
 

@@ -9,11 +9,19 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.envs.swebench.build import Builder, missing
 from prorl_envs.envs.swebench.grade import run_tests
-from prorl_envs.envs.swebench.logs import FAILING, ScriptRun, Status, Verdict, common_gate, judge, judge_map
 from prorl_envs.envs.swebench.options import SwebenchOptions
 from prorl_envs.envs.swebench.root import BuiltRoot
 from prorl_envs.envs.swebench.submission import SUBMISSION, Submission, apply, apply_reference, take
 from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.envs.swebench.verdict import (
+    FAILING,
+    ScriptRun,
+    Status,
+    Verdict,
+    common_gate,
+    judge,
+    judge_map,
+)
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.tools.pool.sandbox_session import SandboxSession

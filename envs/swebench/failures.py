@@ -12,7 +12,7 @@ A log is hostile: the tested code writes it. All functions here take time linear
 import re
 from collections.abc import Collection, Iterator
 
-from prorl_envs.envs.swebench.parsers import MAX_LINE, SUMMARY, lines_of, short_option
+from prorl_envs.envs.swebench.log_parsers import MAX_LINE, SUMMARY, lines_of, short_option
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 _SUBTEST = re.compile(r"(?:^|(?<=\s))SUBFAIL(?:ED)?(?=[\s\[(])")

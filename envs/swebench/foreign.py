@@ -19,8 +19,8 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
 
-from prorl_envs.envs.swebench.logs import Status, Statuses
-from prorl_envs.envs.swebench.parsers import PARSERS
+from prorl_envs.envs.swebench.log_parsers import PARSERS
+from prorl_envs.envs.swebench.verdict import Status, Statuses
 from prorl_envs.errors import GraderError
 from prorl_envs.extras import install_extras, install_packages
 

@@ -5,9 +5,9 @@ import re
 
 from prorl_envs.envs.swebench.failures import failed_gate, failed_tests
 from prorl_envs.envs.swebench.foreign import parse
-from prorl_envs.envs.swebench.logs import FAILING, ScriptRun
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.envs.swebench.verdict import FAILING, ScriptRun
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 #: Maximum bytes read from the end of a log. A log is hostile, and parsed in this process.

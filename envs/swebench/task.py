@@ -19,9 +19,9 @@ from prorl_envs.env.base import ReferenceCall, Task
 from prorl_envs.env.columns import decoded
 from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.foreign import missing
-from prorl_envs.envs.swebench.logs import Status
 from prorl_envs.envs.swebench.recipes import recipe
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER, normalised
+from prorl_envs.envs.swebench.verdict import Status
 
 #: Directory in which a grader finds the files hidden from the agent.
 HIDDEN = "/opt/hidden"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from prorl_envs.envs.terminal.files import text_of
 from prorl_envs.envs.terminal.task import Machine, TerminalTask
 from prorl_envs.errors import InputError
-from prorl_envs.images.dockerfile.plan import plan_build
-from prorl_envs.images.dockerfile.syntax import parse_dockerfile
+from prorl_envs.images.dockerfile.parser import parse_dockerfile
+from prorl_envs.images.dockerfile.stages import plan_build
 from prorl_envs.images.registry.documents import host_platform
 from prorl_envs.sandbox.limits.policy import size_words
 

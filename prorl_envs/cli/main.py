@@ -23,7 +23,7 @@ from prorl_envs.cli.commands.harness import harness
 from prorl_envs.cli.commands.image import image
 from prorl_envs.cli.commands.nemo import nemo
 from prorl_envs.cli.commands.operate import add_commands
-from prorl_envs.cli.commands.run_command import run
+from prorl_envs.cli.commands.run import run
 from prorl_envs.cli.commands.settings import list_settings
 from prorl_envs.cli.commands.view import view
 from prorl_envs.cli.options import (
@@ -136,7 +136,7 @@ def serve(
     import asyncio
 
     from prorl_envs.app.compose import connect
-    from prorl_envs.cli.commands.serving import serve
+    from prorl_envs.cli.commands.serve import serve
 
     settings = settings_of(config)
     address: dict[str, object] = {

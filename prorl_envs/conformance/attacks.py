@@ -3,7 +3,7 @@
 Each attack is a Python program that sets `held`, and prints it if nothing stops the program in time.
 """
 
-from prorl_envs.sandbox.limits.counters import counters
+from prorl_envs.sandbox.limits.kernel_counters import counters
 
 #: Seconds after which an attack that was not stopped prints `held`. The monitor checks a busy sandbox every
 #: two seconds; on two loaded cores, checks took up to 20 s.

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from prorl_envs.sandbox.filesystem.directories import remove_tree
-from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, prctl
+from prorl_envs.sandbox.linux.syscall_wrappers import PR_SET_CHILD_SUBREAPER, prctl
 
 #: One id less than all: Apptainer sees no namespace if the map has all ids.
 _MAPPED_IDS = 2**32 - 2

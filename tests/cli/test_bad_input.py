@@ -104,7 +104,7 @@ def test_a_machine_without_sandboxes_gets_no_run(
         return Model(servers=[], renderer=builtin_renderer())
 
     monkeypatch.setattr("prorl_envs.app.compose.choose_driver", none_works)
-    monkeypatch.setattr("prorl_envs.cli.commands.run.connect", connected)
+    monkeypatch.setattr("prorl_envs.cli.commands.run_episodes.connect", connected)
     done = fast_cli(*command)
     assert done.code == 2 and "it is too small" in done.err
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
@@ -146,7 +146,7 @@ def test_serve_tries_the_drivers_once(
 
     monkeypatch.setattr("prorl_envs.app.compose.choose_driver", choose)
     monkeypatch.setattr("prorl_envs.app.compose.connect", connected)
-    monkeypatch.setattr("prorl_envs.cli.commands.serving.serve_until_signal", ends)
+    monkeypatch.setattr("prorl_envs.cli.commands.serve.serve_until_signal", ends)
     done = fast_cli("serve", "--llm", "http://127.0.0.1:9", "--port", "0", "--store", "memory")
     assert done.code == 0 and tried == ["auto"], done.err
 

@@ -17,7 +17,7 @@ SERVE = """
 import asyncio, sys
 from pathlib import Path
 from prorl_envs.app.compose import Model
-from prorl_envs.cli.commands.serving import serve
+from prorl_envs.cli.commands.serve import serve
 from prorl_envs.config import ServerSettings, ServiceSettings, Settings
 from prorl_envs.testing.tokenizer import builtin_renderer
 

@@ -14,10 +14,10 @@ from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.rows import read_tasks
 from prorl_envs.env.rows import rows as file_rows
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
-from prorl_envs.envs.swebench.logs import Status
 from prorl_envs.envs.swebench.recipes import recipe
 from prorl_envs.envs.swebench.schemas import END_MARKER, normalised
 from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
+from prorl_envs.envs.swebench.verdict import Status
 from prorl_envs.errors import InputError
 
 FIX = "diff --git a/a/b.py b/a/b.py\n--- a/a/b.py\n+++ b/a/b.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from prorl_envs import __version__
 from prorl_envs.app.compose import node
-from prorl_envs.cli.commands.environments import example_obstacles
+from prorl_envs.cli.commands.envs_report import example_obstacles
 from prorl_envs.cli.output.console import out, print_json
 from prorl_envs.config import Settings
 from prorl_envs.env.node import default_cache_dir
@@ -29,7 +29,7 @@ from prorl_envs.sandbox.drivers.instance.probe import instance_check
 from prorl_envs.sandbox.drivers.probe import Check, bubblewrap_checks, directory_check
 from prorl_envs.sandbox.drivers.select import choose_driver
 from prorl_envs.sandbox.filesystem.directories import node_local_base
-from prorl_envs.sandbox.limits.counters import UNLIMITED, counters
+from prorl_envs.sandbox.limits.kernel_counters import UNLIMITED, counters
 from prorl_envs.sandbox.linux.cgroups import delegated, sessions_weigh_alike
 
 

@@ -10,7 +10,7 @@ from prorl_envs.cli.options import ConfigOption, DataOption, EnvironmentArgument
 
 def envs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the environments of the configuration, and whether their tasks can run on this machine."""
-    from prorl_envs.cli.commands.environments import list_environments
+    from prorl_envs.cli.commands.envs_report import list_environments
 
     list_environments(settings_of(config), as_json=as_json)
 
@@ -32,7 +32,7 @@ def tasks(
 
     --json prints the rows of the tasks as JSON Lines, a data file for `--data`.
     """
-    from prorl_envs.cli.commands.environments import TaskFilter, list_tasks
+    from prorl_envs.cli.commands.envs_report import TaskFilter, list_tasks
 
     if data is None and "/" in environment and (folder := Path(environment)).is_dir():
         environment, data = "terminal", folder

@@ -1,226 +1,119 @@
-"""`prorl-envs run`: episodes of one environment, on a new service or on a running service."""
+"""Command `prorl-envs run`."""
 
-import hashlib
-import re
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ValidationError
+import typer
 
-from prorl_envs.app.compose import connect, request_defaults, rollout_service
-from prorl_envs.catalog import Catalog
-from prorl_envs.cli.output.console import err
-from prorl_envs.cli.output.run_groups import run_groups
-from prorl_envs.cli.run_folders import RUN_NAME, check_folder, create_folder, latest_folder
-from prorl_envs.config import Settings
-from prorl_envs.errors import InputError, name_hint
-from prorl_envs.loggers.base import RunLogger
-from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.api.errors import NotFound
-from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
-from prorl_envs.rollout.api.views import JobView
-from prorl_envs.rollout.client.client import RolloutClient
-from prorl_envs.rollout.http.server import serving
-from prorl_envs.runs.folder import RunFolder, read_description, submissions
+from prorl_envs.cli.options import (
+    ConfigOption,
+    DataOption,
+    EnvironmentArgument,
+    LlmOption,
+    ModelOption,
+    OutOption,
+    TokenizerOption,
+    api_key,
+    settings_of,
+)
+from prorl_envs.errors import InputError
 
-_LONGEST_ID = 180
-_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._:/\-]")
+if TYPE_CHECKING:
+    from prorl_envs.config import Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Options of a run: tasks, sampling, and the folder for the results.
-
-    Args:
-        environment: name of the environment, or `NAME@AGENT`.
-        data: file of task rows; None means the environment's examples.
-        tasks: ids of the tasks to run; if empty, all.
-        limit: maximum tasks; None means no limit.
-        samples: episodes per task.
-        sampling, limits: as set on the command line.
-        folder: folder for the results; None means a new folder named by time, or with `resume` the latest.
-        resume: continue the run in `folder`.
-        retry_failed: with `resume`, run failed samples again.
-        loggers: loggers of the metrics, with their names.
-    """
-
-    environment: str
-    data: Path | None = None
-    tasks: Sequence[str] = ()
-    limit: int | None = None
-    samples: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
-    limits: AgentLimits = field(default_factory=AgentLimits)
-    folder: Path | None = None
-    resume: bool = False
-    retry_failed: bool = False
-    loggers: Sequence[tuple[str, RunLogger]] = ()
-
-
-def sampling_of(**named: float | None) -> Sampling:
-    """Return the sampling set on the command line.
-
-    Raises:
-        InputError: a value is out of range.
-    """
-    try:
-        return Sampling.model_validate({name: value for name, value in named.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = str(first["loc"][0]).replace("_", "-")
-        raise InputError(f"--{option}: {first['msg']}") from error
-
-
-def rows(catalog: Catalog, options: RunOptions) -> list[tuple[dict[str, Any], str]]:
-    """Return the rows to run, each with the id of its task.
-
-    Raises:
-        InputError: no such environment or task, a row is wrong, or there is no row.
-    """
-    found = [(row, task.id) for row, task in catalog.rows(options.environment, options.data)]
-    if not found:
-        raise InputError(f"{catalog.data(options.environment, options.data)} contains no task")
-    if unknown := set(options.tasks) - {task for _, task in found}:
-        missing = min(unknown)
-        hint = name_hint(missing, (task for _, task in found))
-        raise InputError(f"no task has the id {missing!r}", hint=hint)
-    chosen = [(row, task) for row, task in found if not options.tasks or task in options.tasks]
-    return chosen[: options.limit]
-
-
-def requests(
-    chosen: Sequence[tuple[dict[str, Any], str]], options: RunOptions, name: str
-) -> list[GroupRequest]:
-    """Return one group for each task. Group ids start with the name of the run."""
-    return [
-        GroupRequest(
-            id=group_id(name, options.environment, task),
-            environment=options.environment,
-            task=row,
-            samples=options.samples,
-            sampling=options.sampling,
-            limits=options.limits,
-        )
-        for row, task in chosen
-    ]
-
-
-def group_id(*parts: str) -> str:
-    """Join parts to an id.
-
-    Characters that ids cannot have are replaced by `-`. If that changes the id, or if it is too long and is
-    cut, a hash of the parts is appended, so that different parts give different ids.
-    """
-    text = "/".join(parts)
-    allowed = _NOT_IN_IDS.sub("-", "/".join(part.strip("/") for part in parts))
-    if allowed == text and len(text) <= _LONGEST_ID:
-        return text
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{allowed[: _LONGEST_ID - len(digest) - 1].rstrip('/')}-{digest}"
-
-
-def open_folder(
-    chosen: Sequence[tuple[dict[str, Any], str]], options: RunOptions, settings: Settings | None, model: str
-) -> RunFolder:
-    """Open the folder for the results, new or resumed. The caller closes it.
-
-    Args:
-        chosen: the rows to run.
-        options: options of the run.
-        settings: settings of the service that is started for the run, whose defaults are stored with the
-            groups; None for a running service.
-        model: name of the model; "" if unknown.
-
-    Raises:
-        InputError: the folder has results and `resume` is not set, or has no results and `resume` is set, or
-            cannot be written.
-    """
-    if options.resume:
-        path = options.folder or latest_folder()
-        groups = _with_defaults(requests(chosen, options, read_description(path).name), settings)
-        return RunFolder.resume(path, groups, model, retry_failed=options.retry_failed)
-    started = datetime.now(UTC)
-    name = started.strftime(RUN_NAME)
-    groups = _with_defaults(requests(chosen, options, name), settings)
-    return create_folder(options.folder, started, options.environment, model, groups)
-
-
-def _with_defaults(groups: Sequence[GroupRequest], settings: Settings | None) -> list[GroupRequest]:
-    """Return the groups, with unset sampling and limits taken from the service's settings."""
-    defaults = request_defaults(settings) if settings is not None else {}
-    return [
-        defaults[group.environment].applied(group) if group.environment in defaults else group
-        for group in groups
-    ]
-
-
-def _session() -> str:
-    return f"r{datetime.now(UTC):%Y%m%d%H%M%S}"
-
-
-async def on_service(options: RunOptions, settings: Settings, url: str, token: str | None) -> None:
-    """Run on a running service. If the run stops early, unfinished groups are cancelled."""
-    chosen = rows(Catalog.of(settings), options)
-    async with RolloutClient(url, token=token) as client:
-        with open_folder(chosen, options, None, "") as folder:
-            if options.resume:
-                await _collect(client, folder)
-            submitted = submissions(folder, _session() if options.resume else "")
-            try:
-                await run_groups(client, folder, submitted, tables=True, loggers=options.loggers)
-            except BaseException:
-                for submission in submitted:
-                    with suppress(NotFound):
-                        await client.cancel_group(submission.request.id)
-                raise
-
-
-async def _collect(client: RolloutClient, folder: RunFolder) -> None:
-    """Fetch results of groups that a client submitted before it was killed; wait for their running jobs."""
-    for group, missing in folder.missing():
-        with suppress(NotFound):
-            for job in (await client.group(group.id)).jobs:
-                if job.sample in missing:
-                    await _take(client, folder, job)
-
-
-async def _take(client: RolloutClient, folder: RunFolder, job: JobView) -> None:
-    while not job.state.final:
-        err.print(f"waiting for {job.id}, which the service is still running", soft_wrap=True)
-        job = await client.job(job.id, wait_s=20.0)
-    with suppress(NotFound):  # the result expired, so the sample is run again
-        folder.append(await client.result(job.id))
-
-
-async def here(
-    options: RunOptions,
-    settings: Settings,
-    *,
-    llm: Sequence[str],
-    tokenizer: str | None,
-    name: str | None,
-    api_key: str | None,
+def run(
+    environment: EnvironmentArgument,
+    llm: LlmOption = None,
+    tokenizer: TokenizerOption = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    task: Annotated[list[str] | None, typer.Option(help="Id of a task to run. Repeatable.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of tasks.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Episodes at a time.  [default: the setting service.run]")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="[default: the environment's, else 1]")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="[default: the environment's, else 1]")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of a turn.  [default: the environment's, else 2048]"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Sampling seed; sample N of a task is sampled with SEED+N.")
+    ] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(min=1, help="Maximum model calls.  [default: the environment's, else 30]")
+    ] = None,
+    out_dir: OutOption = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the run in --out, or the latest run: run missing samples."),
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="With --resume: also run failed samples again.")
+    ] = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help="Report metrics to wandb, mlflow or tensorboard, such as wandb:project=x. Repeatable.",
+        ),
+    ] = None,
+    service: Annotated[str | None, typer.Option(help="URL of a running rollout service.")] = None,
+    config: ConfigOption = None,
 ) -> None:
-    """Run on a service that is started for this run."""
-    catalog = Catalog.of(settings)
-    chosen = rows(catalog, options)
-    if obstacle := catalog.family(options.environment).driver_obstacle(settings.driver):
-        raise InputError(obstacle, hint="`prorl-envs doctor` shows what this machine lacks")
-    if not options.resume:
-        check_folder(options.folder)
-    if not llm:
-        raise InputError("no model server is named", hint="use --llm http://host:8000/v1, or --service URL")
-    model = await connect(llm, settings.model, tokenizer=tokenizer, name=name, api_key=api_key)
-    async with (
-        rollout_service(settings, model) as service,
-        serving(service) as url,
-        RolloutClient(url) as client,
-    ):
-        # The folder is created last, so that a machine that cannot start sandboxes leaves no empty folder.
-        with open_folder(chosen, options, settings, model.name or "") as folder:
-            submitted = submissions(folder, _session() if options.resume else "")
-            await run_groups(client, folder, submitted, tables=True, loggers=options.loggers)
+    """Run episodes of an environment with your model, here or on a running service."""
+    from prorl_envs.app.run_loop import run as run_coroutine
+    from prorl_envs.cli.commands import run_episodes as runs
+    from prorl_envs.loggers.registry import logger_of
+    from prorl_envs.rollout.api.types import AgentLimits
+
+    if retry_failed and not resume:
+        raise InputError("--retry-failed needs --resume", hint="add --resume")
+    options = runs.RunOptions(
+        environment=environment,
+        data=data,
+        tasks=task or (),
+        limit=limit,
+        samples=samples,
+        sampling=runs.sampling_of(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed),
+        limits=AgentLimits(**_named(max_turns=max_turns)),
+        folder=out_dir,
+        resume=resume,
+        retry_failed=retry_failed,
+        loggers=[logger_of(text) for text in log or ()],
+    )
+    settings = settings_of(config)
+    if service is not None:
+        if concurrency is not None:
+            raise InputError(
+                "--concurrency is only for a service that is started for the run",
+                hint="the service at --service has its own limits",
+            )
+        run_coroutine(runs.on_service(options, settings, service, os.environ.get("PRORL_SERVER__TOKEN")))
+        return
+    run_coroutine(
+        runs.here(
+            options,
+            _with_concurrency(settings, concurrency),
+            llm=llm or (),
+            tokenizer=tokenizer,
+            name=model,
+            api_key=api_key(),
+        )
+    )
+
+
+def _with_concurrency(settings: "Settings", concurrency: int | None) -> "Settings":
+    if concurrency is None:
+        return settings
+    pools = settings.service.model_copy(update={"run": concurrency, "max_jobs_with_sandbox": concurrency})
+    return settings.model_copy(update={"service": pools})
+
+
+def _named(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -9,7 +9,7 @@ from prorl_envs.conformance.promise import EMULATED_ROOT, IMAGE, NOT_LOCAL, PYTH
 from prorl_envs.conformance.promises.filesystems import digest
 from prorl_envs.conformance.promises.privileges import BARE, STATUS, parsed
 from prorl_envs.conformance.world import PromiseContext
-from prorl_envs.sandbox.linux.syscalls import ROOT_CAPABILITIES
+from prorl_envs.sandbox.linux.syscall_wrappers import ROOT_CAPABILITIES
 
 promises = Promises("emulated root")
 

@@ -14,7 +14,7 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.drivers.local import MARK
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS
-from prorl_envs.sandbox.linux.syscalls import ROOT_CAPABILITIES
+from prorl_envs.sandbox.linux.syscall_wrappers import ROOT_CAPABILITIES
 
 promises = Promises("start ways")
 

@@ -31,21 +31,21 @@ from prorl_envs.images.dockerfile.copy_files import (
 )
 from prorl_envs.images.dockerfile.ignore import IgnoreRules
 from prorl_envs.images.dockerfile.mounts import mount_options
-from prorl_envs.images.dockerfile.plan import (
-    BuildPlan,
-    StagePlan,
-    declared_names,
-    plan_build,
-    platform_args,
-)
-from prorl_envs.images.dockerfile.run import CommandRequest, RunFailed, last_lines, run_command
-from prorl_envs.images.dockerfile.settings import PROXY_ARGS, StageSettings
-from prorl_envs.images.dockerfile.syntax import (
+from prorl_envs.images.dockerfile.parser import (
     Dockerfile,
     DockerfileError,
     Instruction,
     heredoc_name,
     read_dockerfile,
+)
+from prorl_envs.images.dockerfile.run import CommandRequest, RunFailed, last_lines, run_command
+from prorl_envs.images.dockerfile.stage_settings import PROXY_ARGS, StageSettings
+from prorl_envs.images.dockerfile.stages import (
+    BuildPlan,
+    StagePlan,
+    declared_names,
+    plan_build,
+    platform_args,
 )
 from prorl_envs.images.layers import LayerStore
 from prorl_envs.images.registry.documents import host_platform

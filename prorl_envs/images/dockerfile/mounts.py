@@ -2,7 +2,7 @@
 
 import csv
 
-from prorl_envs.images.dockerfile.syntax import Dockerfile, Instruction
+from prorl_envs.images.dockerfile.parser import Dockerfile, Instruction
 
 _TYPES = ("bind", "cache", "secret", "tmpfs")
 _ALIASES = {"src": "source", "dst": "target", "destination": "target", "ro": "readonly", "rw": "readwrite"}

@@ -17,7 +17,7 @@ from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull
 from prorl_envs.rollout.api.types import Result, job_id, split_job_id
 from prorl_envs.rollout.api.views import ResultPage
 from prorl_envs.rollout.batches import record
-from prorl_envs.rollout.batches.plan import BatchPlan, GroupDecision, SampleOutcome
+from prorl_envs.rollout.batches.dynamic_sampling import BatchPlan, GroupDecision, SampleOutcome
 from prorl_envs.rollout.batches.record import Batch
 from prorl_envs.rollout.batches.worker import BatchGroups, BatchWorker, unneeded
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share

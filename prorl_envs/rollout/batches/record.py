@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask, BatchView, SelectedGroup
 from prorl_envs.rollout.api.types import GroupRequest, job_id, split_job_id
-from prorl_envs.rollout.batches.plan import (
+from prorl_envs.rollout.batches.dynamic_sampling import (
     BatchPlan,
     GroupOutcome,
     PlannedGroup,

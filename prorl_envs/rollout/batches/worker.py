@@ -13,8 +13,8 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.base import Task
 from prorl_envs.rollout.api.errors import QueueFull, Unavailable
 from prorl_envs.rollout.api.types import job_id
+from prorl_envs.rollout.batches.dynamic_sampling import BatchPlan, PlannedGroup
 from prorl_envs.rollout.batches.leases import Leases
-from prorl_envs.rollout.batches.plan import BatchPlan, PlannedGroup
 from prorl_envs.rollout.batches.record import Batch, group_request
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.scheduling.fair_queue import Share

@@ -26,7 +26,7 @@ from prorl_envs.model.types import ServerHealth
 from prorl_envs.rollout.api.batches import BatchState, BatchView
 from prorl_envs.rollout.api.types import Result, Stage, Trajectory
 from prorl_envs.rollout.api.views import RouterView, StatusView
-from prorl_envs.rollout.batches.plan import GroupDecision
+from prorl_envs.rollout.batches.dynamic_sampling import GroupDecision
 from prorl_envs.rollout.monitoring.node_metrics import filled, nodes, sandboxes, use_of
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.scheduling.placement import HEAD

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from prorl_envs.sandbox.linux.syscalls import PR_SET_PDEATHSIG, prctl
+from prorl_envs.sandbox.linux.syscall_wrappers import PR_SET_PDEATHSIG, prctl
 
 #: Limit of nested directories; a deeper tree counts as having too many files.
 DEPTH_LIMIT = 200

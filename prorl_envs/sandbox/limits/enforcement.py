@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import DriverDirectory
-from prorl_envs.sandbox.limits.counters import full_counter_errno
+from prorl_envs.sandbox.limits.kernel_counters import full_counter_errno
 from prorl_envs.sandbox.limits.monitor import MonitoredSandbox, SandboxMonitor
 from prorl_envs.sandbox.limits.watchdog import Watchdog
 from prorl_envs.sandbox.linux.cgroups import ControlGroup, ControlGroups, Mechanism, find_groups

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prorl_envs.sandbox.limits.policy import ProcessUse
 from prorl_envs.sandbox.limits.usage import parse_stat
-from prorl_envs.sandbox.linux.syscalls import syscall
+from prorl_envs.sandbox.linux.syscall_wrappers import syscall
 
 #: The same number on every architecture.
 _PIDFD_GETFD = 438

@@ -16,8 +16,8 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.limits import usage
-from prorl_envs.sandbox.limits.counters import counters, excess
 from prorl_envs.sandbox.limits.held_descriptors import Holdings, count_watches, holdings, memory_device
+from prorl_envs.sandbox.limits.kernel_counters import counters, excess
 from prorl_envs.sandbox.limits.policy import (
     ProcessUse,
     branches,

@@ -19,8 +19,8 @@ from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.limits import usage
-from prorl_envs.sandbox.limits.counters import counters, largest_holder
 from prorl_envs.sandbox.limits.held_descriptors import Holdings
+from prorl_envs.sandbox.limits.kernel_counters import counters, largest_holder
 from prorl_envs.sandbox.limits.monitor import (
     MonitoredSandbox,
     SandboxMonitor,

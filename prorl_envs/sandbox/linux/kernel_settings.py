@@ -13,7 +13,7 @@ import stat
 from collections.abc import Sequence
 
 from prorl_envs.sandbox.linux.descriptors import pid_of
-from prorl_envs.sandbox.linux.syscalls import mount
+from prorl_envs.sandbox.linux.syscall_wrappers import mount
 
 #: Path below /proc/sys, and value of a setting.
 type Setting = tuple[str, str]

@@ -11,7 +11,7 @@ import stat
 import struct
 
 from prorl_envs.sandbox.linux.syscall_rules import ARCHITECTURES, BY_ARGUMENT, Architecture, Condition, Rule
-from prorl_envs.sandbox.linux.syscalls import syscall
+from prorl_envs.sandbox.linux.syscall_wrappers import syscall
 
 _SECCOMP_SET_MODE_FILTER = 1
 # Without this flag, older kernels slow down every thread of a filtered process to mitigate a processor fault,

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from prorl_envs.sandbox.linux.seccomp import install_filter, install_root_emulation
-from prorl_envs.sandbox.linux.syscalls import (
+from prorl_envs.sandbox.linux.syscall_wrappers import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,

@@ -23,7 +23,12 @@ from prorl_envs.sandbox.linux.kernel_settings import (
     write_settings,
 )
 from prorl_envs.sandbox.linux.seccomp import install_filter
-from prorl_envs.sandbox.linux.syscalls import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, drop_capabilities, prctl
+from prorl_envs.sandbox.linux.syscall_wrappers import (
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    drop_capabilities,
+    prctl,
+)
 from prorl_envs.sandbox.template.enter import offer_to_oom_killer
 from prorl_envs.sandbox.template.route import add_own_default_route
 

@@ -41,7 +41,12 @@ from prorl_envs.sandbox.filesystem.disk_usage import measure
 from prorl_envs.sandbox.linux.descriptors import receive_descriptors
 from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_limit
 from prorl_envs.sandbox.linux.seccomp import install_filter, own_program
-from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
+from prorl_envs.sandbox.linux.syscall_wrappers import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NO_NEW_PRIVS,
+    capabilities,
+    prctl,
+)
 from prorl_envs.sandbox.template.enter import (
     die_with_parent,
     drop_privileges,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.sandbox.base import Driver, SandboxSpec
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.pool.demand import Demand
+from prorl_envs.tools.pool.pool_size import Demand
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 logger = logging.getLogger(__name__)

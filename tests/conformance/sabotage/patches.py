@@ -983,7 +983,7 @@ EMULATED_ROOT = (
     ),
     Patch(
         "power over read-only files of an emulated root",
-        "sandbox/linux/syscalls.py",
+        "sandbox/linux/syscall_wrappers.py",
         "ROOT_CAPABILITIES = 1 << 1 | 1 << 18",
         "ROOT_CAPABILITIES = 1 << 18",
         ("ROOT-004",),

@@ -15,8 +15,8 @@ from prorl_envs.errors import ProrlError
 from prorl_envs.images.dockerfile.build import BuildProgress, DockerfileBuilder, DockerfileLimits
 from prorl_envs.images.dockerfile.copy_files import CopyLimits, SourceTree
 from prorl_envs.images.dockerfile.ignore import IgnoreRules
+from prorl_envs.images.dockerfile.parser import DockerfileError
 from prorl_envs.images.dockerfile.run import RunFailed
-from prorl_envs.images.dockerfile.syntax import DockerfileError
 from prorl_envs.images.layers import LayerStore
 from prorl_envs.sandbox.base import Network
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.rollout.api.batches import BatchState, GroupFilter
-from prorl_envs.rollout.batches.plan import (
+from prorl_envs.rollout.batches.dynamic_sampling import (
     BatchPlan,
     GroupDecision,
     GroupOutcome,

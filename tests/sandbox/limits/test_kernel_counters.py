@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.limits.counters import Counter, counters, excess, full_counter_errno, largest_holder
 from prorl_envs.sandbox.limits.held_descriptors import Holdings, count_watches, holdings
+from prorl_envs.sandbox.limits.kernel_counters import (
+    Counter,
+    counters,
+    excess,
+    full_counter_errno,
+    largest_holder,
+)
 from prorl_envs.sandbox.limits.policy import ProcessUse
 
 SHARES = {

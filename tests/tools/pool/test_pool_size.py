@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.pool.demand import Demand
+from prorl_envs.tools.pool.pool_size import Demand
 
 
 def learned(start_s: float = 1.0, memory_s: float = 60.0) -> Demand:

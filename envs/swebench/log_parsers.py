@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from io import StringIO
 
-from prorl_envs.envs.swebench.logs import Status, Statuses
+from prorl_envs.envs.swebench.verdict import Status, Statuses
 
 type Parser = Callable[[str], Statuses]
 

@@ -9,10 +9,10 @@ import pytest
 from prorl_envs.envs.swebench.failures import failed_gate, failed_tests
 from prorl_envs.envs.swebench.foreign import missing, parse
 from prorl_envs.envs.swebench.grade import read_log, script_for
-from prorl_envs.envs.swebench.logs import Outcomes, ScriptRun, Status, common_gate, judge, judge_map
-from prorl_envs.envs.swebench.parsers import PARSERS
+from prorl_envs.envs.swebench.log_parsers import PARSERS
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.envs.swebench.verdict import Outcomes, ScriptRun, Status, common_gate, judge, judge_map
 from prorl_envs.errors import GraderError
 from prorl_envs.extras import install_extras
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from prorl_envs.images.dockerfile.plan import plan_build
-from prorl_envs.images.dockerfile.syntax import (
+from prorl_envs.images.dockerfile.parser import (
     DockerfileError,
     Instruction,
     parse_dockerfile,
 )
+from prorl_envs.images.dockerfile.stages import plan_build
 
 AMD = "linux/amd64"
 

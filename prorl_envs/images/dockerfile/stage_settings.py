@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from prorl_envs.images.dockerfile.expand import ExpansionError, expand, expand_words, split_words
-from prorl_envs.images.dockerfile.plan import declared_args
-from prorl_envs.images.dockerfile.syntax import Dockerfile, Instruction, json_items
+from prorl_envs.images.dockerfile.parser import Dockerfile, Instruction, json_items
+from prorl_envs.images.dockerfile.stages import declared_args
 from prorl_envs.sandbox.filesystem.layered import ImageConfig
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")

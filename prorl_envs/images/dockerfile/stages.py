@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from prorl_envs.errors import name_hint
 from prorl_envs.images.dockerfile.expand import ExpansionError, expand, split_words
 from prorl_envs.images.dockerfile.mounts import mount_options
-from prorl_envs.images.dockerfile.syntax import Dockerfile, DockerfileError, Instruction
+from prorl_envs.images.dockerfile.parser import Dockerfile, DockerfileError, Instruction
 
 _FROM = re.compile(r"(\S+)(?:\s+[aA][sS]\s+(\S+))?")
 _STAGE = re.compile(r"[a-z][a-z0-9_.-]*")
