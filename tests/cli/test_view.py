@@ -24,7 +24,7 @@ def test_chosen_results_become_one_file(cli: Cli, tmp_path: Path) -> None:
 def test_mistakes_are_one_clear_error(cli: Cli, tmp_path: Path) -> None:
     written(tmp_path / "r.jsonl", result("g/0"))
     for arguments, word in (
-        (("r.jsonl", "--html", "out.html", "--job", "x"), "nothing in r.jsonl fits"),
+        (("r.jsonl", "--html", "out.html", "--job", "x"), "no episode of r.jsonl matches"),
         (("none.jsonl",), "cannot read none.jsonl"),
         (("r.jsonl", "--html", "no/such/out.html"), "cannot write"),
     ):

@@ -148,7 +148,7 @@ async def test_a_wrong_digest(tmp_path: Path, part: str) -> None:
     else:
         name = layer if part == "layer" else config
         behaviour.blobs[name] = b"x" * len(behaviour.blobs[name])
-    await refuse(tmp_path, behaviour, RegistryRefused, "something else than sha256:")
+    await refuse(tmp_path, behaviour, RegistryRefused, "other content than sha256:")
 
 
 def platform() -> dict[str, str]:

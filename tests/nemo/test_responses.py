@@ -133,5 +133,5 @@ def test_an_inconsistent_trajectory_is_refused(broken: Trajectory, why: str) -> 
 
 
 def test_answers_missing_from_the_conversation_are_detected() -> None:
-    with pytest.raises(NotContiguous, match="2 model calls, and 1 answers"):
+    with pytest.raises(NotContiguous, match="2 model calls, but 1 answers"):
         output_items(result(PROMPT, trajectory((4, 7), (9, 10), length=10)))

@@ -138,7 +138,7 @@ def test_tasks_with_unsupported_requirements_are_refused(
 def test_links_and_oversized_files_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "t", HARBOR)
     (folder / "tests" / "link").symlink_to("/etc/passwd")
-    with pytest.raises(InputError, match="link: no regular file"):
+    with pytest.raises(InputError, match="link: not a regular file"):
         read(folder)
     (folder / "tests" / "link").unlink()
     (folder / "tests" / "big").write_bytes(b"\0" * (9 << 20))

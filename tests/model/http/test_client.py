@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(autouse=True)
 def short_check_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check connections at short intervals, so that tests with broken connections are fast."""
-    monkeypatch.setattr(model_client, "_LOOK_S", 0.02)
+    monkeypatch.setattr(model_client, "_CHECK_S", 0.02)
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -358,7 +358,7 @@ async def test_a_failing_sandbox_raises_its_own_error(renderer: TemplateRenderer
     ("ids", "logprobs", "reason", "message"),
     [
         ((1, 2), (0.0,), "stop", "log-probabilities"),
-        ((1,) * 500, (0.0,) * 500, "stop", "at most"),
+        ((1,) * 500, (0.0,) * 500, "stop", "the limit was 400"),
         ((1,), (0.0,), "abort", "aborted"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_tree_too_deep_is_refused(tree: Path, copy: Path) -> None:
         os.close(fd)
         fd = inner
     os.close(fd)
-    with pytest.raises(SandboxError, match=f"{DEPTH_LIMIT} directories"):
+    with pytest.raises(SandboxError, match=f"more than {DEPTH_LIMIT} deep"):
         run(tree, copy)
     remove_tree(tree)
     remove_tree(copy)

@@ -169,7 +169,7 @@ async def test_an_open_network_is_the_hosts(
         finally:
             await sandbox.close()
     assert namespaces.split() == [OWN_NETWORK, "CapEff:", "0000000000000000"]
-    assert "has the host's network" in caplog.text
+    assert "access to the host's whole network" in caplog.text
 
 
 @pytest.mark.parametrize(
