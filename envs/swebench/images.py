@@ -37,9 +37,7 @@ class Images:
         if self._options.pull and task.image:
             return ""
         if task.image:
-            return (
-                "there is no image of it here: options.images.pull: true pulls the image that its row names"
-            )
+            return "there is no image of it here: options.images.pull: true pulls the image of its row"
         return f"there is no image of it, and its row names no image: {_HINT}"
 
     def find(self, task: SwebenchTask) -> Path | str | None:
@@ -130,7 +128,7 @@ def _in_folder(folder: Path, patterns: tuple[str, ...], task: SwebenchTask) -> P
             glob = pattern.format(**{key: _literal(value) for key, value in fields.items()}).lower()
         except (KeyError, IndexError, ValueError) as error:
             raise InputError(
-                f"options.images.patterns: {pattern!r}: braces may contain id, name or repo"
+                f"options.images.patterns: {pattern!r}: only {{id}}, {{name}}, {{repo}}"
             ) from error
         if found := next((name for name in names if fnmatch.fnmatchcase(name.lower(), glob)), None):
             return folder / found

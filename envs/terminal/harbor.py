@@ -410,9 +410,7 @@ def _size(name: str, megabytes: int | None, text: str | None) -> int | None:
         return None if megabytes is None else megabytes * 2**20
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise InputError(
-            f"{CONFIG}: environment.{name}: {text!r} is not a size", hint="for example 2G or 512M"
-        )
+        raise InputError(f"{CONFIG}: environment.{name}: not a size: {text!r}", hint="for example 2G or 512M")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if megabytes is not None and megabytes != size:
         raise InputError(f"{CONFIG}: environment: {name} and {name}_mb differ")

@@ -27,9 +27,9 @@ class _LastExchange:
     the prompt followed by the sampled ids."""
 
     prompt_length: int
-    prompt_digest: bytes
+    prompt_hash: bytes
     total_length: int
-    total_digest: bytes
+    total_hash: bytes
 
 
 @dataclass(slots=True)
@@ -63,8 +63,7 @@ class Audit:
 
     Args:
         counts: counters to update.
-        max_sessions: largest number of sessions in memory; the one idle for the longest time is removed
-            first.
+        max_sessions: largest number of sessions in memory; the session idle for longest is removed first.
         max_exchanges: largest number of complete exchanges in memory.
     """
 
@@ -81,9 +80,9 @@ class Audit:
             turn: number of assistant turns before the one to sample.
         """
         last = self._last.get(session)
-        if last is None or _digest(prompt_ids[: last.total_length]) == last.total_digest:
+        if last is None or _digest(prompt_ids[: last.total_length]) == last.total_hash:
             return
-        if len(prompt_ids) == last.prompt_length and _digest(prompt_ids) == last.prompt_digest:
+        if len(prompt_ids) == last.prompt_length and _digest(prompt_ids) == last.prompt_hash:
             self._counts.repeats += 1
         elif turn == 0:
             self._counts.restarts += 1
@@ -91,15 +90,11 @@ class Audit:
             self._counts.violations += 1
 
     def known(self, session: str, prompt_ids: Sequence[int]) -> int:
-        """Return the number of tokens at the start of the prompt that the session's last exchange
-        contained."""
+        """Return the length of the prompt's start that the session's last exchange contains, in tokens."""
         last = self._last.get(session)
         if last is None:
             return 0
-        for length, digest in (
-            (last.total_length, last.total_digest),
-            (last.prompt_length, last.prompt_digest),
-        ):
+        for length, digest in ((last.total_length, last.total_hash), (last.prompt_length, last.prompt_hash)):
             if _digest(prompt_ids[:length]) == digest:
                 return length
         return 0
@@ -124,8 +119,7 @@ class Dealer:
         mix: contents of a deck.
         counts: counters to update.
         seed: seed of the shuffles.
-        max_sessions: largest number of sessions in memory; the one idle for the longest time is removed
-            first.
+        max_sessions: largest number of sessions in memory; the session idle for longest is removed first.
     """
 
     def __init__(self, mix: Mix, counts: AuditCounts, *, seed: int = 0, max_sessions: int = 65_536) -> None:

@@ -31,10 +31,8 @@ def add_llamacpp(app: FastAPI, service: ScriptedService) -> None:
 
     @app.post("/completion")
     async def completion(body: LlamaCppRequest, request: Request) -> Response:
-        max_tokens = (
-            body.n_predict if body.n_predict > 0 else service.options.max_model_len - len(body.prompt)
-        )
-        arguments = (body.prompt, max_tokens, list(service.stop_ids), request)
+        limit = body.n_predict if body.n_predict > 0 else service.options.max_model_len - len(body.prompt)
+        arguments = (body.prompt, limit, list(service.stop_ids), request)
         if body.stream:
             return await service.stream(*arguments, lambda played, sent: _event(service, body, played, sent))
         played = await service.play(*arguments)

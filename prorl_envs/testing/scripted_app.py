@@ -304,17 +304,15 @@ class ScriptedService:
             return refusal
         if self.options.most is not None and self.counts.running > self.options.most:
             self.counts.refused += 1
-            return _error(
-                503, "the scripted server has reached its limit of concurrent requests", retry_after=0
-            )
+            return _error(503, "too many concurrent requests for the scripted server", retry_after=0)
         if (fault := await self._fault(behaviour, session, prompt.assistant_turns, request)) is not None:
             return fault
-        length, sampled_before = self._partial_turns.pop(session, (0, 0))
-        sampled_before = sampled_before if length == len(prompt_ids) else 0
+        length, earlier = self._partial_turns.pop(session, (0, 0))
+        earlier = earlier if length == len(prompt_ids) else 0
         sample = self._model.sample(
-            key, behaviour, prompt.assistant_turns, session=session, max_tokens=sampled_before + max_tokens
+            key, behaviour, prompt.assistant_turns, session=session, max_tokens=earlier + max_tokens
         )
-        sample = sample.after(sampled_before).until(stop_ids)
+        sample = sample.after(earlier).until(stop_ids)
 
         def sampled(count: int) -> None:
             spans = ((self.engine.version, count),)
@@ -324,18 +322,12 @@ class ScriptedService:
         # Invalid samples are sent only at the end, where they get their faults.
         valid = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)
         progress = await self.engine.spend(
-            len(sample.ids),
-            rid,
-            self._until_client_disconnects(request),
-            sampled if on_progress and valid else None,
+            len(sample.ids), rid, self._disconnected(request), sampled if on_progress and valid else None
         )
         if progress is None:
             return _client_left()
         if progress.aborted:
-            self._partial_turns[session] = (
-                len(prompt_ids) + progress.sampled,
-                sampled_before + progress.sampled,
-            )
+            self._partial_turns[session] = len(prompt_ids) + progress.sampled, earlier + progress.sampled
             if len(self._partial_turns) > _MAX_SESSIONS:
                 del self._partial_turns[next(iter(self._partial_turns))]
         ids = sample.ids[: progress.sampled]
@@ -362,7 +354,7 @@ class ScriptedService:
     ) -> Response | None:
         match behaviour:
             case Behaviour.HANG | Behaviour.HANG_LATER if turn > 0 or behaviour is Behaviour.HANG:
-                await self._until_client_disconnects(request)
+                await self._disconnected(request)
                 return _client_left()
             case Behaviour.ERROR500:
                 return _error(500, "the scripted server fails because of the behaviour error500")
@@ -372,13 +364,12 @@ class ScriptedService:
                 self._failed_turns[session] = turn
                 if len(self._failed_turns) > _MAX_SESSIONS:
                     del self._failed_turns[next(iter(self._failed_turns))]
-                return _error(
-                    503, "the scripted server fails once because of the behaviour flaky", retry_after=0
-                )
+                return _error(503, "the server fails once because of the behaviour flaky", retry_after=0)
             case _:
                 return None
 
-    async def _until_client_disconnects(self, request: Request) -> None:
+    async def _disconnected(self, request: Request) -> None:
+        """Wait until the client disconnects."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.counts.aborted += 1

@@ -144,7 +144,7 @@ def test_steps_inherit_settings_of_the_task(make_row: MakeRow) -> None:
         ({}, "[environment]\ncpus = inf\n", "task.toml: environment.cpus: .*finite"),
         ({}, '[environment]\nnetwork_mode = "some"\n', "task.toml: environment.network_mode: "),
         ({}, '[environment]\nallowed_hosts = ["a"]\n', "task.toml: environment: .*allowlist"),
-        ({}, '[environment]\nmemory = "lots"\n', "environment.memory: 'lots' is not a size"),
+        ({}, '[environment]\nmemory = "lots"\n', "environment.memory: not a size: 'lots'"),
         ({}, '[environment]\nmemory = "1G"\nmemory_mb = 1\n', "memory and memory_mb differ"),
         ({}, '[[steps]]\nname = "../a"\n', r"task.toml: steps.0.name: .*'\.\./a'"),
         ({}, '[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n', "two steps have the same name"),

@@ -11,13 +11,9 @@ def check_llm(
     url: Annotated[str, typer.Argument(help="Base URL; it may name its protocol: sglang+http://host:30000.")],
     tokenizer: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or Hub name of the model's tokenizer, to test with the model's own prompts."
-        ),
+        typer.Option(help="Folder or Hub name of the model's tokenizer, to use the model's own prompts."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model name; by default the first model that the server lists.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name; by default the first listed model.")] = None,
     pause: Annotated[
         bool, typer.Option(help="Also test pause and resume; other users of the server wait meanwhile.")
     ] = False,

@@ -144,13 +144,12 @@ def environments_table(found: list[EnvironmentSummary]) -> Table:
     table.add_column("tasks", justify="right", no_wrap=True)
     table.add_column("usable", no_wrap=True)
     table.add_column("description", overflow="fold")
-    for environment in found:
-        count = "-" if environment.tasks is None else f"{environment.runnable} of {environment.tasks}"
-        description = plain(environment.description)
-        if environment.problem:
-            description.append("\n").append_text(Text(plain(environment.problem).plain, style="yellow"))
-        usable = _mark(environment.usable)
-        table.add_row(plain(environment.name), environment.kind, count, usable, description)
+    for summary in found:
+        count = "-" if summary.tasks is None else f"{summary.runnable} of {summary.tasks}"
+        description = plain(summary.description)
+        if summary.problem:
+            description.append("\n").append_text(Text(plain(summary.problem).plain, style="yellow"))
+        table.add_row(plain(summary.name), summary.kind, count, _mark(summary.usable), description)
     return table
 
 
@@ -220,9 +219,7 @@ def _readable(
         except InputError as error:
             unreadable.append((folder.name, str(error.message).replace(f"{folder}:1: ", "")))
     if not rows and not unreadable:
-        raise InputError(
-            f"{data} contains no task directory", hint="a task directory has a task.toml or a task.yaml"
-        )
+        raise InputError(f"{data} contains no task directory", hint="it has a task.toml or a task.yaml")
     return rows, unreadable
 
 

@@ -76,9 +76,7 @@ def new(name: str, flavour: str, parent: Path) -> Path:
             (folder / path).write_text(text, encoding="utf-8")
         _write_nemo_examples(folder, Words(name))
     except OSError as error:
-        raise InputError(
-            f"cannot write {folder}: {error.strerror}", hint="choose another folder: --in"
-        ) from error
+        raise InputError(f"cannot write {folder}: {error.strerror}", hint="another folder: --in") from error
     err.print(f"the environment {name} is in {folder}. Next:")
     out.print(
         f"{install_packages('-e', f'{folder}[dev]')}\nprorl-envs validate {name}\n"
