@@ -97,8 +97,7 @@ def _load() -> str:
 
 
 def _image() -> tuple[Path | None, str]:
-    """Return the path of a small SIF of this machine's programs, or None and the reason. The SIF is built
-    once."""
+    """Return a small SIF of this machine's programs, built at first use; or None, and the reason."""
     sif = ENVIRONMENTS / "image.sif"
     if sif.exists():
         return sif, ""

@@ -136,8 +136,7 @@ async def attacking(driver: Driver, names: Sequence[str], pause_s: float) -> Asy
 async def graded(
     service: RolloutService, groups: Sequence[GroupRequest], after: int, *, attacked: bool
 ) -> tuple[Round, int]:
-    """Run the groups' jobs, and read the results after the cursor `after`. Return the round and the next
-    cursor."""
+    """Run the groups' jobs, and read the results after `after`. Return the round and the next cursor."""
     await service.submit(list(groups))
     found: list[Result] = []
     while len(found) < len(groups):

@@ -79,8 +79,7 @@ class SlowModel:
 
 @contextlib.asynccontextmanager
 async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, str]]:
-    """Run a service with `jobs` jobs in flight and `rate` results per second; yield the service and its
-    URL."""
+    """Run a service with `jobs` jobs in flight and `rate` results per second; yield it with its URL."""
     running = max(1, int(jobs * RUN_SHARE))
     model, world = SlowModel(running / rate), ToyWorld()
     world.logging = False

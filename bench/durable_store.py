@@ -94,8 +94,7 @@ async def measure(name: str, store: Store, tokens: int, count: int) -> None:
 
 
 def flushes(folder: Path, count: int = 200) -> float:
-    """Return how many appends of a page, each with a flush, are possible per second: the floor for one
-    caller."""
+    """Return the rate of page appends with a flush each, per second: the floor for one caller."""
     with (folder / "floor").open("wb") as file:
         started = time.perf_counter()
         for _ in range(count):

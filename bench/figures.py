@@ -94,8 +94,7 @@ class Bench:
         return {row.entry.key: row for row in running.rows}
 
     def memory(self) -> dict[str, Row]:
-        """Measure figure 3: memory. The subjects run one after the other, because concurrent subjects would
-        share memory."""
+        """Measure figure 3: memory, one subject after the other, because they would share memory."""
         rows = {}
         for entry in filter(self.chosen, catalogue.IDLE):
             before = OpenResources.now(self.scratch)
@@ -216,8 +215,7 @@ def _rate(budget_s: float) -> Step:
 
 
 def _idle(count: int) -> Step:
-    """Measure the memory per idle session. The first session is not counted, because it starts shared
-    processes."""
+    """Measure the memory per idle session. The first one is not counted: it starts shared processes."""
 
     def step(row: Row, process: SubjectProcess) -> None:
         process.ask("open", count=1, timeout_s=ANSWER_TIMEOUT_S)

@@ -66,8 +66,7 @@ class SubjectProcess:
         return self.answer(operation, timeout_s=timeout_s)
 
     def tell(self, operation: str, **arguments: float) -> None:
-        """Start an operation without waiting for the answer. Raises SubjectError if the subject has
-        exited."""
+        """Start an operation without waiting. Raises SubjectError if the subject has exited."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"op": operation, **arguments}).encode() + b"\n")

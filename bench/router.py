@@ -131,8 +131,7 @@ class Cache:
 
 
 class Server:
-    """Simulated server of concurrent requests. `worked` is the work done per request since the server's
-    start."""
+    """Simulated server of concurrent requests. `worked` is the work per request since the start."""
 
     def __init__(self, url: str, cache: int) -> None:
         self.url = url

@@ -59,8 +59,7 @@ SIDE: contextvars.ContextVar[str] = contextvars.ContextVar("side", default="head
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """Event loop that never waits. Its time is the skipped waiting time plus the processor time of the
-    head."""
+    """Event loop that never waits. Its time is the skipped waiting time plus the head's processor time."""
 
     def __init__(self) -> None:
         self.skipped = 0.0

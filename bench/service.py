@@ -211,8 +211,7 @@ async def read(service: RolloutService, jobs: int, after: int) -> None:
 
 
 async def submitter(url: str, count: int, pause_s: float) -> tuple[list[float], list[float]]:
-    """Submit groups one by one. Return the seconds of each submission, and of a `/health` request before
-    it."""
+    """Submit groups one by one. Return the seconds of each, and of a `/health` request before each."""
     names, took, floor = itertools.count(), [], []
     async with RolloutClient(url) as client, httpx.AsyncClient(base_url=url) as plain:
         await client.status()

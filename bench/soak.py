@@ -34,8 +34,7 @@ MAY_GROW = {"memory": 10_000_000, "descriptors": 8, "processes": 8}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Resources of this process and its sandboxes at one time; memory and file in bytes, others as
-    numbers."""
+    """Resources of this process and its sandboxes; memory and file in bytes, others as numbers."""
 
     jobs: int
     seconds: float
@@ -136,8 +135,7 @@ def main() -> None:
 
 
 def flat(curve: list[Held]) -> bool:
-    """Print the growth from the second to the last quarter (medians). Return whether it is within the
-    limits."""
+    """Print the growth from the second to the last quarter; return whether it is within the limits."""
     quarter = max(len(curve) // 4, 1)
     early, late = curve[quarter : 2 * quarter] or curve[:1], curve[-quarter:]
     good = True

@@ -40,8 +40,7 @@ def urls(repository: str) -> dict[str, str]:
 
 
 def absolute(text: str, repository: str, tag: str) -> str:
-    """Return Markdown with absolute links in place of relative links. They lead to the repository's files at
-    a tag."""
+    """Replace relative links in Markdown by absolute links to the repository's files at a tag."""
     for pattern, kind in ((IMAGE, "raw"), (LINK, "blob")):
         text = pattern.sub(rf"\g<before>{repository}/{kind}/{tag}/\g<target>", text)
     return text

@@ -144,8 +144,7 @@ def outside_fences(text: str, change: Any) -> str:
 
 
 def uri_of(target: str) -> str | None:
-    """Return the site path of a repository file, or of a folder with a README; None if the file does not
-    exist."""
+    """Return the site path of a repository file or of a folder with a README; None if it is missing."""
     if (ROOT / target).is_dir():
         target = f"{target}/README.md"
     if target in PAGES:

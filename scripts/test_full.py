@@ -92,8 +92,7 @@ def thorough(paths: str) -> Part:
 
 
 def on_python(version: str) -> Part:
-    """Return the part for `make test` on another version of Python; Debian's if this machine does not have
-    it."""
+    """Return the part for `make test` on another Python: this machine's, or Debian's if there is none."""
     command = f"""set -e
         python=$(scripts/find-python.sh {version} "$scratch/debian-{version}")
         SETUP_PYTHON="$python" make test VENV="$scratch/python-{version}" """
@@ -207,8 +206,7 @@ def install_programs() -> None:
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """Return the environment variables of a part. They place the part's environments for peers below
-    `scratch`."""
+    """Return the environment variables of a part; environments for peers are below `scratch`."""
     folders = {
         "npm_config_cache": "npm",
         "LLAMACPP_VENV": "llamacpp",
@@ -299,8 +297,7 @@ def skips_of(log: str) -> dict[str, int]:
 
 
 def result(status: int | None, counts: Counter[str] | None, limit_s: int) -> str:
-    """Return "passed" or the reason of the failure. A part without a passed test fails, because its peer is
-    missing."""
+    """Return "passed" or the reason of the failure. A part without a passed test lacks its peer."""
     if status is None:
         return f"did not finish in {limit_s // 60} min"
     if status != 0:

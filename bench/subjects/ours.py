@@ -68,8 +68,7 @@ class Pooled:
 
 
 async def fill(pool: WarmPool) -> None:
-    """Wait until the pool has a ready sandbox. Concurrent requests make the pool start sandboxes in
-    advance."""
+    """Make the pool start sandboxes in advance, by concurrent requests, until one is ready."""
     await pool.settled()
     while not pool.ready:
         places = await asyncio.gather(*(pool.take(SandboxSpec()) for _ in range(3)))

@@ -163,8 +163,7 @@ class Runner:
         return {"seconds": seconds, "wrong": wrong}
 
     async def rate(self, budget_s: float) -> dict[str, Any]:
-        """Run actions one after the other in each open session, concurrently in all sessions, for
-        `budget_s`."""
+        """Run actions in all open sessions concurrently for `budget_s`, one at a time in each session."""
         started = time.perf_counter()
         deadline = started + budget_s
         if self._subject.blocking:

@@ -89,8 +89,7 @@ def interpreters() -> Mapping[str, Interpreter]:
 
 
 def _candidates() -> Iterator[Path]:
-    """Yield executables called `pythonX.Y`; other names, such as `python3`, could refer to another version
-    later."""
+    """Yield executables called `pythonX.Y`; names such as `python3` could later be another version."""
     home = Path.home()
     uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or home / ".local/share/uv/python")
     pyenv = Path(os.environ.get("PYENV_ROOT") or home / ".pyenv")

@@ -24,8 +24,7 @@ type Tape = Sequence[Sequence[Call]]
 
 
 class Behaviour(StrEnum):
-    """Behaviour of one session. The behaviours from HANG on are faults of the server, the others are a
-    model's."""
+    """Behaviour of one session. Behaviours from HANG on are faults of the server, others of the model."""
 
     SOLVE = "solve"
     WRONG = "wrong"

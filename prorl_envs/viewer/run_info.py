@@ -15,8 +15,7 @@ class RunInfo(Protocol):
         ...
 
     def request(self, group_id: str) -> Any:
-        """Return a group's request (task row, sampling, limits) as an object for JSON, or None if the group
-        is unknown."""
+        """Return a group's request (task row, sampling, limits) as an object for JSON, or None."""
         ...
 
 
