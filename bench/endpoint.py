@@ -81,9 +81,9 @@ class Bare:
 
 def chat(history: list[Any], answer: Any) -> None:
     """Append an answer and its result to a conversation, as a harness does."""
-    said = answer["choices"][0]["message"]
-    call = said["tool_calls"][0]["id"]
-    history += [said, {"role": "tool", "tool_call_id": call, "content": OBSERVATION}]
+    answer_message = answer["choices"][0]["message"]
+    call = answer_message["tool_calls"][0]["id"]
+    history += [answer_message, {"role": "tool", "tool_call_id": call, "content": OBSERVATION}]
 
 
 def responses(history: list[Any], answer: Any) -> None:

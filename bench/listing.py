@@ -57,7 +57,7 @@ def results(count: int, tokens: int) -> Iterator[Result]:
     ]
     trajectory = Trajectory(ids=ids, loss_mask=mask, logprobs=logprobs, turns=turns)
     text = 'A line of output, with "quotes" and more.\n' * (SAID // 42)
-    said = [{"role": ("assistant", "tool")[i % 2], "content": text} for i in range(2 * TURNS)]
+    messages = [{"role": ("assistant", "tool")[i % 2], "content": text} for i in range(2 * TURNS)]
     for number in range(count):
         group, sample = f"step{number // 1000}/task-{number // SAMPLES}", number % SAMPLES
         last = [{"role": "user", "content": NEEDLE}] if number == count - 1 else []
@@ -72,23 +72,23 @@ def results(count: int, tokens: int) -> Iterator[Result]:
             mask_sample=False,
             stop_reason=StopReason.FINISHED,
             failure=None,
-            messages=said + last,
+            messages=messages + last,
             trajectory=trajectory,
         )
 
 
-async def keep(path: Path, kept: list[Result]) -> None:
+async def keep(path: Path, stored: list[Result]) -> None:
     """Create a store with the results."""
     store = SqliteStore(path, max_tokens=1 << 40)
-    names = dict.fromkeys(result.group_id for result in kept)
+    names = dict.fromkeys(result.group_id for result in stored)
     await store.submit(
         [
             NewGroup(GroupRequest(id=n, environment="bash", task={"id": "t"}, samples=SAMPLES), "t")
             for n in names
         ]
     )
-    for first in range(0, len(kept), 64):
-        await asyncio.gather(*(store.record(result) for result in kept[first : first + 64]))
+    for first in range(0, len(stored), 64):
+        await asyncio.gather(*(store.record(result) for result in stored[first : first + 64]))
     await store.aclose()
 
 
@@ -195,12 +195,12 @@ async def rounds(times: int, work: Callable[[], Awaitable[dict[str, float]]]) ->
 
 async def bench(folder: Path, count: int, tokens: int, times: int) -> None:
     path, store = folder / "results.jsonl", folder / "store.db"
-    kept = list(results(count, tokens))
+    stored = list(results(count, tokens))
     with path.open("w") as file:
-        file.writelines(result.model_dump_json() + "\n" for result in kept)
-    await keep(store, kept)
-    del kept
-    ways: dict[str, Callable[[], EpisodeSource]] = {
+        file.writelines(result.model_dump_json() + "\n" for result in stored)
+    await keep(store, stored)
+    del stored
+    sources: dict[str, Callable[[], EpisodeSource]] = {
         "file": lambda: Index(path),
         "store": lambda: StoredEpisodes.of_file(store),
     }
@@ -216,10 +216,10 @@ async def bench(folder: Path, count: int, tokens: int, times: int) -> None:
 
     tell(base)
     async with chromium() as browser:
-        for name, way in ways.items():
-            tell(await rounds(times, lambda way=way: measured(way, count)), f"{name}: ")  # type: ignore[misc]
+        for name, opened in sources.items():
+            tell(await rounds(times, lambda opened=opened: measured(opened, count)), f"{name}: ")  # type: ignore[misc]
             if browser is not None:
-                tell(await rounds(times, lambda way=way: seen(browser, way, count)), f"{name}: ")  # type: ignore[misc]
+                tell(await rounds(times, lambda opened=opened: seen(browser, opened, count)), f"{name}: ")  # type: ignore[misc]
 
 
 def main() -> None:

@@ -46,12 +46,12 @@ def build_image(folder: Path) -> Path:
     return sif
 
 
-async def one(box: Any) -> None:
+async def single(box: Any) -> None:
     done = await box.exec("true")
     assert done.return_code == 0, done
 
 
-async def many(box: Any, commands: int = 64) -> None:
+async def concurrent(box: Any, commands: int = 64) -> None:
     """Run concurrent commands."""
     for done in await asyncio.gather(*(box.exec("true") for _ in range(commands))):
         assert done.return_code == 0, done
@@ -78,8 +78,8 @@ async def bench(image: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
                         time.perf_counter() - started
                     )
             boxes[name] = box
-        for action, turns in ((one, rounds), (many, max(rounds // 10, 3))):
-            label = "`true`" if action is one else "64 x `true` at once"
+        for action, turns in ((single, rounds), (concurrent, max(rounds // 10, 3))):
+            label = "`true`" if action is single else "64 x `true` at once"
             for turn in range(turns + 1):
                 for name, box in boxes.items():
                     taken = await timed(action, box)

@@ -507,8 +507,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     for name in ("servers", "groups", "samples", "live", "prompt", "turns", "cache", "late", "dead", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings(), name))
-    given = parser.parse_args()
-    print(table(Settings(**vars(given))))
+    options = parser.parse_args()
+    print(table(Settings(**vars(options))))
 
 
 if __name__ == "__main__":

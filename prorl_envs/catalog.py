@@ -85,16 +85,17 @@ def _with_agent(entry: CatalogEntry, agent: str, agents: Mapping[str, AgentSetti
     if agent not in agents and agent not in BUILT_IN and agent not in RECIPES:
         hint = name_hint(agent, {*agents, *BUILT_IN, *RECIPES})
         raise InputError(f"environments.{entry.environment}: no agent is called {agent!r}", hint=hint)
-    given, offers = agents.get(agent, AgentSettings()), BUILT_IN.get(agent) if agent not in agents else None
-    if given.tools is not None:
+    agent_settings = agents.get(agent, AgentSettings())
+    offers = BUILT_IN.get(agent) if agent not in agents else None
+    if agent_settings.tools is not None:
         offers = {
             name: Offer(**{**tool.model_dump(), "tool": tool.tool or name})
-            for name, tool in given.tools.items()
+            for name, tool in agent_settings.tools.items()
         }
     harness = RECIPES.get(agent) if agent not in agents else None
-    if given.harness is not None:
-        harness = recipe_of(given.harness, f"agents.{agent}.harness")
-    if harness is not None and (offers is not None or given.system_prompt is not None):
+    if agent_settings.harness is not None:
+        harness = recipe_of(agent_settings.harness, f"agents.{agent}.harness")
+    if harness is not None and (offers is not None or agent_settings.system_prompt is not None):
         raise InputError(
             f"agents.{agent}: a harness has tools and a system prompt of its own",
             hint="remove tools and system_prompt; `instruction` sets the harness's prompt",
@@ -103,16 +104,16 @@ def _with_agent(entry: CatalogEntry, agent: str, agents: Mapping[str, AgentSetti
         raise InputError(
             f"environments.{entry.environment}: a harness cannot work on a resources server's tasks"
         )
-    if entry.settings.nemo is not None and (offers is not None or given.system_prompt is not None):
+    if entry.settings.nemo is not None and (offers is not None or agent_settings.system_prompt is not None):
         raise InputError(
             f"environments.{entry.environment}: rows, not the agent {agent}, define the prompt and the tools",
             hint="the agent of a resources server can only set limits and sampling",
         )
     before = entry.settings
     changes = {
-        "system_prompt": given.system_prompt or before.system_prompt,
-        "limits": {**before.limits, **given.limits},
-        "sampling": {**before.sampling, **given.sampling},
+        "system_prompt": agent_settings.system_prompt or before.system_prompt,
+        "limits": {**before.limits, **agent_settings.limits},
+        "sampling": {**before.sampling, **agent_settings.sampling},
     }
     return CatalogEntry(
         name=entry.name,

@@ -84,8 +84,8 @@ def _config(files: Files, name: str) -> Mapping[str, Any]:
 def _seconds(config: Mapping[str, Any], harbor: bool) -> float:
     verifier = config.get("verifier") if harbor else config
     name = "timeout_sec" if harbor else "max_test_timeout_sec"
-    given = verifier.get(name, _TEST_S) if isinstance(verifier, Mapping) else _TEST_S
-    return float(given) if isinstance(given, int | float) else _TEST_S
+    timeout = verifier.get(name, _TEST_S) if isinstance(verifier, Mapping) else _TEST_S
+    return float(timeout) if isinstance(timeout, int | float) else _TEST_S
 
 
 def _text(files: Files, name: str, *, required: bool = True) -> str:

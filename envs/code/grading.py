@@ -259,10 +259,10 @@ async def _run_checker(
     Raises:
         GraderError: the checker does not start, or exits before the last case.
     """
-    given = json.dumps({"checker": checker, "cases": triples}).encode()
+    request = json.dumps({"checker": checker, "cases": triples}).encode()
     async with sandbox_session(node, spec) as place:
         done = await place.tools.run(
-            [*_PYTHON, _CHECKER], env=_ENV, stdin=given, timeout_s=_OVERHEAD_S + len(triples), apart=True
+            [*_PYTHON, _CHECKER], env=_ENV, stdin=request, timeout_s=_OVERHEAD_S + len(triples), apart=True
         )
     lines = done.output.rstrip(b"\n").split(b"\n")
     if not done.output:

@@ -53,14 +53,14 @@ def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _apps(row: Mapping[str, Any]) -> JsonObject:
-    given = _parsed(row["input_output"], "input_output")
-    if not isinstance(given, Mapping):
+    data = _parsed(row["input_output"], "input_output")
+    if not isinstance(data, Mapping):
         raise InputError("input_output: not an object")
-    inputs, outputs = (_list(given.get(key), f"input_output.{key}") for key in ("inputs", "outputs"))
+    inputs, outputs = (_list(data.get(key), f"input_output.{key}") for key in ("inputs", "outputs"))
     if len(inputs) != len(outputs) or not inputs:
         raise InputError(f"input_output: {len(inputs)} inputs and {len(outputs)} outputs")
     starter = _text(row, "starter_code")
-    tests = _calls(given["fn_name"], inputs, outputs) if given.get("fn_name") else _programs(inputs, outputs)
+    tests = _calls(data["fn_name"], inputs, outputs) if data.get("fn_name") else _programs(inputs, outputs)
     solutions = _parsed(row["solutions"], "solutions") if row.get("solutions") else []
     reference = next((code for code in solutions if isinstance(code, str)), "")
     return {
@@ -225,12 +225,12 @@ def _verl(row: Mapping[str, Any]) -> JsonObject:
 
 def _called(asserts: Iterable[str], prelude: str) -> list[str]:
     """Return the functions that the tests call and that only the solution can define."""
-    known = set(dir(builtins)) | {"math"}
+    defined = set(dir(builtins)) | {"math"}
     try:
         for node in ast.walk(ast.parse(prelude)):
-            known |= {(alias.asname or alias.name).split(".")[0] for alias in getattr(node, "names", ())
+            defined |= {(alias.asname or alias.name).split(".")[0] for alias in getattr(node, "names", ())
                       if isinstance(alias, ast.alias)}  # fmt: skip
-            known |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
+            defined |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
         trees = [ast.parse(line) for line in asserts]
     except (SyntaxError, ValueError) as error:
         raise InputError(f"test_list: not Python: {error}") from error
@@ -238,7 +238,7 @@ def _called(asserts: Iterable[str], prelude: str) -> list[str]:
         node.func.id
         for tree in trees
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in known
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in defined
     ]
     if not names:
         raise InputError("test_list: the tests call no function of the solution")
@@ -269,8 +269,8 @@ def _limits(row: Mapping[str, Any]) -> JsonObject:
             number = float(found[1])
             # The limits of the data sets are for compiled programs; the Python interpreter needs more memory.
             limits[key] = max(number, 1.0) if key == "time_s" else max(int(number), 512)
-    if isinstance(given := row.get("limits"), Mapping):
-        limits |= {key: value for key, value in given.items() if key in _LIMITS}
+    if isinstance(row_limits := row.get("limits"), Mapping):
+        limits |= {key: value for key, value in row_limits.items() if key in _LIMITS}
     scoring = {"scoring": row["scoring"]} if "scoring" in row else {}
     return ({"limits": limits} if limits else {}) | scoring
 

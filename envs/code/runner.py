@@ -116,19 +116,19 @@ def _run_all(batch: dict[str, Any], nursery: socket.socket) -> list[dict[str, An
 def _run_case(case: dict[str, Any], nursery: socket.socket, ends: float) -> dict[str, Any]:
     mode, files = case["mode"], [_file() for _ in range(3)]
     try:
-        given, out, err = files
+        stdin, out, err = files
         wires = socket.socketpair() if mode == "script" else ()
         spec = {key: case[key] for key in ("mode", "source", "path", "entry", "time_s", "memory")}
         if mode == "program":
-            _fill(given, case["input"].encode("utf-8", "replace"))
+            _fill(stdin, case["input"].encode("utf-8", "replace"))
         if mode == "call":
             spec["args"], spec["kwargs"] = case["args"], case["kwargs"]
         # `out` receives a program's output or the result of a call; a function's printed text is discarded.
-        fds = [given, out, err, *(wire.fileno() for wire in wires[:1])]
+        fds = [stdin, out, err, *(wire.fileno() for wire in wires[:1])]
         pids = [_fork(nursery, spec, fds)]
         if wires:
             tests = {"mode": "tests", **{key: case[key] for key in ("code", "prelude", "names")}}
-            pids.append(_fork(nursery, tests, [given, out, err, wires[1].fileno()]))
+            pids.append(_fork(nursery, tests, [stdin, out, err, wires[1].fileno()]))
             for wire in wires:
                 wire.close()
             return _judged(case, pids, nursery, out, ends)

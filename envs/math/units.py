@@ -65,7 +65,7 @@ _TOKEN = re.compile(
 )
 _RAISED = {None: 1, "²": 2, "³": 3}
 _TEXT = re.compile(r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|mbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_WHOLE = re.compile(r"\s*\\(?:text|mbox|mathrm)\s*\{(?=[^{}]*\d)([^{}\\]*)\}\s*")
+_TEXT_COMMAND = re.compile(r"\s*\\(?:text|mbox|mathrm)\s*\{(?=[^{}]*\d)([^{}\\]*)\}\s*")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
 _ORDINAL = re.compile(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{\s*(st|nd|rd|th)\s*\}\s*\}?")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -81,12 +81,12 @@ def split_unit(text: str) -> tuple[str, str | None]:
         For `5 \text{ sq. cm}`: `5` and `cm^2`. For `5 units`: `5` and "". The text itself and None if it is
         not a number with a known unit.
     """
-    if whole := _WHOLE.fullmatch(text):
-        text = whole[1]
+    if enclosed := _TEXT_COMMAND.fullmatch(text):
+        text = enclosed[1]
     if money := _CURRENCY.match(text):
         number = text[money.end() :].strip()
-        known = _NUMBER.fullmatch(number)
-        return ((money[1] or "") + number, f"{_NAMES[money[2] or '$']}^1") if known else (text, None)
+        is_number = _NUMBER.fullmatch(number)
+        return ((money[1] or "") + number, f"{_NAMES[money[2] or '$']}^1") if is_number else (text, None)
     match = _NUMBER.match(text)
     number = match[0] if match else ""
     tail = text[len(number) :]
@@ -104,23 +104,23 @@ def _unit(text: str) -> str | None:
     """Return the product of the named units, sorted by name; None if a part is unknown."""
     powers: Counter[str] = Counter()
     sign = raised = 1
-    last, at = "", 0
-    while at < len(text):
-        if (token := _TOKEN.match(text, at)) is None:
+    last_unit, position = "", 0
+    while position < len(text):
+        if (token := _TOKEN.match(text, position)) is None:
             return None
-        at = token.end()
+        position = token.end()
         word = (token["name"] or "").lower()
         if token["by"]:
             sign = -1
         elif word in _POWERS and word.endswith("ed"):
-            powers[last] *= _POWERS[word]
+            powers[last_unit] *= _POWERS[word]
         elif word in _POWERS:
             raised = _POWERS[word]
         elif word:
             if (unit := _name(token["name"])) is None:
                 return None
-            last, _, below = unit.partition("/")
-            powers[last] += sign * int(token["power"] or _RAISED[token["raised"]]) * raised
+            last_unit, _, below = unit.partition("/")
+            powers[last_unit] += sign * int(token["power"] or _RAISED[token["raised"]]) * raised
             powers[below] -= sign
             raised = 1
     for name in ("", "°") if powers.keys() & {"C", "F"} else ("",):

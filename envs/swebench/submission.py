@@ -227,7 +227,7 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
     - top-level modules with the name of a module that the test runner or pip imports.
     """
     tests, fixed = task.own_files, changed_paths(task.patch) if task.patch else frozenset()
-    known = {PurePosixPath(path).parts[0] for path in tests | fixed}
+    top_level_names = {PurePosixPath(path).parts[0] for path in tests | fixed}
     tested = {_MODULE_SUFFIX.sub("", path) for path in tests if path.endswith(".py")}
     runner_imports = _imported(task.environment.pip if task.environment is not None else ())
     named = _named(task.eval_script)
@@ -244,7 +244,7 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
         packages = accumulate(modules, posixpath.join)
         if not _RUNNER_MODULES.isdisjoint(modules) or not tested.isdisjoint(packages):
             return True
-        return parts[0] not in known and modules[0] in runner_imports
+        return parts[0] not in top_level_names and modules[0] in runner_imports
 
     def is_tests_own(path: str) -> bool:
         return path in tests or any(path.startswith(f"{folder}/") for folder in task.hidden_files)

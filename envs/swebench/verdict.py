@@ -82,20 +82,20 @@ class Verdict:
         return sum(map(self._passed, self.fail_to_pass.values()))
 
     @property
-    def kept(self) -> int:
+    def still_passing(self) -> int:
         """Number of PASS_TO_PASS tests that still pass. A skipped test is not a regression."""
         return sum(self._passed(status) or status is Status.SKIPPED for status in self.pass_to_pass.values())
 
     @property
     def resolved(self) -> bool:
-        return self.fixed == len(self.fail_to_pass) and self.kept == len(self.pass_to_pass)
+        return self.fixed == len(self.fail_to_pass) and self.still_passing == len(self.pass_to_pass)
 
     @property
     def shares(self) -> Mapping[str, float]:
         """Share of the tests of each list that have the required status; 1 for an empty list."""
         return {
             "fail_to_pass": self.fixed / len(self.fail_to_pass) if self.fail_to_pass else 1.0,
-            "pass_to_pass": self.kept / len(self.pass_to_pass) if self.pass_to_pass else 1.0,
+            "pass_to_pass": self.still_passing / len(self.pass_to_pass) if self.pass_to_pass else 1.0,
         }
 
 

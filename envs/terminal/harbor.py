@@ -306,14 +306,14 @@ def _step(files: Files, config: _Config, step: _Step, machine: Machine) -> Step:
     tests = paths_below(files, "tests", f"{folder}/tests")
     if not bundled and "test.sh" not in tests:
         raise InputError(f"{folder}/tests/test.sh: missing", hint="or tests/test.sh for all steps")
-    given = step.min_reward
-    min_reward = given if isinstance(given, Mapping) else {} if given is None else {"reward": given}
-    own, shared = step.verifier, config.verifier
+    score = step.min_reward
+    min_reward = score if isinstance(score, Mapping) else {} if score is None else {"reward": score}
+    verifier, shared = step.verifier, config.verifier
     phase = Phase(
-        timeout_s=own.timeout_sec if "timeout_sec" in own.model_fields_set else shared.timeout_sec,
-        user=own.user if own.user is not None else shared.user,
-        env={**shared.env, **own.env},
-        network=own.access() or shared.access(),
+        timeout_s=verifier.timeout_sec if "timeout_sec" in verifier.model_fields_set else shared.timeout_sec,
+        user=verifier.user if verifier.user is not None else shared.user,
+        env={**shared.env, **verifier.env},
+        network=verifier.access() or shared.access(),
     )
     agent = Phase(
         timeout_s=step.agent.timeout_sec if step.agent.timeout_sec is not None else config.agent.timeout_sec,
@@ -349,11 +349,11 @@ def _verifier_machine(
     candidates = [(config.verifier.environment, "tests")]
     if step is not None:
         candidates.insert(0, (step.verifier.environment, f"steps/{step.name}/tests"))
-    environments = [given for given, _ in candidates if given is not None]
+    environments = [candidate for candidate, _ in candidates if candidate is not None]
     environment = next(iter(environments), config.environment)
-    for given, folder in candidates:
-        if given is not None and given.docker_image:
-            return environment.machine(folder).model_copy(update={"image": given.docker_image}), True
+    for candidate, folder in candidates:
+        if candidate is not None and candidate.docker_image:
+            return environment.machine(folder).model_copy(update={"image": candidate.docker_image}), True
         if f"{folder}/Dockerfile" in files or f"{folder}/docker-compose.yaml" in files:
             built = environment.machine(folder, _services(files, folder))
             return built.model_copy(update={"image": ""}), True

@@ -110,7 +110,7 @@ def _is_listed(host: str, path: str, tree: LayerTree) -> bool:
         return _declares_plugin(host)
     folder, name = posixpath.split(path)
     if folder in (*_FOLDERS, "/root/.local/bin"):
-        hides_program = any(_exists(f"{other}/{name}", tree) for other in _FOLDERS)
+        hides_program = any(_exists(f"{path_folder}/{name}", tree) for path_folder in _FOLDERS)
         return hides_program or _RUNNERS.fullmatch(name) is not None
     if not _SYSTEM.fullmatch(path) or _HARMLESS.fullmatch(path):
         return False

@@ -96,13 +96,13 @@ def _own_service(services: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _environment(service: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    given = settings.get("environment") or {}
+    values = settings.get("environment") or {}
     where = f"{_COMPOSE}: services.{service}.environment"
     # Nested values are refused: with YAML's aliases, their text can be enormous.
-    if isinstance(given, Mapping) and not any(isinstance(item, Mapping | list) for item in given.values()):
-        pairs = [(str(name), _scalar(value)) for name, value in given.items()]
-    elif isinstance(given, list) and all(isinstance(item, str) for item in given):
-        pairs = [(name, value) for name, _, value in (item.partition("=") for item in given)]
+    if isinstance(values, Mapping) and not any(isinstance(item, Mapping | list) for item in values.values()):
+        pairs = [(str(name), _scalar(value)) for name, value in values.items()]
+    elif isinstance(values, list) and all(isinstance(item, str) for item in values):
+        pairs = [(name, value) for name, _, value in (item.partition("=") for item in values)]
     else:
         raise InputError(f"{where}: neither a mapping of scalars nor a list of texts")
     for name, value in pairs:

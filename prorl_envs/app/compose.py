@@ -150,10 +150,10 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
 
 def search_of(settings: Settings) -> SearchSettings:
     """Return the settings of the search backend."""
-    given = settings.search
-    key = given.key.get_secret_value() if given.key else ""
+    search = settings.search
+    key = search.key.get_secret_value() if search.key else ""
     return SearchSettings(
-        backend=given.backend, corpus=given.corpus, url=given.url, key=key, timeout_s=given.timeout_s
+        backend=search.backend, corpus=search.corpus, url=search.url, key=key, timeout_s=search.timeout_s
     )
 
 

@@ -262,7 +262,7 @@ class _Supervisor:
         self._settings = settings
         self._fleet = fleet
         self._serving: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._here = ray.get_runtime_context().get_node_id()
+        self._own_machine = ray.get_runtime_context().get_node_id()
 
     async def run(self) -> None:
         """Start the actors that the machines lack, until cancelled."""
@@ -270,7 +270,7 @@ class _Supervisor:
             for machine in await asyncio.to_thread(ray.nodes):
                 for index in range(self._settings.nodes.actors):
                     slot = machine["NodeID"], index
-                    if machine["Alive"] and slot not in self._serving and self._wanted(machine):
+                    if machine["Alive"] and slot not in self._serving and self._needs_actors(machine):
                         self._serving[slot] = asyncio.create_task(self._serve(machine, index))
             await asyncio.sleep(_POLL_S)
 
@@ -280,10 +280,10 @@ class _Supervisor:
             task.cancel()
         await asyncio.gather(*self._serving.values(), return_exceptions=True)
 
-    def _wanted(self, machine: Mapping[str, Any]) -> bool:
+    def _needs_actors(self, machine: Mapping[str, Any]) -> bool:
         resource = self._settings.nodes.resource
         if resource is None:
-            return bool(machine["NodeID"] != self._here)
+            return bool(machine["NodeID"] != self._own_machine)
         return bool(machine["Resources"].get(resource, 0) >= self._settings.nodes.actors)
 
     async def _serve(self, machine: Mapping[str, Any], index: int) -> None:

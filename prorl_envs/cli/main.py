@@ -58,8 +58,8 @@ cli = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         out.print(f"prorl-envs {__version__}")
         raise typer.Exit
 
@@ -104,10 +104,10 @@ def demo(
     async def main() -> bool:
         settings = settings_of(config)
         check_folder(out_dir)
-        given = None
+        connected = None
         if llm:
-            given = await connect(llm, settings.model, tokenizer=tokenizer, name=model, api_key=api_key())
-        return await demo(settings, options, out_dir, given)
+            connected = await connect(llm, settings.model, tokenizer=tokenizer, name=model, api_key=api_key())
+        return await demo(settings, options, out_dir, connected)
 
     if not run(main()):
         raise typer.Exit(1)

@@ -118,7 +118,7 @@ def requests(
 ) -> list[GroupRequest]:
     """Return one group per task. The settings of an environment override the demo's own limits."""
     demo_limits = LIMITS.model_dump(exclude_unset=True)
-    limits = {name: AgentLimits(**{**demo_limits, **own.limits}) for name, own in defaults.items()}
+    limits = {name: AgentLimits(**{**demo_limits, **default.limits}) for name, default in defaults.items()}
     return [
         GroupRequest(
             id=f"demo/{item.family}/{item.task.id}",
@@ -202,7 +202,7 @@ async def _scripted(
 
 
 @asynccontextmanager
-async def _given(model: Model) -> AsyncIterator[Model]:
+async def _existing_model(model: Model) -> AsyncIterator[Model]:
     for url in model.servers:
         err.print(f"model server:    {url}")
     yield model
@@ -232,7 +232,7 @@ async def demo(
     groups = requests(chosen, options, request_defaults(settings))
     name = model.name or "" if model else "scripted"
     async with (
-        _given(model) if model else _scripted(settings, chosen, options) as behind,
+        _existing_model(model) if model else _scripted(settings, chosen, options) as behind,
         rollout_service(settings, behind) as service,
         serving(service) as url,
         RolloutClient(url) as client,

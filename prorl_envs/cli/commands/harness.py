@@ -52,9 +52,9 @@ def install_harnesses(
     from prorl_envs.env.harness.install import install
 
     settings = settings_of(config)
-    known = _recipes(settings)
-    if unknown := [name for name in names if name not in known]:
-        raise InputError(f"no harness is called {unknown[0]!r}", hint=f"known: {', '.join(known)}")
+    recipes = _recipes(settings)
+    if unknown := [name for name in names if name not in recipes]:
+        raise InputError(f"no harness is called {unknown[0]!r}", hint=f"known: {', '.join(recipes)}")
 
     async def install_harness(name: str) -> Path:
         with err.status(f"installing {plain(name)}") as status:
@@ -62,7 +62,7 @@ def install_harnesses(
             def show(line: str) -> None:
                 status.update(plain(f"installing {name}: {line.strip()[: err.width // 2]}"))
 
-            return await install(known[name], _cache(settings), lambda line: err.print(plain(line)), show)
+            return await install(recipes[name], _cache(settings), lambda line: err.print(plain(line)), show)
 
     async def install_all() -> None:
         for name in names:

@@ -107,11 +107,11 @@ def token(service: ServiceOption = None) -> None:
     from prorl_envs.rollout.client.token_files import addresses_of, read_token
 
     url, configured = _named(service)
-    known = configured or next(filter(None, map(read_token, addresses_of(url))), None)
-    if known is None:
+    bearer = configured or next(filter(None, map(read_token, addresses_of(url))), None)
+    if bearer is None:
         hint = "set PRORL_SERVER__TOKEN, or run this as the user who started the service on this machine"
         raise InputError(f"the token of {url} is unknown", hint=hint)
-    out.print(known, soft_wrap=True)
+    out.print(bearer, soft_wrap=True)
 
 
 def _say(found: "BaseModel | Sequence[BaseModel]", as_json: bool, show: Callable[[], None]) -> None:

@@ -97,7 +97,7 @@ def run(
         run_coroutine(runs.on_service(options, settings, service, os.environ.get("PRORL_SERVER__TOKEN")))
         return
     run_coroutine(
-        runs.here(
+        runs.run_here(
             options,
             _with_concurrency(settings, concurrency),
             llm=llm or (),

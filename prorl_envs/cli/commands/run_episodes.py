@@ -196,7 +196,7 @@ async def _take(client: RolloutClient, folder: RunFolder, job: JobView) -> None:
         folder.append(await client.result(job.id))
 
 
-async def here(
+async def run_here(
     options: RunOptions,
     settings: Settings,
     *,

@@ -161,7 +161,7 @@ async def _answer(app: "ASGIApp", token: str, name: str, port: int, browser: boo
 
 
 def _export(
-    episodes: "EpisodeSource", target: Path, wanted: Sequence[str], texts: "Texts | None", run: "RunInfo"
+    episodes: "EpisodeSource", target: Path, job_names: Sequence[str], texts: "Texts | None", run: "RunInfo"
 ) -> str:
     from prorl_envs.viewer.export import export_html
 
@@ -169,7 +169,7 @@ def _export(
     name = episodes.name
     check_lines(episodes, name)
     numbered = enumerate(episodes.summaries)
-    chosen = [number for number, summary in numbered if not wanted or _matches(summary, wanted)]
+    chosen = [number for number, summary in numbered if not job_names or _matches(summary, job_names)]
     if not chosen:
         raise InputError(f"no episode of {name} matches --job", hint=f"prorl-envs show {name} lists its jobs")
     content = export_html((episodes.line(number) for number in chosen), name, texts, run)
@@ -183,6 +183,6 @@ def _export(
     return f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser"
 
 
-def _matches(summary: "Summary", wanted: Sequence[str]) -> bool:
+def _matches(summary: "Summary", job_names: Sequence[str]) -> bool:
     ids = (summary.job_id, summary.group_id)
-    return any(name in ids or summary.job_id.endswith(name) for name in wanted)
+    return any(name in ids or summary.job_id.endswith(name) for name in job_names)
