@@ -41,8 +41,7 @@ FIRST = 1000
 #: Number of requests per median.
 LOOKS = 20
 
-#: Script that records the seconds of each frame, and of each task that blocks the page's thread for over 50
-#: ms.
+#: Script that records the seconds of each frame, and of each task of over 50 ms in the page's thread.
 _RECORD = """() => {
   window.frames_s = []; window.long_s = [];
   new PerformanceObserver((list) => {

@@ -14,7 +14,7 @@ class Deadline(Protocol):
     """Value of the `Clock.timeout` context manager."""
 
     def expired(self) -> bool:
-        """Return whether the time was up, also after leaving the block."""
+        """Return whether the timeout has expired; also valid after the end of the block."""
         ...
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import Mount
 
-#: Prints facts of an interpreter, with the path of the pip wheel that comes with it (Python can run it).
+#: Script that prints facts of an interpreter, with the path of the pip wheel that comes with it (Python can
+#: run it).
 _PROBE = """
 import glob, json, os, sys, sysconfig, ensurepip, venv
 bundled = glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), "_bundled", "pip-*.whl"))
