@@ -119,7 +119,7 @@ class Bench:
     def _together(
         self, running: "_Running", operation: str, **arguments: int
     ) -> list[tuple[Row, dict[str, Any]]]:
-        """Run an operation that is not measured in all subjects at the same time."""
+        """Run an operation in all subjects at the same time, without measuring it."""
         answers = []
 
         def answer(row: Row, process: SubjectProcess) -> None:

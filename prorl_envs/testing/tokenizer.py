@@ -2,9 +2,8 @@
 
 The tokenizer is a byte-level BPE trained on a page of text, with control tokens and a tool-calling template
 in the ChatML format of Qwen and other models. It has the properties of larger tokenizers that matter to a
-token
-ledger: a text has several tokenisations, hostile output can contain the text of a control token, and any
-bytes can be encoded.
+ledger of tokens. A text has several tokenisations, hostile output can contain the text of a control token,
+and any bytes can be encoded.
 """
 
 import json
