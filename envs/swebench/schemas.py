@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
+from prorl_envs.envs.swebench.diffs import unquoted
 from prorl_envs.envs.swebench.foreign import MULTI_SWE
 from prorl_envs.envs.swebench.specs import SWE_GYM_COMMANDS, classic_script
 
@@ -100,8 +101,9 @@ def _with_patch(lines: Iterable[str], test_patch: str, testbed: str = "/testbed"
 
 
 def _test_files(test_patch: str) -> list[str]:
-    targets = re.findall(r"^diff --git a/.* b/(.*)$", test_patch, re.MULTILINE)
-    return [path for path in targets if not path.endswith(_NOT_TESTS)]
+    targets = re.findall(r'^diff --git "?a/.* (?:b/(.*)|("b/.*"))$', test_patch, re.MULTILINE)
+    paths = [path or unquoted(quoted).removeprefix("b/") for path, quoted in targets]
+    return [path for path in paths if not path.endswith(_NOT_TESTS)]
 
 
 def _optional(row: Row, **columns: str) -> dict[str, Any]:

@@ -158,6 +158,20 @@ def test_a_diff_names_the_files_of_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
+    ("quoted", "name"),
+    [
+        (r"caf\303\251.py", "café.py"),
+        (r"a\tb\"c\\d.py", 'a\tb"c\\d.py'),
+        (r"\377.py", "\udcff.py"),
+        ("a b.py", "a b.py"),
+    ],
+)
+def test_quoted_names_of_git_are_read(quoted: str, name: str) -> None:
+    diff = diff_of(f'"a/{quoted}"', f'"b/{quoted}"')
+    assert changed_paths(diff) == {name}
+
+
+@pytest.mark.parametrize(
     ("diff", "said"),
     [
         ("no diff", "touches no file"),

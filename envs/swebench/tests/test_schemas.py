@@ -164,6 +164,17 @@ def test_the_tests_are_the_files_of_the_test_patch() -> None:
         assert f"\n{command}\n: '{END_MARKER}'" in SwebenchEnvironment.load(ROWS[name]).eval_script
 
 
+def test_a_test_file_with_a_quoted_name_is_run_and_protected() -> None:
+    quoted = (
+        FIX.replace("a/b.py", "X")
+        .replace("a/X", r'"a/tests/caf\303\251.py"')
+        .replace("b/X", r'"b/tests/caf\303\251.py"')
+    )
+    task = SwebenchEnvironment.load({**ROWS["swe-gym"], "test_patch": TESTS + quoted})
+    assert "\npytest -n0 -rA tests/test_b.py 'tests/café.py'\n" in task.eval_script
+    assert "tests/café.py" in task.own_files
+
+
 def test_mypys_cases_are_selected_by_name() -> None:
     cases = ["mypy/test/testcheck.py::Suite::testA", "mypy/test/testcheck.py::Suite::testB"]
     row = {**ROWS["swe-gym"], "repo": "python/mypy", "FAIL_TO_PASS": cases}
