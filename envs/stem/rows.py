@@ -11,6 +11,7 @@ Formats are recognised by their fields; a row with `instruction` is in our own f
 
 import hashlib
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ from prorl_envs.tools.types import JsonObject
 
 _CORRECT = "Correct Answer"
 _INCORRECT = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+
+#: Integers from which the default tolerance would accept the next one, and which no trailing zeros round.
+_COUNT = re.compile(r"[-+−]?[\d,]*[1-9]", re.ASCII)
+_LARGE = 100
 
 
 def convert_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -86,5 +91,9 @@ def _short(row: Mapping[str, Any]) -> JsonObject:
     if isinstance(right, bool) or not isinstance(right, str | int | float) or not str(right).strip():
         raise InputError("answer: not a number or a text, or empty")
     if (number := parse_number(str(right))) is not None:
-        return {"answer": {"type": "number", "value": number}}
+        answer: JsonObject = {"type": "number", "value": number}
+        # A count or a year: one more is another answer, however large it is.
+        if _COUNT.fullmatch(str(right).strip()) and abs(number) >= _LARGE:
+            answer |= {"rel_tol": 0, "abs_tol": 0.49}
+        return {"answer": answer}
     return {"answer": {"type": "text", "values": [str(right)]}}

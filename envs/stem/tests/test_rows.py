@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from prorl_envs.envs.stem.env import StemEnvironment
+from prorl_envs.envs.stem.grading import is_right
 from prorl_envs.envs.stem.task import ChoiceAnswer
 from prorl_envs.errors import InputError
 
@@ -46,6 +47,26 @@ def test_known_formats_with_choices(row: dict[str, Any]) -> None:
 def test_known_formats_with_short_answers() -> None:
     assert StemEnvironment.load({"question": "How much?", "answer": "9.81"}).answer.type == "number"
     assert StemEnvironment.load({"question": "How much?", "answer": "gold"}).answer.type == "text"
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "right"),
+    [
+        (118, "118", True),
+        (118, "118.3", True),
+        (118, "119", False),
+        ("1,945", "1945", True),
+        ("1945", "1946", False),
+        (-273, "−273", True),
+        (-273, "-274", False),
+        (300_000_000, "299792458", True),
+        (300_000_000, "310000000", False),
+        ("118.0", "119", True),
+        (92, "93", False),
+    ],
+)
+def test_counts_are_exact(answer: Any, given: str, right: bool) -> None:
+    assert is_right(StemEnvironment.load({"question": "How much?", "answer": answer}), given) is right
 
 
 @pytest.mark.parametrize(
