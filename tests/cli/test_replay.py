@@ -70,7 +70,10 @@ def test_changes_are_reported_and_bad_rows_skipped(cli: Cli, tmp_path: Path) -> 
         "8 rollouts scored again: 2 the same, 1 changed, 1 with a first reward, 4 without a new reward; "
         "3 left out"
     )
-    assert said in " ".join(done.stdout.split()) and "in 1 of them, a tool call had another result" in done.stdout
+    assert (
+        said in " ".join(done.stdout.split())
+        and "in 1 of them, a tool call had another result" in done.stdout
+    )
     for words in (
         "results.jsonl:3: ", "results.jsonl:4: ", "g/3: its agent loop did not finish (model)",
     ):  # fmt: skip

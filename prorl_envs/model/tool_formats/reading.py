@@ -155,6 +155,7 @@ class ToolFormat(ABC):
             opened: text that ends the reasoning, if the prompt contains the start of the reasoning.
             declared: declarations of the offered tools.
         """
+        opened = opened or self._implied_close(text, declared)
         reasoning, at, close = split_reasoning(text, opened)
         while at and not close and (end := self._end_of_call_around(text, at, declared)):
             reasoning, at, close = split_reasoning(text, opened, end)
@@ -185,6 +186,19 @@ class ToolFormat(ABC):
         for literal in self.noise:
             content = content.replace(literal, "")
         return ReadTurn(content.strip(), tuple(calls), tuple(malformed), reasoning)
+
+    def _implied_close(self, text: str, declared: Declared) -> str:
+        """Return the end of reasoning whose start the model omitted; "" if there is none."""
+        for begin, end in THOUGHTS:
+            at = text.find(end)
+            for _ in range(MAX_CALLS):
+                if at < 0 or text.find(begin, 0, at) >= 0:
+                    break
+                after = self._end_of_call_around(text, at, declared)
+                if not after:
+                    return end
+                at = text.find(end, after)
+        return ""
 
     def _end_of_call_around(self, text: str, position: int, declared: Declared) -> int:
         """Return the end of the call that encloses `position`; 0 if there is none."""

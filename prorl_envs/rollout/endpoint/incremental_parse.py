@@ -61,6 +61,9 @@ class IncrementalParser:
         if content.startswith(self.content):
             new_text = (new_text[0], content[len(self.content) :])
             self.content = content
+        elif content and reasoning.startswith(self.content):  # reasoning whose start the model omitted
+            new_text = (new_text[0], content)
+            self.content = content
         return new_text
 
 

@@ -201,6 +201,29 @@ def test_a_draft_in_further_reasoning_does_not_count(text: str, reasoning: str) 
     assert turn.calls == (ReadCall("f", {"n": 1}),)
 
 
+@pytest.mark.parametrize(("name", "form"), REASONED[:-1])
+def test_reasoning_may_lack_its_start(name: str, form: str) -> None:
+    call = dict(reversed(WRITTEN))[name]
+    start = form.partition("{thought}")[0]
+    thought = f"I could {call}, or not."
+    text = form.removeprefix(start).replace("{thought}", thought).replace("{call}", call)
+    turn = FORMATS[name].turn(text, declared=DECLARED)
+    assert (turn.calls, turn.content, turn.reasoning) == ((ReadCall("bash", ARGUMENTS),), "So.", thought)
+
+
+def test_the_end_of_reasoning_in_a_call_or_after_a_start_ends_nothing_before() -> None:
+    arguments = {"command": "echo '</think>'"}
+    call = f'<tool_call>{{"name": "bash", "arguments": {json.dumps(arguments)}}}</tool_call>'
+    for text in (call, f"So.{call}", f"{call}{call}"):
+        turn = FORMATS["hermes"].turn(text)
+        assert turn.calls == (ReadCall("bash", arguments),) * text.count("<tool_call>")
+        assert turn.reasoning == ""
+    turn = FORMATS["hermes"].turn(f"Then: <think>no</think>{call}")
+    assert (turn.content, len(turn.calls), turn.reasoning) == ("Then: <think>no</think>", 1, "")
+    turn = FORMATS["hermes"].turn(f"{call} or not.</think>{call}")
+    assert (len(turn.calls), turn.content, turn.reasoning) == (1, "", f"{call} or not.")
+
+
 def test_unclosed_reasoning_without_a_call_is_not_reported() -> None:
     for name in FORMATS:
         turn = FORMATS[name].turn("<think>I compare a < b, [1] and {2}.")

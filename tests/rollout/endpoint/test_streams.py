@@ -1,13 +1,15 @@
 """Streams from a real model server over HTTP: text is sent at once, and a disconnect stops sampling."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from prorl_envs.model.types import Sampling
+from prorl_envs.model.tool_formats.choice import FORMATS
+from prorl_envs.model.types import AssistantTurn, Sampling
 from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser
 from tests.model.http.test_streaming import KINDS
@@ -157,3 +159,21 @@ def test_streamed_text_is_a_prefix_of_the_answer(family: str) -> None:
         assert whole.content.startswith(sent), (end, sent)
     sent += parser.remaining(whole)[1]
     assert sent == whole.content
+
+
+def test_an_answer_after_reasoning_without_a_start_is_sent() -> None:
+    """What was streamed before its end cannot be taken back, but the answer after it is complete."""
+
+    def parse(ids: str, *_: Any, **__: Any) -> AssistantTurn:
+        turn = FORMATS["hermes"].turn(ids)
+        return AssistantTurn(turn.content, (), turn.malformed, turn.reasoning)
+
+    letters: Any = SimpleNamespace(tool_format="hermes", parse=parse)
+    parser = IncrementalParser(letters, (), ())
+    whole: Any = "I look at it.</think>\n\nIt is done."
+    sent = ["", ""]
+    for end in range(1, len(whole)):
+        for kind, text in enumerate(parser.new_text(whole[:end])):
+            sent[kind] += text
+    sent[1] += parser.remaining(parse(whole))[1]
+    assert sent[1].endswith("It is done.") and "I look at it." in "".join(sent)
