@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def json_problem(value: object) -> str:
@@ -28,3 +28,19 @@ def _finite(number: str) -> float:
 #: Decoder of arguments that a model wrote. A number beyond the range of floats is an error, not infinity.
 #: strict=False allows raw newlines inside strings, which models write in shell commands.
 STRICT_JSON = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)
+
+
+def call_arguments(value: object) -> dict[str, Any] | None:
+    """Return the arguments of a tool call: an object, or JSON of one, which some programs encode twice.
+
+    Empty text and null stand for no arguments. Returns None for all other values.
+    """
+    for _ in range(2):
+        if isinstance(value, str):
+            try:
+                value = STRICT_JSON.decode(value) if value.strip() else None
+            except (ValueError, RecursionError):
+                return None
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else None

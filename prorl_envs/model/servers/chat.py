@@ -18,7 +18,7 @@ from prorl_envs.model.answer_checks import ProtocolError
 from prorl_envs.model.http.client import LinkOptions, first_model, session_headers
 from prorl_envs.model.servers.base import Unsteered
 from prorl_envs.model.types import Conversation, FinishReason, Sampled, Sampling
-from prorl_envs.strict_json import STRICT_JSON
+from prorl_envs.strict_json import call_arguments
 
 #: Maximum tool calls of one answer.
 MAX_CALLS = 64
@@ -26,7 +26,7 @@ MAX_CALLS = 64
 
 class _Function(msgspec.Struct):
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class _Call(msgspec.Struct):
@@ -147,7 +147,7 @@ def read_answer(body: bytes, server: str) -> tuple[dict[str, Any], FinishReason]
         raise ProtocolError(f"{server} answered with {len(calls)} tool calls")
     tool_calls: list[dict[str, Any]] = []
     for call in calls:
-        arguments = _arguments(call.function.arguments)
+        arguments = call_arguments(call.function.arguments)
         if (
             arguments is None
         ):  # the model's mistake is kept, in the form in which the model would have written it
@@ -161,12 +161,3 @@ def read_answer(body: bytes, server: str) -> tuple[dict[str, Any], FinishReason]
     if tool_calls:
         message["tool_calls"] = tool_calls
     return message, "length" if choice.finish_reason == "length" else "stop"
-
-
-def _arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call; None if they are not a JSON object."""
-    try:
-        value = STRICT_JSON.decode(text or "{}")
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prorl_envs.model.tool_formats.schema_types import ANY, SchemaTypes, Types, type_name
-from prorl_envs.strict_json import STRICT_JSON
+from prorl_envs.strict_json import STRICT_JSON, call_arguments
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Maximum calls read from one turn; the others are dropped, and the model receives a message.
@@ -363,17 +363,11 @@ def checked(name: Any, arguments: Any) -> ReadCall:
     """
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise Malformed("A tool call has no usable name.")
-    if isinstance(arguments, str):  # some models encode the object as a string
-        try:
-            arguments = STRICT_JSON.decode(arguments) if arguments.strip() else None
-        except (ValueError, RecursionError):
-            raise Malformed(f"The arguments of the call to {name!a} are not a JSON object.") from None
-    if arguments is None:  # of a tool without parameters
-        arguments = {}
-    if not isinstance(arguments, dict):
+    found = call_arguments(arguments)
+    if found is None:
         raise Malformed(f"The arguments of the call to {name!a} are not a JSON object.")
-    _check_tree(name, [name, arguments])
-    return ReadCall(name, arguments)
+    _check_tree(name, [name, found])
+    return ReadCall(name, found)
 
 
 def skip_space(text: str, start: int) -> int:

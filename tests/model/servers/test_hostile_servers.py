@@ -20,6 +20,7 @@ from prorl_envs.model.servers.sglang import SglangClient
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Conversation, Sampled, Sampling
 from prorl_envs.rollout.http.server import answering
+from prorl_envs.strict_json import call_arguments
 
 pytestmark = pytest.mark.anyio
 
@@ -198,6 +199,29 @@ async def test_a_chat_answer_is_marked_as_inexact() -> None:
         sampled = await ask_chat(url)
     assert not sampled.exact
     assert (sampled.ids, sampled.logprobs) == ((4, 5), (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"command": "ls"}', {"command": "ls"}),
+        ({"command": "ls"}, {"command": "ls"}),
+        (json.dumps(json.dumps({"command": "ls"})), {"command": "ls"}),
+        ("", {}),
+        (" ", {}),
+        ("null", {}),
+        (None, {}),
+    ],
+)
+def test_arguments_of_calls_have_several_encodings(written: Any, arguments: dict[str, Any]) -> None:
+    message = {"content": None, "tool_calls": [{"function": {"name": "bash", "arguments": written}}]}
+    read, _ = chat.read_answer(json.dumps({"choices": [{"message": message}]}).encode(), "http://s")
+    assert [call["function"]["arguments"] for call in read["tool_calls"]] == [arguments]
+
+
+@pytest.mark.parametrize("written", ['"ls"', "[]", "3", '"[1]"', json.dumps(json.dumps(json.dumps({})))])
+def test_other_arguments_are_none(written: str) -> None:
+    assert call_arguments(written) is None
 
 
 def test_a_call_with_broken_arguments_stays_visible() -> None:

@@ -36,7 +36,8 @@ def test_arguments_may_contain_the_closing_tag() -> None:
 
 
 def test_arguments_as_a_json_string() -> None:
-    assert read_turn(call("bash", '{"command": "ls"}')).calls == (ReadCall("bash", {"command": "ls"}),)
+    for encoded in ('{"command": "ls"}', json.dumps('{"command": "ls"}')):
+        assert read_turn(call("bash", encoded)).calls == (ReadCall("bash", {"command": "ls"}),)
 
 
 @pytest.mark.parametrize(

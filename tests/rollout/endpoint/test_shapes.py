@@ -10,6 +10,7 @@ import pytest
 from openai.types.responses import ResponseInputParam
 
 from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.endpoint.chat import call_of
 from tests.rollout.endpoint.conftest import LS, Served, check_rows, toy_endpoint
 
 pytestmark = pytest.mark.anyio
@@ -217,3 +218,21 @@ async def test_bad_requests_are_refused_with_a_reason(path: str, body: Any) -> N
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
         assert served.session.refused == 1 and served.rows == []
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ('{"a":1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        (json.dumps('{"a": 1}'), {"a": 1}),
+        ("", {}),
+        ("null", {}),
+        (None, {}),
+        ("ls", {"arguments": "ls"}),
+        ('"ls"', {"arguments": '"ls"'}),
+    ],
+)
+def test_arguments_in_a_request_become_an_object(given: Any, read: dict[str, Any]) -> None:
+    function = call_of("c", "f", given)["function"]
+    assert json.loads(function["arguments"]) == read
