@@ -187,7 +187,7 @@ def _call(item: Mapping[str, Any]) -> JsonObject:
 
 def call_of(id_: str, name: str, arguments: Any) -> JsonObject:
     """Return a tool call of a message in OpenAI's format. Chat templates accept only JSON objects as
-    arguments, so any other value becomes the value of a single argument. Some clients encode objects twice."""
+    arguments, so any other value becomes a single argument. Some clients encode objects twice."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
     if not _is_object(text):
         found = call_arguments(arguments)

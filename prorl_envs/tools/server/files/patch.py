@@ -21,6 +21,10 @@ _MOVE, _END_OF_FILE = "*** Move to:", "*** End of File"
 _RANGES = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
 #: Git's version, after a line `-- `, at the end of the output of `git format-patch`.
 _VERSION = re.compile(r"\d+\.\d")
+#: First line of a code fence, or of a here-document.
+_WRAPPER = re.compile(
+    r"\s*(?:(?P<fence>`{3,}|~{3,})[\w-]*|(?:apply_patch\s*)?<<-?\s*(?P<q>['\"]?)(?P<word>\w+)(?P=q))\s*"
+)
 _UNSUPPORTED = ("rename ", "copy ", "GIT binary patch", "Binary files ")
 
 
@@ -81,7 +85,7 @@ def parse(patch: str) -> list[Change]:
     Raises:
         EditError: the text is not a valid patch; with a message for the model.
     """
-    lines = [line.removesuffix("\r") for line in patch.strip("\r\n").split("\n")]
+    lines = _unwrapped([line.removesuffix("\r") for line in patch.strip("\r\n").split("\n")])
     if lines[0].strip() == _BEGIN:
         changes = _envelope(lines)
     elif any(line.startswith("--- ") for line in lines):
@@ -93,6 +97,15 @@ def parse(patch: str) -> list[Change]:
     if len(changes) > CHANGES_LIMIT:
         raise EditError(f"The patch changes more than {CHANGES_LIMIT} files.")
     return changes
+
+
+def _unwrapped(lines: list[str]) -> list[str]:
+    """Take a patch out of the code fence or the here-document in which some models put it."""
+    while len(lines) > 2 and (start := _WRAPPER.fullmatch(lines[0])):
+        if lines[-1].strip() != (start["fence"] or start["word"]):
+            break
+        lines = lines[1:-1]
+    return lines
 
 
 def _envelope(lines: list[str]) -> list[Change]:

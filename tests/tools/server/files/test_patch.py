@@ -49,6 +49,34 @@ def test_each_kind_of_change_is_parsed() -> None:
     assert changes == [Add("a b/new.py", "one\n\n"), Delete("old"), Update("x", "y", [hunk])]
 
 
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ("```", "```"),
+        ("```diff", "```"),
+        ("~~~~patch", "~~~~"),
+        ("<<EOF", "EOF"),
+        ("apply_patch <<'EOF'", "EOF"),
+        ('apply_patch <<-"PATCH"', "PATCH"),
+        ("apply_patch <<'EOF'\n```", "```\nEOF\n"),
+    ],
+)
+@pytest.mark.parametrize(
+    "patch", [envelope("*** Add File: f", "+```"), "--- /dev/null\n+++ b/f\n@@ -0,0 +1 @@\n+```"]
+)
+def test_a_patch_in_a_fence_or_here_document_is_taken_out(patch: str, first: str, last: str) -> None:
+    assert parse(f"{first}\n{patch}\n{last}") == parse(patch) == [Add("f", "```\n")]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [("```", ""), ("```", "~~~"), ("<<'EOF'", "PATCH"), ("<<'EOF", "EOF"), ("rm -r x; cat <<EOF", "EOF")],
+)
+def test_other_text_around_a_patch_is_refused(first: str, last: str) -> None:
+    with pytest.raises(EditError, match="must begin with"):
+        parse(f"{first}\n{envelope('*** Add File: f', '+x')}\n{last}")
+
+
 @given(LINES, LINES)
 def test_a_whole_file_hunk_makes_the_new_file(old: list[str], new: list[str]) -> None:
     body = list(difflib.ndiff(old, new))
