@@ -210,13 +210,13 @@ async def test_no_job_is_lost_or_doubled_when_actors_are_killed(service: Rollout
     """`RAY_KILLS` sets the number of kills."""
     ids: list[str] = []
     for kill in range(KILLS):
-        await until(lambda: [node for node in ready(service) if node.use])
+        await until(lambda: [node for node in ready(service) if node.usage])
         [node] = ready(service)
         await submit(service, f"g{kill}", 3)
         ids += [f"g{kill}/{sample}" for sample in range(3)]
         await until(partial(working, node))
         await asyncio.sleep(kill % 5 * 0.5)  # in other stages
-        os.kill(int(node.use["pid"]), signal.SIGKILL)
+        os.kill(int(node.usage["pid"]), signal.SIGKILL)
         await until(partial(lost, node))
         found = await results(service, len(ids))
     assert sorted(result.job_id for result in found) == sorted(ids)
