@@ -33,6 +33,8 @@ _PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d|[-+*]\s*I\b")
 _UNIT_LETTERS = 3
 _SHORT_UNITS = frozenset(("mm", "cm", "dm", "km", "kg", "ft", "lb"))
 _NAME = re.compile(r"\b[A-Za-z]\b")
+#: Functions whose inverse has two names.
+_ARCS = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _NO_UNITS = (
     r"or|and|no|not|if|than|least|most|about|around|over|under|above|below|minus|plus|negative|nearly|almost|"
     r"approx\w*|rough\w*|half|dozen|hundred|thousand|\w*illion"
@@ -68,6 +70,8 @@ def read(text: str, *, plain: bool) -> Any:
     if plain and _PLAIN.search(text) and "i" not in _NAME.findall(text):
         names: dict[str, Any] = {name: sympy.Symbol(name, real=True) for name in _NAME.findall(text)}
         names |= {"I": sympy.I, "e": sympy.E, "E": sympy.E, "ln": sympy.log, "abs": sympy.Abs}
+        names |= {f"arc{name}": getattr(sympy, f"a{name}") for name in _ARCS}
+        names |= {f"log{base}": functools.partial(_log, base) for base in (2, 10)}
         return sympy.parse_expr(text.replace("^", "**"), names)
     if percent := _PERCENT.fullmatch(text):
         return convert_to_pct(sympy.Number(percent[1].replace(",", "")))
@@ -86,6 +90,12 @@ def read(text: str, *, plain: bool) -> Any:
         return parse_latex_cached(normal)
     except Exception:  # noqa: BLE001  (the grammar raises errors of many types)
         return _of_both_signs(text) or normal
+
+
+def _log(base: int, value: Any) -> Any:
+    from sympy import log
+
+    return log(value, base)
 
 
 def _of_both_signs(text: str) -> Any:

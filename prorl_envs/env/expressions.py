@@ -7,7 +7,8 @@
     atom       = number | constant | variable | function "(" expression ("," expression)? ")"
                | "(" expression ")"
 
-Computer algebra systems print elementary functions in this grammar. Parsing takes time linear in the text,
+Computer algebra systems print elementary functions in this grammar; numpy's names of them are known, too.
+Parsing takes time linear in the text,
 evaluation a fixed time per node: numbers are complex doubles, so no power can grow without bound.
 """
 
@@ -46,6 +47,14 @@ _FUNCTIONS: dict[str, Callable[..., complex]] = {
     "asin": cmath.asin, "acos": cmath.acos, "atan": cmath.atan,
     "sinh": cmath.sinh, "cosh": cmath.cosh, "tanh": cmath.tanh,
     "asinh": cmath.asinh, "acosh": cmath.acosh, "atanh": cmath.atanh,
+    "sec": lambda z: 1 / cmath.cos(z), "sech": lambda z: 1 / cmath.cosh(z),
+    "csc": lambda z: 1 / cmath.sin(z), "csch": lambda z: 1 / cmath.sinh(z),
+    "cot": lambda z: 1 / cmath.tan(z), "coth": lambda z: 1 / cmath.tanh(z),
+    "asec": lambda z: cmath.acos(1 / z), "acsc": lambda z: cmath.asin(1 / z),
+    "acot": lambda z: cmath.atan(1 / z),
+    "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan,
+    "arcsinh": cmath.asinh, "arccosh": cmath.acosh, "arctanh": cmath.atanh,
+    "log2": lambda z: cmath.log(z) / math.log(2), "log10": cmath.log10, "cbrt": lambda z: z ** (1 / 3),
     "abs": lambda z: complex(abs(z)), "Abs": lambda z: complex(abs(z)), "factorial": _factorial,
 }  # fmt: skip
 _TWO_ARGUMENTS = frozenset({"log"})

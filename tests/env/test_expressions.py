@@ -29,6 +29,11 @@ from prorl_envs.env.expressions import MAX_CHARS, MAX_DEPTH, ExpressionError, pa
         ("factorial(5)", 120),
         ("Abs(-x)", 2),
         ("E", math.e),
+        ("sec(x)*cos(x) + csc(x)*sin(x) + cot(x)*tan(x)", 3),
+        ("sech(x)*cosh(x) + csch(x)*sinh(x) + coth(x)*tanh(x)", 3),
+        ("asec(x) - acos(1/2) + acsc(x) - asin(1/2) + acot(x) - atan(1/2)", 0),
+        ("arcsin(1/x) - asin(1/2) + arctan(x) - atan(x) + arccosh(x) - acosh(x)", 0),
+        ("log2(8) + log10(100) + cbrt(8)", 7),
     ],
 )
 def test_values(text: str, value: float) -> None:
