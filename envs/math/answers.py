@@ -4,6 +4,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from prorl_envs.env.answers import parse_number
 from prorl_envs.env.expressions import ExpressionError, parse_expression
@@ -20,7 +21,6 @@ _SPACE = r"(?:\s|~|(?<!\\)\\(?:[,;:! ]|q?quad\b))+"
 _WIDE_SPACE = re.compile(r"(?:~|(?<!\\)\\(?:[,;: ]|q?quad\b))+")
 _THOUSANDS = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:(?:{_SPACE}|\{{,\}})\d{{3}})+(?![\d/])")
 _MIXED = re.compile(rf"(?<![\w.^_{{\\])(\d+){_SPACE}(\d+)\s*/\s*(\d+)(?![\w.^({{/])")
-_TWO_DIGITS = re.compile(r"\\([dt]?frac|[dt]?binom)\s*(\d)\s*(\d)")
 _BASE = re.compile(r"(?=[^_]*\d)[\dA-F.,\s]*[\dA-F]\s*_\s*\{?\s*(?:\\text\{)?(\d+|[a-z]+)\}*")
 _NO_SPACE = re.compile(r"(?<!\\)\\!\s*")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -65,6 +65,38 @@ _SCRIPT = re.compile(rf"([{_RAISED}]+)|([{_LOWERED}]+)")
 _TO_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+#: Names that people write without a backslash, and their commands.
+_HYPERBOLIC, _CIRCULAR = ("sinh", "cosh", "tanh"), ("sin", "cos", "tan", "sec", "csc", "cot")
+_FUNCTIONS = {
+    **{name: name for name in (*_HYPERBOLIC, *_CIRCULAR, "ln", "exp")},
+    **{f"{arc}{name}": f"arc{name}" for name in (*_HYPERBOLIC, *_CIRCULAR) for arc in ("a", "ar", "arc")},
+    **{"log": "ln", "lg": "log_{10}", "tg": "tan", "ctg": "cot"},
+}
+_SYMBOLS = {
+    **{name: name for name in ("pi", "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")},
+    **{name: name for name in ("kappa", "lambda", "rho", "sigma", "tau", "phi", "chi", "psi", "omega")},
+    **{"inf": "infty", "infinity": "infty"},
+}
+_SYMBOL = rf"\\(?:{'|'.join(sorted(_SYMBOLS.values()))})(?![A-Za-z])"
+_CALL = rf"\\(?:log|{'|'.join(_FUNCTIONS)})(?![A-Za-z])"
+_PLACE = rf"\s*(?:(\d|{_SYMBOL})|\{{([^{{}}]*)\}})"
+#: Fractions of digits and symbols without braces, perhaps beside a part in braces.
+_UNBRACED = re.compile(rf"\\([dt]?frac|[dt]?binom){_PLACE}{_PLACE}")
+#: A function without parentheses that is divided by another: the grammar takes the ratio for its argument.
+_DIVIDED = re.compile(
+    rf"({_CALL}\s*(?:[\^_]\s*(?:\w|\{{[^{{}}]*\}})\s*)*(?:\{{[^{{}}]*\}}|\d+(?:\.\d+)?|[A-Za-z]|{_SYMBOL})\s*)"
+    rf"/(?=\s*{_CALL})"
+)
+_NAME = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z]+)")
+#: Names and letters in a row, as in `xsinx`.
+_PART = re.compile("|".join((*sorted({**_FUNCTIONS, **_SYMBOLS}, key=len, reverse=True), "[A-Za-z]")))
+_ARGUMENT = re.compile(r"\s*[\w({|^\\]")
+_UPRIGHT = re.compile(rf"\\(?:operatorname|mathrm)\s*\{{\s*({'|'.join(_FUNCTIONS)})\s*\}}(?=\s*\S)")
+_EXTREMUM = re.compile(r"(?<![\\A-Za-z])(max|min)(?=\s*\()")
+_BASE_OF_LOG = re.compile(r"(?<!\\)(log)(?:(2|10)(?=\s*\()|(?=\s*_))")
+_PLAIN_ROOT = re.compile(r"(?<!\\)sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+|[A-Za-z](?![A-Za-z])))")
+_LOG = re.compile(r"\\log(?![A-Za-z])(?!\s*_)")
+_PLAIN_LOG = re.compile(r"(?<![\\A-Za-z])[A-Za-z]?log(?![A-Za-z])")
 _VULGAR = re.compile("[¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 
 
@@ -81,16 +113,56 @@ def _vulgar(match: re.Match[str]) -> str:
     return rf"\frac{{{above}}}{{{below}}}"
 
 
+def _in_commands(text: str) -> str:
+    r"""Return a text with commands for names without a backslash, as in `2pi` and `xsin(2x)`.
+
+    The grammar takes these for products of letters. Prose and expressions of the plain grammar stay.
+    """
+    if is_plain(text) and "i" not in _LETTER.findall(text):
+        return text
+    prose = text
+    text = _UPRIGHT.sub(lambda match: rf"\{_FUNCTIONS[match[1]]} ", text)
+    for _ in range(3):  # roots of roots
+        text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+    text = _EXTREMUM.sub(r"\\\1", text)
+    text = _BASE_OF_LOG.sub(lambda match: r"\log" + (f"_{{{match[2]}}}" if match[2] else ""), text)
+    written, at = [], 0
+    for letters in _NAME.finditer(text):
+        parts = _PART.findall(letters[1] or "")
+        if len(parts) > 2 and any(len(one + other) == 2 for one, other in pairwise(parts)):
+            if letters[1] == "and":
+                continue
+            return prose  # a word
+        if not parts or (parts[-1] in _FUNCTIONS and not _ARGUMENT.match(text, letters.end())):
+            continue
+        names = [_FUNCTIONS.get(part) or _SYMBOLS.get(part) for part in parts]
+        written.append(text[at : letters.start()])
+        written += [rf"\{name} " if name else part for name, part in zip(names, parts, strict=True)]
+        at = letters.end()
+    return "".join([*written, text[at:]])
+
+
+def with_log_of(answer: str, right: str) -> str:
+    r"""Return a right answer with natural logarithms for `\log`, if the answer has a `log` without a
+    backslash, which may be either."""
+    return _LOG.sub(r"\\ln", right) if _PLAIN_LOG.search(answer) else right
+
+
 def canonical(answer: str) -> str:
     r"""Return an answer in canonical form: without quotes and units, and with one spelling of numbers.
 
-    `1 000` becomes `1000`, `2 1/4` becomes `2\frac{1}{4}`, and `0.\overline{3}` becomes `\frac{3}{9}`.
+    `1 000` becomes `1000`, `2 1/4` becomes `2\frac{1}{4}`, `0.\overline{3}` becomes `\frac{3}{9}`,
+    and `2pi` becomes `2\pi`.
     """
+    return _DIVIDED.sub(r"{\1}/", _in_commands(_spelled(answer)))
+
+
+def _spelled(answer: str) -> str:
     text = _PERCENT_TEXT.sub("%", answer)
     text = _NO_SPACE.sub("", _PRIME.sub("'", _in_latex(text.strip())))
     if quoted := _QUOTED.fullmatch(text):
         text = next(filter(None, quoted.groups()[1:]), "")
-    text = _REPEATING.sub(_repeating, _TWO_DIGITS.sub(r"\\\1{\2}{\3}", split_unit(text)[0]))
+    text = _REPEATING.sub(_repeating, _UNBRACED.sub(_braced, split_unit(text)[0]))
     text = _NATURAL.sub(r"\\ln ", _ROOT_OF_DIGIT.sub(r"\\sqrt\1{\2}", _REPEATED.sub(_repeating, text)))
     text = _CASES.sub(lambda match: match[1].replace(r"\\", ", "), _ANGLES.sub(r"(\1)", text))
     if (builder := _BUILDER.fullmatch(text)) and _RELATION.search(builder[1]):
@@ -111,12 +183,13 @@ def quick(answer: str, right: str) -> bool | None:
         right: a right answer.
     """
     units = [split_unit(_NAMED.sub("", _in_latex(text)))[1] for text in (answer, right)]
+    spelled = [_spelled(text) for text in (answer, right)]
     answer, right = canonical(answer), canonical(right)
     if _different(answer, right, units):
         return False
     if _squeezed(answer) == _squeezed(right):
         return bool(_GROUPED.fullmatch(answer)) == bool(_GROUPED.fullmatch(right))  # `1, 234` is not 1234
-    words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in (answer, right)]
+    words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in spelled]
     if words[0] == words[1] and _WORDS.fullmatch(words[0]):
         return True
     if _ONLY_TEXT.fullmatch(right) and _LETTERS.fullmatch(words[0]):
@@ -182,6 +255,10 @@ def is_plain(text: str) -> bool:
     except ExpressionError:
         return False
     return True
+
+
+def _braced(match: re.Match[str]) -> str:
+    return rf"\{match[1]}{{{match[2] or match[3]}}}{{{match[4] or match[5]}}}"
 
 
 def _mixed(match: re.Match[str]) -> str:

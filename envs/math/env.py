@@ -10,7 +10,7 @@ from typing import Any
 from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.words import bare, stated
-from prorl_envs.envs.math.answers import MAX_CHARS, canonical, is_plain, quick, unfinished
+from prorl_envs.envs.math.answers import MAX_CHARS, canonical, is_plain, quick, unfinished, with_log_of
 from prorl_envs.envs.math.rows import convert_row
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
@@ -97,7 +97,9 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
             return any(verdicts), "plain"
         if _FORMULAS.search(answer):
             return False, "several expressions"
-        right = [text for text, verdict in zip(right, verdicts, strict=True) if verdict is None]
+        right = [
+            with_log_of(answer, text) for text, verdict in zip(right, verdicts, strict=True) if verdict is None
+        ]
         if unfinished(answer, right):
             return False, "not worked out"
         return await self._verify(answer, right, spec)

@@ -55,8 +55,8 @@ _NAMES = {alias: unit for unit, aliases in _ALIASES.items() for alias in aliases
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 #: A number without letters: in `2x m`, the letter after a variable may be another variable.
 _NUMBER = re.compile(
-    r"(?:[-+\d.,:\s{}()/*^]|\\(?:[dt]?frac|sqrt|pi|cdot|times)(?![A-Za-z])|\\[,;:! ]|(?<=\d)[eE](?=[-+\d]))*"
-    r"(?:(?<=[\d})])|(?<=\\pi))"
+    r"(?:[-+\d.,:\s{}()/*^]|(?:\\(?:[dt]?frac|cdot|times)|\\?(?:sqrt|pi))(?![A-Za-z])|\\[,;:! ]"
+    r"|(?<=\d)[eE](?=[-+\d]))*(?:(?<=[\d})])|(?<=pi))"
 )
 _CURRENCY = re.compile(r"\s*(?:([-+])\s*)?(?:\\text\{\s*\\?\$\s*\}|\\?([$£€]))\s*(?=[\d.])")
 _TOKEN = re.compile(
@@ -91,7 +91,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
     number = match[0] if match else ""
     tail = text[len(number) :]
     letter = _LETTER.fullmatch(tail) and (
-        tail[0] != " " or "\\" in number
+        tail[0] != " " or "\\" in number or "pi" in number
     )  # a variable, as in `2m` and `\\pi r`
     if not number or not 0 < len(tail) <= _MAX_UNIT or letter:
         return text, None

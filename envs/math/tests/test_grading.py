@@ -12,7 +12,7 @@ from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.validate import validate
 from prorl_envs.env.words import bare
 from prorl_envs.envs.math import verifier
-from prorl_envs.envs.math.answers import canonical, is_plain, quick
+from prorl_envs.envs.math.answers import canonical, is_plain, quick, with_log_of
 from prorl_envs.envs.math.env import MathEnvironment
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault
@@ -394,6 +394,68 @@ REAL = [
     ("0.333x", r"\frac{x}{3}", 0),
     ("f(x)", "g(x)", 0),
 ]
+#: Names of functions and letters without a backslash, and fractions without braces.
+NAMES = [
+    (r"2\pi", "2pi", 1),
+    (r"2\pi", "2ip", 0),
+    ("6.28", "2pi", 0),
+    (r"2\pi", "-2pi", 0),
+    (r"\pi r^2 h", "pi r^2 h", 1),
+    (r"4\pi", "4pi cm", 1),
+    (r"4\pi\text{ cm}^2", "4pi cm", 0),
+    (r"36\pi", "36pi square units", 1),
+    (r"\left(2,\frac{\pi}{3}\right)", "(2, pi/3)", 1),
+    (r"[0,2\pi)", "[0, 2pi)", 1),
+    (r"[0,2\pi)", "[0, 2pi]", 0),
+    (r"(-\infty,2\pi)", "(-inf, 2pi)", 1),
+    (r"n\pi", "npi", 1),
+    (r"x=\pi \text{ or } x=2\pi", "x = pi or x = 2pi", 1),
+    (r"\{\pi,2\pi\}", "pi and 2pi", 1),
+    (r"e^{i\pi/3}", "exp(i*pi/3)", 1),
+    (r"e^{i\pi/3}", "e^(-i*pi/3)", 0),
+    (r"\frac{\lambda}{2}", "lambda/2", 1),
+    (r"\cos^2\theta", "cos(theta)^2", 1),
+    (r"\cos^2\theta", "cos(theta^2)", 0),
+    (r"\sin x", "sin x", 1),
+    (r"\cos 2x", "cos(2x)", 1),
+    (r"\cos 2x", "cos(2)x", 0),
+    (r"2\sin x\cos x", "2sinxcosx", 1),
+    (r"x\ln x-x", "xln(x)-x", 1),
+    (r"x\ln x-x", "xln(x)+x", 0),
+    (r"\ln|x|+C", "ln|x| + C", 1),
+    (r"e^x\sin x", "e^x cos x", 0),
+    (r"\max(1,x)", "max(1,x)", 1),
+    (r"\max(1,x)", "min(1,x)", 0),
+    (r"\arcsin x", "arcsin(x)", 1),
+    (r"\arcsin x", "asin(x)", 1),
+    (r"\arcsin x", "arccos(x)", 0),
+    (r"\arcsin(2x)", r"\operatorname{arcsin} 2x", 1),
+    (r"\sec x", "sec(x)", 1),
+    (r"\sec^2 x", "sec^2(x)", 1),
+    (r"\sec x", "csc(x)", 0),
+    (r"\log_2 x", "log2(x)", 1),
+    (r"\log_2 x+1", "log_2(x) + 1", 1),
+    (r"\log_{10} 2x", "log10(2x)", 1),
+    (r"\log_2 x", "log10(x)", 0),
+    (r"\log 2x", "log(2x)", 1),
+    (r"\ln 2x", "log(2x)", 1),
+    (r"\ln 2x", "log(3x)", 0),
+    (r"2\sqrt{3}", "2 sqrt 3", 1),
+    (r"x\sqrt{2+\sqrt{3}}", "x sqrt(2 + sqrt(3))", 1),
+    (r"2\sqrt[3]{3}", "2 sqrt(3)", 0),
+    (r"\frac{\ln 2}{\ln 3}", r"\ln 2/\ln 3", 1),
+    (r"\frac{\ln 2}{\ln 3}", "log 2/log 3", 1),
+    (r"\frac{\sin^2 x}{\cos x}", r"\sin^2 x/\cos x", 1),
+    (r"\frac{\ln 2}{\ln 3}", r"\ln 3/\ln 2", 0),
+    (r"1+\frac{\pi}{3}", r"1+\frac\pi3", 1),
+    (r"1+\frac{\pi}{3}", r"1+\frac3\pi", 0),
+    (r"\text{tank}", "tank", 1),
+    (r"\tan k", r"\text{tank}", 0),
+    (r"\text{beta decay}", "Beta decay", 1),
+    (r"\text{pin}", "pin", 1),
+    ("5", "5 sec", 1),
+    (r"9.8\text{ m/sec}^2", "9.8 m/sec", 0),
+]
 COMMANDS = [
     (r"\sqrt[3]{2}", r"\sqrt[3]2", 1),
     ("2", r"\sqrt[3]8", 1),
@@ -433,7 +495,7 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
         def verdict(right: str, answer: str) -> bool:
             if (plain := quick(bare(answer), bare(right))) is not None:
                 return plain
-            texts = [canonical(bare(text)) for text in (right, answer)]
+            texts = [canonical(text) for text in (with_log_of(bare(answer), bare(right)), bare(answer))]
             return verifier.is_equal(*(verifier.read(text, plain=is_plain(text)) for text in texts))
 
         yield verdict
@@ -441,7 +503,20 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
 
 @pytest.mark.parametrize(
     ("right", "answer", "reward"),
-    [*SMALL, *WHOLE, *MIXED, *PLAIN, *UNITS, *IGNORED, *COMPLEX, *INEQUALITIES, *SIGNS, *REAL, *COMMANDS],
+    [
+        *SMALL,
+        *WHOLE,
+        *MIXED,
+        *PLAIN,
+        *UNITS,
+        *IGNORED,
+        *COMPLEX,
+        *INEQUALITIES,
+        *SIGNS,
+        *REAL,
+        *COMMANDS,
+        *NAMES,
+    ],
 )
 def test_answers_that_the_library_judges(
     library_verdict: Callable[[str, str], bool], right: str, answer: str, reward: int
