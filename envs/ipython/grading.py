@@ -4,6 +4,8 @@ The answer is retrieved in the agent's own sandbox. That is safe, because an ans
 agent's choice. It is graded on the host, as text, by pure bounded functions that evaluate no code.
 """
 
+import re
+
 from prorl_envs.env.answers import (
     is_close,
     parse_number,
@@ -14,12 +16,22 @@ from prorl_envs.env.answers import (
 )
 from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS
 from prorl_envs.env.scoring import CheckResult
+from prorl_envs.env.words import bare
 from prorl_envs.envs.ipython.task import Check, ExpressionCheck, NumberCheck, NumbersCheck, TextCheck
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 #: Timeout for the session to print a variable, in seconds.
 VARIABLE_TIMEOUT_S = 30.0
 _EVIDENCE_CHARS = 2_000
+#: Longest answer whose decoration is left out.
+_DECORATED_CHARS = 2_000
+#: What Python adds to a value: numpy's types in a representation, the module of a function, a name.
+_SCALAR = re.compile(r"\b(?:np|numpy)\.(?:float|u?int)\d+\(([^()]*)\)")
+_ARRAY = re.compile(r"(?:(?:np|numpy)\.)?array\((.*?)(?:,\s*dtype=[\w.]+)?\)", re.DOTALL)
+_MODULE = re.compile(r"\b(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])")
+_NAMED = re.compile(r"\A\s*[A-Za-z]\w*(?:\(\s*\w+\s*\))?\s*=(?!=)")
+_SIGNS = str.maketrans("−·×", "-**")
+_POWER = re.compile(r"\s*[*x]\s*10\s*(?:\^|\*\*)\s*\(?\s*([-+]?\d+)\s*\)?")
 
 # Convert numpy's and pandas' containers to plain lists, so that numbers do not print as np.float64(...).
 _PRINT = """
@@ -61,25 +73,30 @@ async def fetch_answer(source: str, *, finish: str | None, place: SandboxSession
 
 def judge(name: str, check: Check, answer: str | None) -> CheckResult:
     """Return one check's verdict on an answer. Pure and total."""
-    passed = answer is not None and _is_right(check, answer)
+    readings = [] if answer is None else [answer]
+    if answer and check.source == "finish" and len(answer) <= _DECORATED_CHARS:
+        readings.append(bare(answer).strip("'\""))
+    passed = any(_is_right(check, reading) for reading in readings)
     shown = None if answer is None else answer[:_EVIDENCE_CHARS]
     detail = {"type": check.type, "source": check.source, "answer": shown}
     return CheckResult(name=name, passed=passed, weight=check.weight, detail=detail)
 
 
 def _is_right(check: Check, answer: str) -> bool:
+    plain = _MODULE.sub("", _NAMED.sub("", _SCALAR.sub(r"\1", answer))).translate(_SIGNS)
     match check:
         case NumberCheck():
-            value = parse_number(answer)
+            value = parse_number(_POWER.sub(r"e\1", plain))
             return value is not None and is_close(
                 value, check.value, rel_tol=check.rel_tol, abs_tol=check.abs_tol
             )
         case NumbersCheck():
-            values = parse_numbers(answer)
+            array = _ARRAY.fullmatch(plain.strip())
+            values = parse_numbers(array[1] if array else plain)
             return values is not None and same_numbers(
                 values, check.values, ordered=check.ordered, rel_tol=check.rel_tol, abs_tol=check.abs_tol
             )
         case ExpressionCheck():
-            return same_expression(answer, check.value, variables=check.variables, domain=check.domain)
+            return same_expression(plain, check.value, variables=check.variables, domain=check.domain)
         case TextCheck():
             return same_text(answer, check.value, ignore_case=check.ignore_case)

@@ -22,7 +22,9 @@ _ONE_NUMBER = re.compile(_NUMBER, re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _FRACTION = re.compile(rf"({_NUMBER})\s*/\s*({_NUMBER})", re.ASCII)
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)", re.ASCII)
-_SEPARATORS = re.compile(r"[\s,;]+")
+_SEPARATORS = re.compile(r"(?:[\s,;]|\band\b)+")
+#: Brackets of lists in lists; `2(3)` is no list.
+_BRACKETS = re.compile(r"(?<![\w.])[\[({]+|[\])}]+(?![\w.])")
 
 #: Expressions are compared at this many seeded points, of which at least `_MIN_DEFINED` must be defined.
 _POINTS = 24
@@ -52,9 +54,9 @@ def parse_number(text: str) -> float | None:
 
 
 def parse_numbers(text: str) -> list[float] | None:
-    """Parse numbers separated by commas, semicolons or white space, with or without brackets; return None if
-    any part is not a number or there are more than `MAX_NUMBERS`."""
-    bare = text.strip().strip("[](){}").strip()
+    """Parse numbers separated by commas, semicolons, white space or `and`, with or without brackets, also of
+    lists in lists; return None if any part is not a number or there are more than `MAX_NUMBERS`."""
+    bare = _BRACKETS.sub(" ", text)
     parts = [part for part in _SEPARATORS.split(bare, maxsplit=MAX_NUMBERS) if part]
     values = [parse_number(part) for part in parts]
     return None if None in values else [value for value in values if value is not None]

@@ -74,7 +74,11 @@ def test_parsing_numbers_never_raises(text: str) -> None:
 def test_lists_of_numbers() -> None:
     assert parse_numbers("[1, 2.5;3\n4]") == [1, 2.5, 3, 4]
     assert parse_numbers("(1, 2, 3,)") == [1, 2, 3], "a separator at the end separates nothing"
+    assert parse_numbers("[[1, 2], [3, 4]]") == [1, 2, 3, 4]
+    assert parse_numbers("1, 2, and 3") == parse_numbers("1 and 2 and 3") == [1, 2, 3]
     assert parse_numbers("1, two") is None
+    assert parse_numbers("2(3)") is None
+    assert parse_numbers("1and2") is None
     assert parse_numbers(" ".join(["1"] * 20_000)) is None
 
 

@@ -80,6 +80,58 @@ def test_very_small_numbers_are_distinguished(check: dict[str, Any], answer: str
     assert judge(name, loaded, answer).passed is right
 
 
+NUMBERS: dict[str, Any] = {"type": "numbers", "values": [1, 2, 3, 4], "ordered": True}
+EXPRESSION: dict[str, Any] = {"type": "expression", "value": "2*x - 1/cos(x)", "variables": ["x"]}
+TEXT: dict[str, Any] = {"type": "text", "value": "the sea"}
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "right"),
+    [
+        (NUMBER, "**42**", True),
+        (NUMBER, "`42`", True),
+        (NUMBER, "'42'", True),
+        (NUMBER, r"\boxed{42}", True),
+        (NUMBER, "Answer: 42.", True),
+        (NUMBER, "**41**", False),
+        (NUMBER, r"\boxed{42} or \boxed{43}", False),
+        (NUMBER, "np.float64(42.0)", True),
+        (NUMBER, "numpy.int64(41)", False),
+        (NUMBER, "x = 42", True),
+        (NUMBER, "x == 42", False),
+        (NUMBER, "4.2*10**1", True),
+        (NUMBER, "4.2 × 10^1", True),
+        (NUMBER, "4.2 × 10^(−1)", False),
+        (NUMBER, "4.2 × 11^1", False),
+        ({**NUMBER, "source": "file:out.txt"}, "**42**", False),
+        (NUMBERS, "[np.float64(1.0), np.float64(2.0), np.float64(3.0), np.float64(4.0)]", True),
+        (NUMBERS, "array([1., 2., 3., 4.])", True),
+        (NUMBERS, "np.array([[1, 2],\n       [3, 4]], dtype=np.int32)", True),
+        (NUMBERS, "[[1, 3], [2, 4]]", False),
+        (NUMBERS, "(1, 2), (3, 4)", True),
+        (NUMBERS, "1, 2, 3 and 4", True),
+        (NUMBERS, "**1, 2, 3, and 4**", True),
+        (NUMBERS, "1(2) 3(4)", False),
+        (NUMBERS, "[1, 2, 3]", False),
+        (EXPRESSION, "2*x - sec(x)", True),
+        (EXPRESSION, "f(x) = 2*x - 1/np.cos(x)", True),
+        (EXPRESSION, "`2*x - 1/cos(x)`", True),
+        (EXPRESSION, "2·x − sec(x)", True),
+        (EXPRESSION, "2*x - csc(x)", False),
+        (EXPRESSION, "2 *x* 1 - sec(x)", True),
+        (TEXT, "**the sea**", True),
+        (TEXT, "'the sea'", True),
+        (TEXT, "**The sea**", False),
+        ({**TEXT, "source": "file:out.txt"}, "**the sea**", False),
+    ],
+)
+def test_decoration_and_what_python_adds_do_not_count(
+    check: dict[str, Any], answer: str, right: bool
+) -> None:
+    ((name, loaded),) = IPythonEnvironment.load(row(check)).named_checks()
+    assert judge(name, loaded, answer).passed is right
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("source", "code", "reward"),
