@@ -135,7 +135,6 @@ TESTED_ELSEWHERE = {"app", "envs"}
 BY_COMMAND = {"cli", "nemo"}
 #: Tests whose fixtures import the package, and one of a family in the environment of another package.
 BY_FIXTURE = (
-    "rollout/endpoint/test_shapes.py",
     "rollout/paper/test_replayed.py",
     "rollout/paper/test_unmodified.py",
     "trainers/real/test_harbor_tasks.py",

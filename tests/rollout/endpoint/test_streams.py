@@ -162,7 +162,7 @@ def test_streamed_text_is_a_prefix_of_the_answer(family: str) -> None:
 
 
 def test_an_answer_after_reasoning_without_a_start_is_sent() -> None:
-    """What was streamed before its end cannot be taken back, but the answer after it is complete."""
+    """The text streamed before its end cannot be taken back, but the answer after it is complete."""
 
     def parse(ids: str, *_: Any, **__: Any) -> AssistantTurn:
         turn = FORMATS["hermes"].turn(ids)
