@@ -98,7 +98,9 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
         if _FORMULAS.search(answer):
             return False, "several expressions"
         right = [
-            with_log_of(answer, text) for text, verdict in zip(right, verdicts, strict=True) if verdict is None
+            with_log_of(answer, text)
+            for text, verdict in zip(right, verdicts, strict=True)
+            if verdict is None
         ]
         if unfinished(answer, right):
             return False, "not worked out"

@@ -158,11 +158,18 @@ def test_a_rendered_call_is_parsed_to_the_same_call(command: str, content: str) 
 
 
 @given(st.lists(PIECES, max_size=20).map("".join))
-def test_reasoning_is_open_if_the_prompt_ends_with_its_tag(before: str) -> None:
+def test_reasoning_without_its_start_is_recognised_after_any_prompt(before: str) -> None:
     prompt = RENDERER.tokenizer.encode(before, add_special_tokens=False).ids
     turn = RENDERER.parse(RENDERER.tokenizer.encode("so</think>answer").ids, prompt_ids=prompt)
-    begun = left_open(RENDERER.decode(prompt[-16:]), only_last=True) == "</think>"
-    assert (turn.reasoning, turn.content) == (("so", "answer") if begun else ("", "so</think>answer"))
+    assert (turn.reasoning, turn.content) == ("so", "answer")
+
+
+@given(st.lists(PIECES, max_size=20).map("".join))
+def test_reasoning_is_open_if_the_prompt_ends_with_its_tag(before: str) -> None:
+    prompt = RENDERER.tokenizer.encode(before, add_special_tokens=False).ids
+    turn = RENDERER.parse(RENDERER.tokenizer.encode("so").ids, prompt_ids=prompt)
+    is_open = left_open(RENDERER.decode(prompt[-16:]), only_last=True) == "</think>"
+    assert (turn.reasoning, turn.content) == (("so", "") if is_open else ("", "so"))
 
 
 def test_calls_of_one_turn_have_different_ids() -> None:
