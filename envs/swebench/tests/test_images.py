@@ -264,7 +264,7 @@ def test_an_image_is_found_by_a_case_insensitive_pattern(tmp_path: Path, task: S
     (tmp_path / f"{task.id}.sif").touch()
     assert found(task, folder=tmp_path) == tmp_path / f"{task.id}.sif"
     assert found(task, folder=tmp_path, patterns=("{repo}.img",)) is None
-    with pytest.raises(InputError, match="only {id}, {name}, {repo}"):
+    with pytest.raises(InputError, match=r"only \{id\}, \{name\}, \{repo\}"):
         found(task, folder=tmp_path, patterns=("{secret}",))
     with pytest.raises(InputError, match="No such file"):
         found(task, folder=tmp_path / "none")
