@@ -97,6 +97,19 @@ _BASE_OF_LOG = re.compile(r"(?<!\\)(log)(?:(2|10)(?=\s*\()|(?=\s*_))")
 _PLAIN_ROOT = re.compile(r"(?<!\\)sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+|[A-Za-z](?![A-Za-z])))")
 _LOG = re.compile(r"\\log(?![A-Za-z])(?!\s*_)")
 _PLAIN_LOG = re.compile(r"(?<![\\A-Za-z])[A-Za-z]?log(?![A-Za-z])")
+_SIGNED_POWER = re.compile(r"\^\s*([-+])\s*(\d+(?:\.\d+)?|[A-Za-z])(?![\w.({])")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*x\s*(?=10\s*\^)")
+#: The modulus of a congruence, in the spellings that the grammar does not know, and the variable before it.
+_MOD = (
+    r"(?:\\(?:text|mathrm|operatorname)\s*\{\s*mod\s*\}|\\b?mod(?![A-Za-z])|(?<![\\A-Za-z])mod(?![A-Za-z]))"
+)
+_MODULUS = re.compile(rf"\s*(?:\(\s*{_MOD}\s*\{{?(\w+)\}}?\s*\)|\\pmod\s*\{{?(\w+)\}}?)")
+_OPEN_MODULUS = re.compile(rf"(?<=[\s\d}}])\s*{_MOD}\s*\{{?(\d+)\}}?\s*\Z")
+_CONGRUENT = re.compile(r"\A\s*(?:[A-Za-z]\s*)?(?:\\equiv(?![A-Za-z])|≡)\s*(?=.*\\pmod)")
+#: A matrix as Python writes it.
+_ROWS = re.compile(
+    r"(?:(?:\w+\.)?(?:[Mm]atrix|array)\s*\(\s*)?\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]\s*\)?"
+)
 _VULGAR = re.compile("[¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 
 
@@ -124,7 +137,7 @@ def _in_commands(text: str) -> str:
     text = _UPRIGHT.sub(lambda match: rf"\{_FUNCTIONS[match[1]]} ", text)
     for _ in range(3):  # roots of roots
         text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
-    text = _EXTREMUM.sub(r"\\\1", text)
+    text = _EXTREMUM.sub(r"\\\1", _SIGNED_POWER.sub(r"^{\1\2}", text))
     text = _BASE_OF_LOG.sub(lambda match: r"\log" + (f"_{{{match[2]}}}" if match[2] else ""), text)
     written, at = [], 0
     for letters in _NAME.finditer(text):
@@ -162,6 +175,7 @@ def _spelled(answer: str) -> str:
     text = _NO_SPACE.sub("", _PRIME.sub("'", _in_latex(text.strip())))
     if quoted := _QUOTED.fullmatch(text):
         text = next(filter(None, quoted.groups()[1:]), "")
+    text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(text)))
     text = _REPEATING.sub(_repeating, _UNBRACED.sub(_braced, split_unit(text)[0]))
     text = _NATURAL.sub(r"\\ln ", _ROOT_OF_DIGIT.sub(r"\\sqrt\1{\2}", _REPEATED.sub(_repeating, text)))
     text = _CASES.sub(lambda match: match[1].replace(r"\\", ", "), _ANGLES.sub(r"(\1)", text))
@@ -255,6 +269,23 @@ def is_plain(text: str) -> bool:
     except ExpressionError:
         return False
     return True
+
+
+def _congruence(text: str) -> str:
+    """Return the class of a congruence, without its variable."""
+    text = re.sub(r"\\[ ,;:]", " ", text) if "mod" in text else text
+    if r"\equiv" in text or "≡" in text:
+        text = _OPEN_MODULUS.sub(r"\\pmod{\1}", text)
+    return _CONGRUENT.sub("", _MODULUS.sub(lambda match: rf"\pmod{{{match[1] or match[2]}}}", text))
+
+
+def _matrix(text: str) -> str:
+    if not (matrix := _ROWS.fullmatch(text.strip())):
+        return text
+    rows = [row.split(",") for row in re.findall(r"\[([^\[\]]*)\]", matrix[1])]
+    if len({len(row) for row in rows}) > 1:
+        return text
+    return rf"\begin{{pmatrix}}{r'\\'.join('&'.join(row) for row in rows)}\end{{pmatrix}}"
 
 
 def _braced(match: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ _EXACT = "1e-40"
 #: Relative tolerance of a decimal for a fraction or root, in addition to the library's absolute tolerance.
 _DECIMAL = "5e-5"
 _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
-_PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d|[-+*]\s*I\b")
+_PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d|[-+*]\s*I\b|\^\s*[-+]")
 #: Minimum letters of a unit that the library may drop; and the shorter units that it may drop.
 _UNIT_LETTERS = 3
 _SHORT_UNITS = frozenset(("mm", "cm", "dm", "km", "kg", "ft", "lb"))

@@ -394,6 +394,34 @@ REAL = [
     ("0.333x", r"\frac{x}{3}", 0),
     ("f(x)", "g(x)", 0),
 ]
+#: Powers without braces, congruences, and matrices as Python writes them.
+SPELLINGS = [
+    ("x^{-2}", "x^-2", 1),
+    ("2e^{-x}", "2e^-x", 1),
+    ("2e^{-x}", "2e^x", 0),
+    ("e^{-2x}", "e^-2*x", 0),
+    (r"\frac{1}{4}", "2^-2", 1),
+    (r"3\cdot10^{-3}", "3 x 10^-3", 1),
+    (r"3\cdot10^{-3}", "3 x 10^3", 0),
+    (r"\sin^{-2}x", "sin(x)^-2", 1),
+    (r"3\pmod{5}", "3 (mod 5)", 1),
+    (r"3\pmod{5}", r"x\equiv 3\pmod 5", 1),
+    (r"x\equiv 3\pmod{5}", "x ≡ 3 (mod 5)", 1),
+    (r"x\equiv 3\pmod{5}", r"3\ (\text{mod }5)", 1),
+    (r"x\equiv 3\pmod{5}", r"x\equiv 3\ (\bmod\ 5)", 1),
+    (r"x\equiv 3\pmod{5}", r"x\equiv 3 \mod 5", 1),
+    (r"x\equiv 3\pmod{5}", r"x\equiv 3\pmod{7}", 0),
+    (r"x\equiv 3\pmod{5}", r"x\equiv 2\pmod{5}", 0),
+    (r"n\equiv 1,3\pmod 4", "1, 3 (mod 4)", 1),
+    ("3", r"8 \bmod 5", 1),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[[1, 2], [3, 4]]", 1),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[[1, 3], [2, 4]]", 0),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "Matrix([[1, 2], [3, 4]])", 1),
+    (r"\begin{pmatrix}\pi/2\\x\end{pmatrix}", "[[pi/2], [x]]", 1),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", "[[1, 2]]", 0),
+    ("[1,2]", "[[1],[2]]", 0),
+    ("[[1,2],[3]]", "[[1, 2], [3]]", 1),
+]
 #: Names of functions and letters without a backslash, and fractions without braces.
 NAMES = [
     (r"2\pi", "2pi", 1),
