@@ -206,7 +206,8 @@ class NodeSettings(_Section):
         actors: processes on each machine, each with an event loop of its own and its share of the pools and
             of `sandbox.warm_pool_size`: see [many cores](scale.md#many-cores)
         cpus: processors that each process requests from Ray
-        run_on_head: run jobs in the service's own process too. Episodes driven step by step always run there
+        run_on_head: run jobs in the service's own process too. Episodes whose caller opens a model endpoint
+            always run there
         heartbeat_timeout_s: seconds without an answer after which a node (or, for a node, the service) is
             lost
         start_s: seconds for a node to start, load the tokenizer and test its sandboxes
