@@ -31,6 +31,9 @@ type Scenario = Callable[[World], Coroutine[Any, Any, None]]
 #: Time that clients of a killed service may have to wait: until its next start.
 _PATIENT: dict[str, Any] = {"attempts": 2000, "max_pause_s": 0.2}
 _TOY: dict[str, Any] = {"environment": "toy"}
+#: Names of the processes of a sandbox that run no command of the model: templates, tool servers, bubblewrap
+#: and the first process.
+_SANDBOX_PROGRAMS = ("(python", "(bwrap)", "(sh)")
 
 
 async def service_killed(world: World) -> None:
@@ -90,7 +93,7 @@ async def sandboxes_killed(world: World) -> None:
             target = model.counts.requests + world.chance.randrange(6)
             await _first_of(reading, model.until(partial(_asked, target)))
             found = OpenResources.now(world.run_dir).processes
-            names = [pid for pid, text in found.items() if "(bash)" not in text]
+            names = [pid for pid, text in found.items() if any(name in text for name in _SANDBOX_PROGRAMS)]
             victims = sorted(set(names) - before.processes.keys()) or sorted(names)
             if victims and not reading.done():
                 with contextlib.suppress(ProcessLookupError):
