@@ -57,8 +57,10 @@ _BUILDER = re.compile(
 #: Signs and commands that the grammar does not know, and those that it knows.
 _SIGNS = str.maketrans(
     {"−": "-", "·": r"\cdot ", "∙": r"\cdot ", "⁄": "/", "∞": r"\infty ", "∈": r"\in ", "±": r"\pm "}
+    | {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # the full-width characters of East Asia
+    | {"、": ", "}
 )
-_COMMANDS = {"varnothing": r"\emptyset", "lg": r"\log_{10}", "tg": r"\tan", "ctg": r"\cot"}
+_COMMANDS = {"varnothing": r"\emptyset", "lg": r"\log_{10}", "tg": r"\tan", "ctg": r"\cot", "bmod": r"\mod"}
 _COMMAND = re.compile(rf"\\(?:operatorname\s*\{{\s*)?({'|'.join(_COMMANDS)})(?![A-Za-z])(?:\s*\}})?")
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
 _SCRIPT = re.compile(rf"([{_RAISED}]+)|([{_LOWERED}]+)")
@@ -97,6 +99,15 @@ _BASE_OF_LOG = re.compile(r"(?<!\\)(log)(?:(2|10)(?=\s*\()|(?=\s*_))")
 _PLAIN_ROOT = re.compile(r"(?<!\\)sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+|[A-Za-z](?![A-Za-z])))")
 _LOG = re.compile(r"\\log(?![A-Za-z])(?!\s*_)")
 _PLAIN_LOG = re.compile(r"(?<![\\A-Za-z])[A-Za-z]?log(?![A-Za-z])")
+_LARGE = re.compile(
+    r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)(?![A-Za-z])(?:\s*\})?"
+)
+_ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_CALLIGRAPHIC = re.compile(r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
+#: A ratio of more than two parts: the grammar divides them one after the other.
+_RATIO = re.compile(r"[^:()\[\],]+(?::[^:()\[\],]+){2,}")
+_ROUNDED = re.compile(r"(?<![\\A-Za-z])(floor|ceil)(?:ing)?\s*\(((?:[^()]|\([^()]*\))*)\)")
+_PLAIN_POWER = re.compile(r"\s*\*\*\s*(?:(\d+)(?!\.?\d)|(?=[(A-Za-z]))")
 _SIGNED_POWER = re.compile(r"\^\s*([-+])\s*(\d+(?:\.\d+)?|[A-Za-z])(?![\w.({])")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*x\s*(?=10\s*\^)")
 #: The modulus of a congruence, in the spellings that the grammar does not know, and the variable before it.
@@ -138,6 +149,8 @@ def _in_commands(text: str) -> str:
     for _ in range(3):  # roots of roots
         text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     text = _EXTREMUM.sub(r"\\\1", _SIGNED_POWER.sub(r"^{\1\2}", text))
+    text = _PLAIN_POWER.sub(lambda match: f"^{{{match[1]}}}" if match[1] else "^", text)
+    text = _ROUNDED.sub(lambda match: rf"\l{match[1]} {match[2]}\r{match[1]} ", text)
     text = _BASE_OF_LOG.sub(lambda match: r"\log" + (f"_{{{match[2]}}}" if match[2] else ""), text)
     written, at = [], 0
     for letters in _NAME.finditer(text):
@@ -175,7 +188,11 @@ def _spelled(answer: str) -> str:
     text = _NO_SPACE.sub("", _PRIME.sub("'", _in_latex(text.strip())))
     if quoted := _QUOTED.fullmatch(text):
         text = next(filter(None, quoted.groups()[1:]), "")
-    text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(text)))
+    text = _LARGE.sub(lambda match: rf"{match[1]}\cdot10^{{{_ZEROS[match[2]]}}}", text)
+    text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(_CALLIGRAPHIC.sub(r"\1\2", text))))
+    if _RATIO.fullmatch(text):
+        first, *others = text.split(":")
+        text = f"(1,{','.join(rf'\frac{{{part.strip()}}}{{{first.strip()}}}' for part in others)})"
     text = _REPEATING.sub(_repeating, _UNBRACED.sub(_braced, split_unit(text)[0]))
     text = _NATURAL.sub(r"\\ln ", _ROOT_OF_DIGIT.sub(r"\\sqrt\1{\2}", _REPEATED.sub(_repeating, text)))
     text = _CASES.sub(lambda match: match[1].replace(r"\\", ", "), _ANGLES.sub(r"(\1)", text))

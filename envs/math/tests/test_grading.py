@@ -421,6 +421,23 @@ SPELLINGS = [
     (r"\begin{pmatrix}1\\2\end{pmatrix}", "[[1, 2]]", 0),
     ("[1,2]", "[[1],[2]]", 0),
     ("[[1,2],[3]]", "[[1, 2], [3]]", 1),
+    ("(x-1)^2+y^{10}=9", "(x - 1)**2 + y**10 = 9", 1),
+    ("(x-1)^2+y^{10}=9", "(x - 1)**10 + y**2 = 9", 0),
+    ("y=2^{n+1}", "y = 2**(n + 1)", 1),
+    (r"\lfloor n/2\rfloor", "floor(n/2)", 1),
+    (r"\lfloor n/2\rfloor", "ceil(n/2)", 0),
+    ("O(n^2)", r"\mathcal{O}(n^2)", 1),
+    ("O(n^2)", r"\mathcal{O}(n)", 0),
+    ("（1，2）", "(1,2)", 1),
+    ("(1,2)", "（2，1）", 0),
+    ("1:2:3", "1 : 2 : 3", 1),
+    ("1:2:3", "2:4:6", 1),
+    ("1:2:3", "1:3:2", 0),
+    (r"\sqrt{2}:1:x", r"2:\sqrt{2}:\sqrt{2}x", 1),
+    ("2500000", "2.5 million", 1),
+    (r"2.5 \text{ million}", "2.5 million dollars", 1),
+    ("2.5", "2.5 million", 0),
+    (r"2.5 \text{ million}", "2.5 billion", 0),
 ]
 #: Names of functions and letters without a backslash, and fractions without braces.
 NAMES = [
@@ -543,6 +560,7 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
         *SIGNS,
         *REAL,
         *COMMANDS,
+        *SPELLINGS,
         *NAMES,
     ],
 )
