@@ -58,9 +58,17 @@ _BUILDER = re.compile(
 _SIGNS = str.maketrans(
     {"−": "-", "·": r"\cdot ", "∙": r"\cdot ", "⁄": "/", "∞": r"\infty ", "∈": r"\in ", "±": r"\pm "}
     | {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # the full-width characters of East Asia
-    | {"、": ", "}
+    | {"∩": r"\cap ", "∪": r"\cup ", "∖": r"\setminus ", "¬": r"\neg ", "∧": r"\land ", "∨": r"\lor "}
+    | {"→": r"\to ", "∀": r"\forall ", "∃": r"\exists ", "∣": "|", "º": "°", "、": ", "}
+    | {"⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil "}
 )
-_COMMANDS = {"varnothing": r"\emptyset", "lg": r"\log_{10}", "tg": r"\tan", "ctg": r"\cot", "bmod": r"\mod"}
+_COMMANDS = {
+    "varnothing": r"\emptyset",
+    "lg": r"\log_{10}",
+    "tg": r"\tan",
+    "ctg": r"\cot",
+    "bmod": r"\mod",
+} | {f"var{name}": rf"\{name}" for name in ("phi", "epsilon", "theta")}
 _COMMAND = re.compile(rf"\\(?:operatorname\s*\{{\s*)?({'|'.join(_COMMANDS)})(?![A-Za-z])(?:\s*\}})?")
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
 _SCRIPT = re.compile(rf"([{_RAISED}]+)|([{_LOWERED}]+)")
@@ -103,6 +111,25 @@ _LARGE = re.compile(
     r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)(?![A-Za-z])(?:\s*\})?"
 )
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NUMERALS = (
+    *(
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    ),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+_NUMERAL = re.compile(rf"(?:\\text\s*\{{\s*)?({'|'.join(_NUMERALS)})(?:\s*\}})?", re.IGNORECASE)
 _CALLIGRAPHIC = re.compile(r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
 #: A ratio of more than two parts: the grammar divides them one after the other.
 _RATIO = re.compile(r"[^:()\[\],]+(?::[^:()\[\],]+){2,}")
@@ -188,6 +215,8 @@ def _spelled(answer: str) -> str:
     text = _NO_SPACE.sub("", _PRIME.sub("'", _in_latex(text.strip())))
     if quoted := _QUOTED.fullmatch(text):
         text = next(filter(None, quoted.groups()[1:]), "")
+    if numeral := _NUMERAL.fullmatch(text):
+        return str(_NUMERALS.index(numeral[1].lower()))
     text = _LARGE.sub(lambda match: rf"{match[1]}\cdot10^{{{_ZEROS[match[2]]}}}", text)
     text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(_CALLIGRAPHIC.sub(r"\1\2", text))))
     if _RATIO.fullmatch(text):
