@@ -112,22 +112,8 @@ _LARGE = re.compile(
 )
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMERALS = (
-    *(
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-    ),
-    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
+    *("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
 _NUMERAL = re.compile(rf"(?:\\text\s*\{{\s*)?({'|'.join(_NUMERALS)})(?:\s*\}})?", re.IGNORECASE)
 _CALLIGRAPHIC = re.compile(r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
