@@ -1,222 +1,28 @@
 """Comparison of answers without the math-verify library, for cases that need none. Pure and bounded."""
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
 
 from prorl_envs.env.answers import parse_number
-from prorl_envs.env.expressions import ExpressionError, parse_expression
+from prorl_envs.envs.math.notation import BASE, RELATION, SPACE, canonical, in_latex, spelled
 from prorl_envs.envs.math.units import split_unit
 
 #: Longest answer that is judged.
 MAX_CHARS = 2_000
-
-_LETTER = re.compile(r"[A-Za-z_]\w*")
 _OPERATORS = (r"\int", r"\iint", r"\oint", r"\sum", r"\prod", r"\lim", r"\det", r"\partial", r"\frac{d}{d")
-_NAMES = frozenset(("pi", "e", "E", "I"))
-
-_SPACE = r"(?:\s|~|(?<!\\)\\(?:[,;:! ]|q?quad\b))+"
-_WIDE_SPACE = re.compile(r"(?:~|(?<!\\)\\(?:[,;: ]|q?quad\b))+")
-_THOUSANDS = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:(?:{_SPACE}|\{{,\}})\d{{3}})+(?![\d/])")
-_MIXED = re.compile(rf"(?<![\w.^_{{\\])(\d+){_SPACE}(\d+)\s*/\s*(\d+)(?![\w.^({{/])")
-_BASE = re.compile(r"(?=[^_]*\d)[\dA-F.,\s]*[\dA-F]\s*_\s*\{?\s*(?:\\text\{)?(\d+|[a-z]+)\}*")
-_NO_SPACE = re.compile(r"(?<!\\)\\!\s*")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-_ROOT_OF_DIGIT = re.compile(r"\\sqrt\s*(\[[^\[\]]*\])\s*([0-9A-Za-z])")
-_NATURAL = re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})")
-_ANGLES = re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])(.*?,.*?)(?:\\right\s*)?\\rangle(?![A-Za-z])")
-_CASES = re.compile(r"\\begin\{cases\}([^&]*)\\end\{cases\}")
-_REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
-_REPEATED = re.compile(r"(?<![\w.])(\d+)\.()\((\d+)\)(?![\w.(])")
 _NAMED = re.compile(r"\A\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
-_PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 #: A text of words, as opposed to a product of variables.
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 _ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}")
 _LETTERS = re.compile(r"[a-z][a-z ]*")
-_QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
-_PRIME = re.compile(r"\^\s*\{?\s*\\prime\s*\}?|′")
-_RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|ne|neq)(?![a-z])")
 _AND, _OR = (
     re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])")
     for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
 )
 _PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
-_BASES = {
-    **{"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8"},
-    **{"nine": "9", "ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16"},
-}
-#: The set of the real numbers with a property.
-_BUILDER = re.compile(
-    r"(?:\\left\s*)?\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\||:|\\mid(?![A-Za-z]))"
-    r"([^{}|:]+?)(?:\\right\s*)?\\\}"
-)
-#: Signs and commands that the grammar does not know, and those that it knows.
-_SIGNS = str.maketrans(
-    {"−": "-", "·": r"\cdot ", "∙": r"\cdot ", "⁄": "/", "∞": r"\infty ", "∈": r"\in ", "±": r"\pm "}
-    | {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # the full-width characters of East Asia
-    | {"∩": r"\cap ", "∪": r"\cup ", "∖": r"\setminus ", "¬": r"\neg ", "∧": r"\land ", "∨": r"\lor "}
-    | {"→": r"\to ", "∀": r"\forall ", "∃": r"\exists ", "∣": "|", "º": "°", "、": ", "}
-    | {"⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil "}
-)
-_COMMANDS = {
-    "varnothing": r"\emptyset",
-    "lg": r"\log_{10}",
-    "tg": r"\tan",
-    "ctg": r"\cot",
-    "bmod": r"\mod",
-} | {f"var{name}": rf"\{name}" for name in ("phi", "epsilon", "theta")}
-_COMMAND = re.compile(rf"\\(?:operatorname\s*\{{\s*)?({'|'.join(_COMMANDS)})(?![A-Za-z])(?:\s*\}})?")
-_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
-_SCRIPT = re.compile(rf"([{_RAISED}]+)|([{_LOWERED}]+)")
-_TO_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
-_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
-_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
-#: Names that people write without a backslash, and their commands.
-_HYPERBOLIC, _CIRCULAR = ("sinh", "cosh", "tanh"), ("sin", "cos", "tan", "sec", "csc", "cot")
-_FUNCTIONS = {
-    **{name: name for name in (*_HYPERBOLIC, *_CIRCULAR, "ln", "exp")},
-    **{f"{arc}{name}": f"arc{name}" for name in (*_HYPERBOLIC, *_CIRCULAR) for arc in ("a", "ar", "arc")},
-    **{"log": "ln", "lg": "log_{10}", "tg": "tan", "ctg": "cot"},
-}
-_SYMBOLS = {
-    **{name: name for name in ("pi", "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")},
-    **{name: name for name in ("kappa", "lambda", "rho", "sigma", "tau", "phi", "chi", "psi", "omega")},
-    **{"inf": "infty", "infinity": "infty"},
-}
-_SYMBOL = rf"\\(?:{'|'.join(sorted(_SYMBOLS.values()))})(?![A-Za-z])"
-_CALL = rf"\\(?:log|{'|'.join(_FUNCTIONS)})(?![A-Za-z])"
-_PLACE = rf"\s*(?:(\d|{_SYMBOL})|\{{([^{{}}]*)\}})"
-#: Fractions of digits and symbols without braces, perhaps beside a part in braces.
-_UNBRACED = re.compile(rf"\\([dt]?frac|[dt]?binom){_PLACE}{_PLACE}")
-#: A function without parentheses that is divided by another: the grammar takes the ratio for its argument.
-_DIVIDED = re.compile(
-    rf"({_CALL}\s*(?:[\^_]\s*(?:\w|\{{[^{{}}]*\}})\s*)*(?:\{{[^{{}}]*\}}|\d+(?:\.\d+)?|[A-Za-z]|{_SYMBOL})\s*)"
-    rf"/(?=\s*{_CALL})"
-)
-_NAME = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z]+)")
-#: Names and letters in a row, as in `xsinx`.
-_PART = re.compile("|".join((*sorted({**_FUNCTIONS, **_SYMBOLS}, key=len, reverse=True), "[A-Za-z]")))
-_ARGUMENT = re.compile(r"\s*[\w({|^\\]")
-_UPRIGHT = re.compile(rf"\\(?:operatorname|mathrm)\s*\{{\s*({'|'.join(_FUNCTIONS)})\s*\}}(?=\s*\S)")
-_EXTREMUM = re.compile(r"(?<![\\A-Za-z])(max|min)(?=\s*\()")
-_BASE_OF_LOG = re.compile(r"(?<!\\)(log)(?:(2|10)(?=\s*\()|(?=\s*_))")
-_PLAIN_ROOT = re.compile(r"(?<!\\)sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+|[A-Za-z](?![A-Za-z])))")
-_LOG = re.compile(r"\\log(?![A-Za-z])(?!\s*_)")
-_PLAIN_LOG = re.compile(r"(?<![\\A-Za-z])[A-Za-z]?log(?![A-Za-z])")
-_LARGE = re.compile(
-    r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)(?![A-Za-z])(?:\s*\})?"
-)
-_ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NUMERALS = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
-    *("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
-)
-_NUMERAL = re.compile(rf"(?:\\text\s*\{{\s*)?({'|'.join(_NUMERALS)})(?:\s*\}})?", re.IGNORECASE)
-_CALLIGRAPHIC = re.compile(r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
-#: A ratio of more than two parts: the grammar divides them one after the other.
-_RATIO = re.compile(r"[^:()\[\],]+(?::[^:()\[\],]+){2,}")
-_ROUNDED = re.compile(r"(?<![\\A-Za-z])(floor|ceil)(?:ing)?\s*\(((?:[^()]|\([^()]*\))*)\)")
-_PLAIN_POWER = re.compile(r"\s*\*\*\s*(?:(\d+)(?!\.?\d)|(?=[(A-Za-z]))")
-_SIGNED_POWER = re.compile(r"\^\s*([-+])\s*(\d+(?:\.\d+)?|[A-Za-z])(?![\w.({])")
-_TIMES_TEN = re.compile(r"(?<=\d)\s*x\s*(?=10\s*\^)")
-#: The modulus of a congruence, in the spellings that the grammar does not know, and the variable before it.
-_MOD = (
-    r"(?:\\(?:text|mathrm|operatorname)\s*\{\s*mod\s*\}|\\b?mod(?![A-Za-z])|(?<![\\A-Za-z])mod(?![A-Za-z]))"
-)
-_MODULUS = re.compile(rf"\s*(?:\(\s*{_MOD}\s*\{{?(\w+)\}}?\s*\)|\\pmod\s*\{{?(\w+)\}}?)")
-_OPEN_MODULUS = re.compile(rf"(?<=[\s\d}}])\s*{_MOD}\s*\{{?(\d+)\}}?\s*\Z")
-_CONGRUENT = re.compile(r"\A\s*(?:[A-Za-z]\s*)?(?:\\equiv(?![A-Za-z])|≡)\s*(?=.*\\pmod)")
-#: A matrix as Python writes it.
-_ROWS = re.compile(
-    r"(?:(?:\w+\.)?(?:[Mm]atrix|array)\s*\(\s*)?\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]\s*\)?"
-)
-_VULGAR = re.compile("[¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
-
-
-def _in_latex(text: str) -> str:
-    """Return a text with the grammar's commands for signs such as `√`, `²` and `½`."""
-    text = _COMMAND.sub(lambda match: _COMMANDS[match[1]], text.translate(_SIGNS))
-    text = _ROOT.sub(lambda match: f"{_ROOTS[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
-    text = _SCRIPT.sub(lambda match: f"{'^' if match[1] else '_'}{{{match[0].translate(_TO_DIGITS)}}}", text)
-    return _VULGAR.sub(_vulgar, text)
-
-
-def _vulgar(match: re.Match[str]) -> str:
-    above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\N{FRACTION SLASH}")
-    return rf"\frac{{{above}}}{{{below}}}"
-
-
-def _in_commands(text: str) -> str:
-    r"""Return a text with commands for names without a backslash, as in `2pi` and `xsin(2x)`.
-
-    The grammar takes these for products of letters. Prose and expressions of the plain grammar stay.
-    """
-    if is_plain(text) and "i" not in _LETTER.findall(text):
-        return text
-    prose = text
-    text = _UPRIGHT.sub(lambda match: rf"\{_FUNCTIONS[match[1]]} ", text)
-    for _ in range(3):  # roots of roots
-        text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
-    text = _EXTREMUM.sub(r"\\\1", _SIGNED_POWER.sub(r"^{\1\2}", text))
-    text = _PLAIN_POWER.sub(lambda match: f"^{{{match[1]}}}" if match[1] else "^", text)
-    text = _ROUNDED.sub(lambda match: rf"\l{match[1]} {match[2]}\r{match[1]} ", text)
-    text = _BASE_OF_LOG.sub(lambda match: r"\log" + (f"_{{{match[2]}}}" if match[2] else ""), text)
-    written, at = [], 0
-    for letters in _NAME.finditer(text):
-        parts = _PART.findall(letters[1] or "")
-        if len(parts) > 2 and any(len(one + other) == 2 for one, other in pairwise(parts)):
-            if letters[1] == "and":
-                continue
-            return prose  # a word
-        if not parts or (parts[-1] in _FUNCTIONS and not _ARGUMENT.match(text, letters.end())):
-            continue
-        names = [_FUNCTIONS.get(part) or _SYMBOLS.get(part) for part in parts]
-        written.append(text[at : letters.start()])
-        written += [rf"\{name} " if name else part for name, part in zip(names, parts, strict=True)]
-        at = letters.end()
-    return "".join([*written, text[at:]])
-
-
-def with_log_of(answer: str, right: str) -> str:
-    r"""Return a right answer with natural logarithms for `\log`, if the answer has a `log` without a
-    backslash, which may be either."""
-    return _LOG.sub(r"\\ln", right) if _PLAIN_LOG.search(answer) else right
-
-
-def canonical(answer: str) -> str:
-    r"""Return an answer in canonical form: without quotes and units, and with one spelling of numbers.
-
-    `1 000` becomes `1000`, `2 1/4` becomes `2\frac{1}{4}`, `0.\overline{3}` becomes `\frac{3}{9}`,
-    and `2pi` becomes `2\pi`.
-    """
-    return _DIVIDED.sub(r"{\1}/", _in_commands(_spelled(answer)))
-
-
-def _spelled(answer: str) -> str:
-    text = _PERCENT_TEXT.sub("%", answer)
-    text = _NO_SPACE.sub("", _PRIME.sub("'", _in_latex(text.strip())))
-    if quoted := _QUOTED.fullmatch(text):
-        text = next(filter(None, quoted.groups()[1:]), "")
-    if numeral := _NUMERAL.fullmatch(text):
-        return str(_NUMERALS.index(numeral[1].lower()))
-    text = _LARGE.sub(lambda match: rf"{match[1]}\cdot10^{{{_ZEROS[match[2]]}}}", text)
-    text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(_CALLIGRAPHIC.sub(r"\1\2", text))))
-    if _RATIO.fullmatch(text):
-        first, *others = text.split(":")
-        text = f"(1,{','.join(rf'\frac{{{part.strip()}}}{{{first.strip()}}}' for part in others)})"
-    text = _REPEATING.sub(_repeating, _UNBRACED.sub(_braced, split_unit(text)[0]))
-    text = _NATURAL.sub(r"\\ln ", _ROOT_OF_DIGIT.sub(r"\\sqrt\1{\2}", _REPEATED.sub(_repeating, text)))
-    text = _CASES.sub(lambda match: match[1].replace(r"\\", ", "), _ANGLES.sub(r"(\1)", text))
-    if (builder := _BUILDER.fullmatch(text)) and _RELATION.search(builder[1]):
-        text = builder[1].strip()
-    if base := _BASE.fullmatch(text):
-        text = f"{text.partition('_')[0].strip()}_{_BASES.get(base[1], base[1])}"
-    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    return _MIXED.sub(_mixed, _WIDE_SPACE.sub(" ", text))
 
 
 def quick(answer: str, right: str) -> bool | None:
@@ -228,14 +34,14 @@ def quick(answer: str, right: str) -> bool | None:
         answer: the agent's answer.
         right: a right answer.
     """
-    units = [split_unit(_NAMED.sub("", _in_latex(text)))[1] for text in (answer, right)]
-    spelled = [_spelled(text) for text in (answer, right)]
+    units = [split_unit(_NAMED.sub("", in_latex(text)))[1] for text in (answer, right)]
+    spellings = [spelled(text) for text in (answer, right)]
     answer, right = canonical(answer), canonical(right)
     if _different(answer, right, units):
         return False
     if _squeezed(answer) == _squeezed(right):
         return bool(_GROUPED.fullmatch(answer)) == bool(_GROUPED.fullmatch(right))  # `1, 234` is not 1234
-    words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in spelled]
+    words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in spellings]
     if words[0] == words[1] and _WORDS.fullmatch(words[0]):
         return True
     if _ONLY_TEXT.fullmatch(right) and _LETTERS.fullmatch(words[0]):
@@ -270,14 +76,14 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     ]
     if all(units) and units[0] != units[1]:
         return True
-    base, right_base = (match and match[1] for match in (_BASE.fullmatch(answer), _BASE.fullmatch(right)))
+    base, right_base = (match and match[1] for match in (BASE.fullmatch(answer), BASE.fullmatch(right)))
     if base and base != right_base:  # an answer may omit the base, which the problem then names
         is_ten = base.isdecimal() and int(base) == 10
         if right_base or not is_ten:
             return True
     if answer.count("'") != right.count("'"):
         return True
-    related = _RELATION.search(answer) and _RELATION.search(right)
+    related = RELATION.search(answer) and RELATION.search(right)
     return bool(
         related
         and ((_AND.search(answer) and _OR.search(right)) or (_OR.search(answer) and _AND.search(right)))
@@ -293,49 +99,6 @@ def unfinished(answer: str, right: Sequence[str]) -> bool:
     return not any(operators <= {name for name in _OPERATORS if name in text} for text in right)
 
 
-def is_plain(text: str) -> bool:
-    """Return true if a text is an expression of `prorl_envs.env.expressions` with one-letter variables."""
-    letters = {name for name in _LETTER.findall(text) if len(name) == 1} - _NAMES
-    try:
-        parse_expression(text, sorted(letters))
-    except ExpressionError:
-        return False
-    return True
-
-
-def _congruence(text: str) -> str:
-    """Return the class of a congruence, without its variable."""
-    text = re.sub(r"\\[ ,;:]", " ", text) if "mod" in text else text
-    if r"\equiv" in text or "≡" in text:
-        text = _OPEN_MODULUS.sub(r"\\pmod{\1}", text)
-    return _CONGRUENT.sub("", _MODULUS.sub(lambda match: rf"\pmod{{{match[1] or match[2]}}}", text))
-
-
-def _matrix(text: str) -> str:
-    if not (matrix := _ROWS.fullmatch(text.strip())):
-        return text
-    rows = [row.split(",") for row in re.findall(r"\[([^\[\]]*)\]", matrix[1])]
-    if len({len(row) for row in rows}) > 1:
-        return text
-    return rf"\begin{{pmatrix}}{r'\\'.join('&'.join(row) for row in rows)}\end{{pmatrix}}"
-
-
-def _braced(match: re.Match[str]) -> str:
-    return rf"\{match[1]}{{{match[2] or match[3]}}}{{{match[4] or match[5]}}}"
-
-
-def _mixed(match: re.Match[str]) -> str:
-    integer, numerator, denominator = match.groups()
-    proper = int(numerator) < int(denominator)
-    return rf"{integer}\frac{{{numerator}}}{{{denominator}}}" if proper else match[0]
-
-
-def _repeating(match: re.Match[str]) -> str:
-    integer, once, repeated = match.groups()
-    numerator = int(integer + once + repeated) - int(f"0{integer}{once}")
-    return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(once)}}}"
-
-
 def _exact(text: str) -> Fraction | None:
     """Return a decimal number with all its digits, so that long numbers are distinguished.
 
@@ -349,7 +112,7 @@ def _exact(text: str) -> Fraction | None:
 
 def _squeezed(text: str) -> str:
     text = text.replace(r"\left", "").replace(r"\right", "")
-    text = re.sub(rf"(?<=\d){_SPACE}(?=\d)", "\0", text)  # `4 2` is not 42
-    text = re.sub(_SPACE, "", text)
+    text = re.sub(rf"(?<=\d){SPACE}(?=\d)", "\0", text)  # `4 2` is not 42
+    text = re.sub(SPACE, "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     return _TEXT.sub(r"\1", text)

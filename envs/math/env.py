@@ -10,7 +10,8 @@ from typing import Any
 from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.words import bare, stated
-from prorl_envs.envs.math.answers import MAX_CHARS, canonical, is_plain, quick, unfinished, with_log_of
+from prorl_envs.envs.math.answers import MAX_CHARS, quick, unfinished
+from prorl_envs.envs.math.notation import canonical, is_plain, with_log_of
 from prorl_envs.envs.math.rows import convert_row
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit

@@ -12,8 +12,9 @@ from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.validate import validate
 from prorl_envs.env.words import bare
 from prorl_envs.envs.math import verifier
-from prorl_envs.envs.math.answers import canonical, is_plain, quick, with_log_of
+from prorl_envs.envs.math.answers import quick
 from prorl_envs.envs.math.env import MathEnvironment
+from prorl_envs.envs.math.notation import canonical, is_plain, with_log_of
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.tools.types import ToolCall
