@@ -6,6 +6,7 @@ is missing; 130 interrupted.
 Help and completion stay fast: each command imports its implementation only when it runs.
 """
 
+import errno
 import os
 import sys
 from dataclasses import replace
@@ -367,11 +368,14 @@ def app() -> None:
 
 
 def _flush_output() -> None:
-    """Flush the standard streams, so that the interpreter does not exit with 120 if their reader is gone."""
+    """Flush the standard streams, so that the interpreter does not exit with 120 if their reader is gone: a
+    closed pipe, or a closed terminal."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None or stream.closed:
             continue
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             discard(stream)
