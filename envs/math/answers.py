@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from prorl_envs.env.answers import parse_number
-from prorl_envs.envs.math.notation import BASE, RELATION, SPACE, canonical, in_latex, spelled
+from prorl_envs.envs.math.notation import BASE, RELATION, SPACE, in_latex, spelled, with_commands
 from prorl_envs.envs.math.units import split_unit
 
 #: Longest answer that is judged.
@@ -36,7 +36,7 @@ def quick(answer: str, right: str) -> bool | None:
     """
     units = [split_unit(_NAMED.sub("", in_latex(text)))[1] for text in (answer, right)]
     spellings = [spelled(text) for text in (answer, right)]
-    answer, right = canonical(answer), canonical(right)
+    answer, right = map(with_commands, spellings)
     if _different(answer, right, units):
         return False
     if _squeezed(answer) == _squeezed(right):

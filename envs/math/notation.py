@@ -7,6 +7,7 @@ import re
 import unicodedata
 from itertools import pairwise
 
+from prorl_envs.env.answers import RAISED, plain_digits
 from prorl_envs.env.expressions import ExpressionError, parse_expression
 from prorl_envs.envs.math.units import split_unit
 
@@ -28,10 +29,11 @@ _PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
 _PRIME = re.compile(r"\^\s*\{?\s*\\prime\s*\}?|′")
 RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|[lg]t|ne|neq)(?![a-z])")
-_BASES = {
-    **{"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8"},
-    **{"nine": "9", "ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16"},
-}
+_NUMERALS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
+    *("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+_BASES = {_NUMERALS[base]: str(base) for base in (*range(2, 13), 16)}
 #: The set of the real numbers with a property.
 _BUILDER = re.compile(
     r"(?:\\left\s*)?\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\||:|\\mid(?![A-Za-z]))"
@@ -53,9 +55,7 @@ _COMMANDS = {
     "bmod": r"\mod",
 } | {f"var{name}": rf"\{name}" for name in ("phi", "epsilon", "theta")}
 _COMMAND = re.compile(rf"\\(?:operatorname\s*\{{\s*)?({'|'.join(_COMMANDS)})(?![A-Za-z])(?:\s*\}})?")
-_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
-_SCRIPT = re.compile(rf"([{_RAISED}]+)|([{_LOWERED}]+)")
-_TO_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
+_SCRIPT = re.compile(rf"([{RAISED}]+)|([₀₁₂₃₄₅₆₇₈₉₊₋]+)")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 #: Names that people write without a backslash, and their commands.
@@ -94,10 +94,6 @@ _LARGE = re.compile(
     r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)(?![A-Za-z])(?:\s*\})?"
 )
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NUMERALS = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
-    *("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
-)
 _NUMERAL = re.compile(rf"(?:\\text\s*\{{\s*)?({'|'.join(_NUMERALS)})(?:\s*\}})?", re.IGNORECASE)
 _CALLIGRAPHIC = re.compile(r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
 #: A ratio of more than two parts: the grammar divides them one after the other.
@@ -124,13 +120,18 @@ def in_latex(text: str) -> str:
     """Return a text with the grammar's commands for signs such as `√`, `²` and `½`."""
     text = _COMMAND.sub(lambda match: _COMMANDS[match[1]], text.translate(_SIGNS))
     text = _ROOT.sub(lambda match: f"{_ROOTS[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
-    text = _SCRIPT.sub(lambda match: f"{'^' if match[1] else '_'}{{{match[0].translate(_TO_DIGITS)}}}", text)
+    text = _SCRIPT.sub(lambda match: f"{'^' if match[1] else '_'}{{{plain_digits(match[0])}}}", text)
     return _VULGAR.sub(_vulgar, text)
 
 
 def _vulgar(match: re.Match[str]) -> str:
     above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\N{FRACTION SLASH}")
     return rf"\frac{{{above}}}{{{below}}}"
+
+
+def with_commands(spelling: str) -> str:
+    """Return the canonical form of a result of `spelled`."""
+    return _DIVIDED.sub(r"{\1}/", _in_commands(spelling))
 
 
 def _in_commands(text: str) -> str:
@@ -176,7 +177,7 @@ def canonical(answer: str) -> str:
     `1 000` becomes `1000`, `2 1/4` becomes `2\frac{1}{4}`, `0.\overline{3}` becomes `\frac{3}{9}`,
     and `2pi` becomes `2\pi`.
     """
-    return _DIVIDED.sub(r"{\1}/", _in_commands(spelled(answer)))
+    return with_commands(spelled(answer))
 
 
 def spelled(answer: str) -> str:

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
-from prorl_envs.env.answers import is_close, parse_number
+from prorl_envs.env.answers import RAISED, is_close, parse_number, plain_digits
 from prorl_envs.env.words import bare
 from prorl_envs.envs.stem.task import ChoiceAnswer, NumberAnswer, StemTask, TextAnswer
 
@@ -25,23 +25,13 @@ _TEXT = re.compile(r"\\(?:(?:text|math)(?:rm|bf|it)?|ce|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
 _ABOUT = re.compile(r"^(?:[≈~∼]|\\(?:approx|sim)(?![A-Za-z]))\s*")
 _DEGREES = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?\s*")
-_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
-_SUPERSCRIPT = re.compile(f"[{_RAISED}]+")
+_SUPERSCRIPT = re.compile(f"[{RAISED}]+")
 _SUBSCRIPT = re.compile(r"_(?:\{(\w+)\}|(\w))")
-_TO_DIGITS = str.maketrans(_RAISED, "0123456789+-")
 _SIGNS = str.maketrans({"−": "-", "‐": "-", "‑": "-", "’": "'", "⁄": "/"})
 _COMMANDS = {
-    **{
-        r"\%": "%",
-        r"\mu": "μ",
-        r"\Omega": "Ω",
-        r"\alpha": "α",
-        r"\beta": "β",
-        r"\gamma": "γ",
-        r"\delta": "δ",
-    },
-    **{r"\lambda": "λ", r"\pi": "π", r"\theta": "θ", r"\sigma": "σ"},
-}
+    r"\%": "%", r"\mu": "μ", r"\Omega": "Ω", r"\alpha": "α", r"\beta": "β", r"\gamma": "γ",
+    r"\delta": "δ", r"\lambda": "λ", r"\pi": "π", r"\theta": "θ", r"\sigma": "σ",
+}  # fmt: skip
 _COMMAND = re.compile(r"\\(?:%|[A-Za-z]+)")
 _PUNCTUATION = ".,;:()"
 _SPACE = re.compile(r"\\(?:[,;:! ]|q?quad\b)|~")
@@ -99,7 +89,7 @@ def _has(words: Sequence[str], part: Sequence[str]) -> bool:
 def _plain(text: str) -> str:
     """Return a text without the decoration of Markdown and the commands of LaTeX, and with plain signs."""
     text = _DEGREES.sub("°", _SPACE.sub(" ", bare(text).replace("$", " ")))
-    text = _EXPONENT.sub(r"^\1", _SUPERSCRIPT.sub(lambda match: f"^{match[0].translate(_TO_DIGITS)}", text))
+    text = _EXPONENT.sub(r"^\1", _SUPERSCRIPT.sub(lambda match: f"^{plain_digits(match[0])}", text))
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[0], match[0]), _FRACTION.sub(_slashed, text))
     text = _TEXT.sub(r"\1", _SUBSCRIPT.sub(lambda match: match[1] or match[2], text))
     return " ".join(unicodedata.normalize("NFKC", text).translate(_SIGNS).split())

@@ -7,6 +7,7 @@ sandbox is needed.
 import math
 import random
 import re
+import unicodedata
 from collections.abc import Sequence
 
 from prorl_envs.env.expressions import Expression, ExpressionError, Measured, parse_expression
@@ -22,6 +23,8 @@ _ONE_NUMBER = re.compile(_NUMBER, re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _FRACTION = re.compile(rf"({_NUMBER})\s*/\s*({_NUMBER})", re.ASCII)
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)", re.ASCII)
+#: Raised digits and signs; `plain_digits` converts them.
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _SEPARATORS = re.compile(r"(?:[\s,;]|\band\b)+")
 #: Brackets of lists in lists; `2(3)` is no list.
 _BRACKETS = re.compile(r"(?<![\w.])[\[({]+|[\])}]+(?![\w.])")
@@ -32,6 +35,11 @@ _MIN_DEFINED = 8
 _REL_TOL = 1e-9
 #: Rounding error of double precision, relative to the largest terms of a sum, with a margin for error growth.
 _ROUNDING = 1e-12
+
+
+def plain_digits(text: str) -> str:
+    """Return raised and lowered digits and signs, such as `⁻³`, as plain ones."""
+    return unicodedata.normalize("NFKC", text).replace("−", "-")
 
 
 def parse_number(text: str) -> float | None:

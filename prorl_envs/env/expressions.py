@@ -8,8 +8,8 @@
                | "(" expression ")"
 
 Computer algebra systems print elementary functions in this grammar; numpy's names of them are known, too.
-Parsing takes time linear in the text,
-evaluation a fixed time per node: numbers are complex doubles, so no power can grow without bound.
+Parsing takes time linear in the text, evaluation a fixed time per node: numbers are complex doubles, so no
+power can grow without bound.
 """
 
 import cmath

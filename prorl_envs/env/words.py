@@ -110,7 +110,7 @@ def _fence(line: int, text: str) -> _Fence | None:
 
 
 def _closing(fences: Sequence[_Fence], opening_index: int) -> _Fence | None:
-    """Return the fence that closes the block opened by `fences[place]`; None if another block starts first.
+    """Return the fence that closes the block of the opening fence; None if another block starts first.
 
     A fence that is indented further than the opening fence may be part of a docstring. It closes the block
     only if no other fence does.
