@@ -58,12 +58,11 @@ def _object(text: str, at: int, depth: int) -> tuple[JsonObject, int]:
     while not text.startswith("}", at := skip_space(text, at)):
         if text.startswith((_QUOTE, *_PLAIN_QUOTES), at):
             key, at = _string(text, at) if text.startswith(_QUOTE, at) else _plain_string(text, at)
-            at = end_of(
-                text, at, "=" if text.startswith("=", skip_space(text, at)) else ":", preceding="a key"
-            )
+            mark = "=" if text.startswith("=", skip_space(text, at)) else ":"
+            at = end_of(text, at, mark, preceding="a key")
         else:
-            mark = _AFTER_KEY.search(text, at, at + MAX_NAME)
-            key, at = up_to(text, at, mark[0] if mark else ":", "A key of a tool call")
+            found_mark = _AFTER_KEY.search(text, at, at + MAX_NAME)
+            key, at = up_to(text, at, found_mark[0] if found_mark else ":", "A key of a tool call")
         found[key], at = _value(text, at, depth + 1)
         at = _separator(text, at, "}")
     return found, at + 1

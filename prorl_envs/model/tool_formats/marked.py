@@ -12,6 +12,7 @@ from prorl_envs.model.tool_formats.reading import (
     call_of,
     checked,
     end_of,
+    first_of,
     read_arguments,
     read_json,
     read_object,
@@ -100,10 +101,7 @@ class DeepSeek(ToolFormat):
 
     def resume(self, text: str, at: int) -> int:
         start = self._after_begin(text, at)
-        closed, opened = text.find(self._CLOSE, start), self.find(text, start)
-        if closed >= 0 and (opened < 0 or closed < opened):
-            return closed + len(self._CLOSE)
-        return opened if opened >= 0 else len(text)
+        return first_of(text, start, self._CLOSE, self.find(text, start))
 
     def _after_begin(self, text: str, at: int) -> int:
         begun = self._BEGIN.match(text, at)

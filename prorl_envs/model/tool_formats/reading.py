@@ -407,7 +407,12 @@ def up_to(text: str, start: int, close: str, subject: str) -> tuple[str, int]:
 def resume_behind(text: str, at: int, opening: str, close: str) -> int:
     """Return the position after the next closing tag, or of the next opening tag, whichever comes first."""
     start = at + len(opening)
-    closed, opened = text.find(close, start), text.find(opening, start)
+    return first_of(text, start, close, text.find(opening, start))
+
+
+def first_of(text: str, start: int, close: str, opened: int) -> int:
+    """Return as `resume_behind`; `opened` is the position of the next opening tag, or -1."""
+    closed = text.find(close, start)
     if closed >= 0 and (opened < 0 or closed < opened):
         return closed + len(close)
     return opened if opened >= 0 else len(text)
