@@ -39,7 +39,7 @@ def use_of(heartbeat: Mapping[str, float]) -> NodeUse:
     return NodeUse(**known)
 
 
-def filled[Family: (CounterMetricFamily, GaugeMetricFamily)](
+def filled[Family: CounterMetricFamily | GaugeMetricFamily](
     family: Family, values: Mapping[str, float]
 ) -> Family:
     """Add the values to a family with one label, by the label's value."""
@@ -50,12 +50,10 @@ def filled[Family: (CounterMetricFamily, GaugeMetricFamily)](
 
 def sandboxes(uses: Mapping[str, NodeUse]) -> Iterator[Metric]:
     """Yield the sandbox metrics of each machine or process, by name."""
-    for name, (help_text, key) in _GAUGES.items():
-        values = {node: getattr(use, key) for node, use in uses.items()}
-        yield filled(GaugeMetricFamily(name, help_text, labels=["node"]), values)
-    for name, (help_text, key) in _COUNTERS.items():
-        values = {node: getattr(use, key) for node, use in uses.items()}
-        yield filled(CounterMetricFamily(name, help_text, labels=["node"]), values)
+    for family_type, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, (help_text, key) in metrics.items():
+            values = {node: getattr(use, key) for node, use in uses.items()}
+            yield filled(family_type(name, help_text, labels=["node"]), values)
     help_text = "Seconds from the request for a sandbox until it is ready."
     ready = SummaryMetricFamily("prorl_sandbox_ready_seconds", help_text, labels=["node"])
     for node, use in uses.items():
