@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from prorl_envs.app.compose import Model, request_defaults, rollout_service
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.commands.view import SCRIPTED, write_html
+from prorl_envs.cli.commands.view import write_html
 from prorl_envs.cli.output.console import err, out, print_left_out, program
 from prorl_envs.cli.output.run_groups import run_groups
 from prorl_envs.cli.run_folders import create_folder
@@ -22,6 +23,7 @@ from prorl_envs.config import Settings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import default_cache_dir
 from prorl_envs.errors import InputError
+from prorl_envs.model.tokens.token_texts import token_texts
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, GroupStatistics
 from prorl_envs.rollout.client.client import RolloutClient
@@ -244,8 +246,8 @@ async def demo(
             await run_groups(client, folder, submissions(folder), tables=False)
         views = [await client.group(group.id) for group in groups]
     page = folder.path / PAGE
-    tokenizer = SCRIPTED if model is None else model.tokenizer or None
-    await asyncio.to_thread(write_html, str(folder.path), page, tokenizer=tokenizer)
+    texts = partial(token_texts, behind.renderer.decode)
+    await asyncio.to_thread(write_html, str(folder.path), page, texts)
     out.print(f"as one page:  {page.resolve().as_uri()}", soft_wrap=True)
     statistics = [view.statistics for view in views if view.statistics is not None]
     out.print(f"your model:   {program()} demo --llm http://host:8000/v1\n")

@@ -48,12 +48,12 @@ def view(
 
     if only and html is None:
         raise InputError("--job needs --html", hint="without --html, use the filter on the page")
+    texts = _texts(tokenizer) if tokenizer else None
     if html is not None:
         if _is_runs_folder(source):
             raise InputError(f"{source} has several runs", hint="--html takes the folder of one run")
-        err.print(write_html(source, html, only or [], tokenizer))
+        err.print(write_html(source, html, texts, only or []))
         return
-    texts = _texts(tokenizer) if tokenizer else None
     if _is_runs_folder(source):
         run(_serve_runs(Path(source), texts, port, browser))
         return
@@ -67,19 +67,18 @@ def view(
         episodes.close()
 
 
-def write_html(source: str, target: Path, only: Sequence[str] = (), tokenizer: str | None = None) -> str:
+def write_html(source: str, target: Path, texts: "Texts | None", only: Sequence[str] = ()) -> str:
     """Write episodes to one HTML file; return a sentence about it.
 
     Args:
         source: run folder, file of results or store.
         target: file to write.
+        texts: decodes tokens; None shows them as numbers.
         only: jobs, groups, or ends of job ids; all episodes if empty.
-        tokenizer: folder or Hub name; None shows tokens as numbers.
 
     Raises:
         InputError: the source cannot be read or has no such episode, or the file cannot be written.
     """
-    texts = _texts(tokenizer) if tokenizer else None
     episodes = open_episodes(source)
     try:
         return _export(episodes, target, only, texts, _run_of(source))
