@@ -353,7 +353,8 @@ class InteractiveEpisodes:
 
     def _get(self, name: str) -> _OpenEpisode:
         if name not in self._open:
-            raise NotFound(f"no episode {name!r}", hint="it was closed, or was idle for too long")
+            hint = "it was closed, was idle for too long, or ended with the service before a restart"
+            raise NotFound(f"no episode {name!r}", hint=hint)
         return self._open[name]
 
     def _check_step(self, episode: _OpenEpisode, step: StepRequest) -> None:
