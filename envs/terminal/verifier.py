@@ -210,7 +210,7 @@ class NoReward(Exception):
 
 
 async def _rewards(place: SandboxSession) -> dict[str, float]:
-    """Read the rewards as Harbor does: if the JSON file has no `reward`, the text file may add it."""
+    """Read the rewards. If the JSON file has no `reward`, the text file may add it."""
     found = await _read(place, _REWARDS, _parse_json)
     if found is not None and "reward" in found:
         return found
@@ -248,15 +248,11 @@ def _parse_json(text: str) -> dict[str, float]:
     values = found if isinstance(found, Mapping) else {"reward": found}
     if not 0 < len(values) <= _REWARDS_LIMIT:
         raise ValueError(f"{len(values)} numbers, not 1 to {_REWARDS_LIMIT}")
-    # Other entries of a report may be texts and lists, and are ignored; `reward` must be a number.
-    values = {name: value for name, value in values.items() if name == "reward" or _is_number(value)}
+    # Texts and lists of a report are ignored, except as `reward`. Harbor refuses a file that contains them.
+    values = {key: value for key, value in values.items() if key == "reward" or isinstance(value, int | float)}
     if not all(name.isprintable() and len(name) <= _NAME_LIMIT for name in values):
         raise ValueError(f"a name is not printable, or has more than {_NAME_LIMIT} characters")
     return {str(name): _number(value) for name, value in values.items()}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parse_text(text: str) -> dict[str, float]:

@@ -95,8 +95,9 @@ async def test_an_honest_solution_plants_nothing(node: Node, make_row: MakeRow) 
         (
             'echo \'{"reward": 1, "passed": true, "tests": [], "why": null}\' > /logs/verifier/reward.json',
             1,
-            {"reward": 1},
+            {"reward": 1, "passed": 1},
         ),
+        ('echo \'{"tests": true, "lint": false}\' > /logs/verifier/reward.json', 0.5, {"tests": 1, "lint": 0}),
         (
             "echo '{\"speed\": 0.5}' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt",
             1,
@@ -114,7 +115,7 @@ async def test_an_honest_solution_plants_nothing(node: Node, make_row: MakeRow) 
         ),
     ],
 )
-async def test_rewards_are_read_as_harbor_does(
+async def test_rewards_are_read(
     node: Node, make_row: MakeRow, writes: str, reward: float, components: dict[str, float]
 ) -> None:
     grade = await graded(node, make_row({"tests/test.sh": f"#!/bin/bash\n{writes}\n"}))

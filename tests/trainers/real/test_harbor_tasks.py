@@ -212,7 +212,7 @@ def _read_by_harbor(path: Path) -> Any:
 
 def _read_here(path: Path) -> Any:
     try:
-        return (_parse_json if path.suffix == ".json" else _parse_text)(path.read_text())
+        return (_parse_json if path.suffix == ".json" else _parse_text)(path.read_text()) or None
     except ValueError:
         return None
 
