@@ -155,7 +155,7 @@ async def test_turns_move_away_from_a_server_that_refuses_its_routes(status: int
     async with (
         ScriptedServer(BOOK) as good,
         answering(refusing(status, models=models)) as bad,
-        automatic_pool(bad, good.url) as pool,
+        automatic_pool(bad, good.url, clock=FakeClock()) as pool,
     ):
         for session in range(6):
             assert (await pool.generate(PROMPT, Sampling(), session=f"{session}")).server == good.url
