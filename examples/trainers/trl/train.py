@@ -44,6 +44,7 @@ def main(tasks: Path) -> None:
         max_completion_length=2048,  # of one turn
         temperature=1.0,
         learning_rate=1e-6,
+        logging_steps=1,
         log_completions=True,  # with the job of each: prorl-envs show
     )
     rollouts = TrlRollouts(SERVICE, ENVIRONMENT, weights=upload)

@@ -44,6 +44,7 @@ def main(tasks: Path) -> None:
         output_dir="runs/trl-async",
         num_generations=8,
         max_staleness=2,
+        logging_steps=1,
         token_budget=32_768,
         vllm_server_base_url=MODEL_SERVER,
     )
