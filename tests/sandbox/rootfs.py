@@ -61,7 +61,8 @@ def missing_for_sif() -> str:
 
 def _libraries(program: str) -> set[Path]:
     listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
-    return {Path(word) for word in listed.split() if word.startswith("/")}
+    lines = (line for line in listed.splitlines() if "(0x" in line)  # others are warnings
+    return {Path(word) for line in lines for word in line.split() if word.startswith("/")}
 
 
 def write_python(root: Path, prefix: str) -> None:

@@ -352,6 +352,9 @@ class BubblewrapSandbox(IsolatedSandbox):
         super()._remove_files()
 
     def _before_end(self) -> None:
+        # The tool servers first: otherwise they could report the killed programs as results.
+        for server in self._servers:
+            server.process.kill()
         if self._lifetime is not None:
             self._lifetime.shutdown(socket.SHUT_WR)  # also stops a first process that is still starting
 
@@ -361,11 +364,9 @@ class BubblewrapSandbox(IsolatedSandbox):
 
     async def _end_processes(self) -> None:
         # Tool servers too: the kernel releases a pid namespace only after parents outside have reaped.
-        servers = [server.process for server in self._servers]
-        for server in servers:
-            server.kill()
         if self._first is not None:
             self._first.kill()  # the kernel then kills all others inside; bubblewrap exits by itself
+        servers = (server.process for server in self._servers)
         for process in (*servers, self._first, self._monitor):
             if process is not None:
                 await process.wait()
