@@ -207,7 +207,7 @@ def check_sandbox(
     Returns:
         Bytes of memory and processes left up to the limits; None if a limit is not checked here.
     """
-    processes = usage.processes(proc)
+    processes, dead = usage.living_and_dead(proc)
     found = without(processes, watch.dying)
     watch.dying &= {(process.pid, process.start) for process in processes}
     if watch.group is not None:
@@ -220,7 +220,7 @@ def check_sandbox(
         watch.measured_activity = watch.activity  # no command has run in it yet
     if limits.processes is not None:
         processes_left = limits.processes - len(found)
-        if _judge_processes(watch, proc, found, limits.processes):
+        if _judge_processes(watch, proc, found, dead, limits.processes):
             return 0, 0  # the measurements are outdated: check again
     delay_s = 0.0 if watch.descriptors_outdated else DESCRIPTORS_IDLE_S
     if time.monotonic() >= watch.descriptors_due + delay_s:
@@ -275,12 +275,14 @@ def holdings_of(watch: SandboxMonitor) -> Holdings:
     return Holdings()
 
 
-def _judge_processes(watch: SandboxMonitor, proc: int, found: list[ProcessUse], limit: int) -> bool:
+def _judge_processes(
+    watch: SandboxMonitor, proc: int, found: list[ProcessUse], dead: int, limit: int
+) -> bool:
     """Kill the processes if they are too many. Return True if they were killed."""
     count = len(found)
     now = time.monotonic()
-    # Threads count if the kernel enforces the limit.
-    if sum(process.threads for process in found) >= limit - _UNSEEN_PROCESSES:
+    # Threads and uncollected dead processes count if the kernel enforces the limit.
+    if dead + sum(process.threads for process in found) >= limit - _UNSEEN_PROCESSES:
         watch.at_limit = watch.at_limit or now
     else:
         watch.at_limit = None

@@ -34,13 +34,26 @@ def open_proc(root: str) -> int:
 
 def processes(proc: int) -> list[ProcessUse]:
     """Return all living processes, with their resident memory."""
-    names = [name for name in os.listdir(proc) if name.isdigit()]
-    found = (_process(proc, name) for name in names)
-    return [process for process in found if process is not None]
+    return living_and_dead(proc)[0]
 
 
-def _process(proc: int, name: str) -> ProcessUse | None:
-    text = _read(proc, f"{name}/stat")
+def living_and_dead(proc: int) -> tuple[list[ProcessUse], int]:
+    """Return all living processes, and the number of dead ones that their parents have not collected.
+
+    The kernel counts both towards a limit of processes.
+    """
+    living, dead = [], 0
+    for name in os.listdir(proc):
+        if name.isdigit() and (text := _read(proc, f"{name}/stat")):
+            process = _living(proc, name, text)
+            if process is None:
+                dead += 1
+            else:
+                living.append(process)
+    return living, dead
+
+
+def _living(proc: int, name: str, text: bytes) -> ProcessUse | None:
     process = parse_stat(text)
     if process is None and (dead := parse_stat(text, dead=True)) is not None and dead.threads > 1:
         # Its first thread has exited, other threads run: only their own files show the memory.

@@ -178,6 +178,25 @@ async def test_more_processes_than_allowed_are_killed(box: Toolbox) -> None:
     await expect_few_processes(box)
 
 
+async def test_dead_processes_that_are_not_collected_count(box: Toolbox) -> None:
+    """The kernel counts them too, so that a sandbox full of them can start no command."""
+    result = await box.bash(
+        script("""
+            import os, time
+            for _ in range(36):
+                try:
+                    if os.fork() == 0:
+                        os._exit(0)
+                except OSError:
+                    pass
+            time.sleep(20)
+        """),
+        timeout_s=60,
+    )
+    assert "limit of 40 processes was reached: all but its shells were killed" in result.text
+    assert "fine" in (await box.bash("/bin/echo fine", timeout_s=60)).text
+
+
 async def test_processes_detached_from_the_shell_are_found(box: Toolbox) -> None:
     bomb = "(for i in $(seq 60); do setsid sleep 20 & done) > /dev/null 2>&1; sleep 8; echo over"
     await box.bash(bomb, timeout_s=60)
