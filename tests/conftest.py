@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,9 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
     """
     before = OpenResources.now(run_dir)
     yield
+    # multiprocessing keeps these for later use, by default from Python 3.14 on.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     leaks = leaks_since(before, run_dir)
     if leaks:
         pytest.fail("left behind:\n" + "\n".join(leaks))

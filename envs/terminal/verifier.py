@@ -249,7 +249,9 @@ def _parse_json(text: str) -> dict[str, float]:
     if not 0 < len(values) <= _REWARDS_LIMIT:
         raise ValueError(f"{len(values)} numbers, not 1 to {_REWARDS_LIMIT}")
     # Texts and lists of a report are ignored, except as `reward`. Harbor refuses a file that contains them.
-    values = {key: value for key, value in values.items() if key == "reward" or isinstance(value, int | float)}
+    values = {
+        key: value for key, value in values.items() if key == "reward" or isinstance(value, int | float)
+    }
     if not all(name.isprintable() and len(name) <= _NAME_LIMIT for name in values):
         raise ValueError(f"a name is not printable, or has more than {_NAME_LIMIT} characters")
     return {str(name): _number(value) for name, value in values.items()}

@@ -35,6 +35,8 @@ _KINDS = (
 )
 _TERMINALS, _TTY, _NULL = range(136, 144), (5, 0), (1, 3)
 _DESCRIPTORS = 4096
+#: Name of ctypes' library, which from version 3.5 on keeps its own file open.
+_LIBFFI = "libffi.so"
 
 # Constants of the kernel; see prctl(2).
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECCOMP = 2, 3, 21
@@ -155,11 +157,20 @@ def _kind_of(fd: int) -> str:
         return ""
 
 
+def _libffi() -> int:
+    """Return the inode of the loaded libffi; 0 if none is loaded."""
+    return next(
+        (int(line.split()[4]) for line in _read("/proc/self/maps").splitlines() if _LIBFFI in line), 0
+    )
+
+
 def _kind(file: int | str) -> str:
-    """Return the kind of file of a descriptor; "" if it is closed, as the one that listed `/proc` is."""
+    """Return the kind of file of a descriptor; "" if it is libffi's, or closed (the one that listed `/proc`)."""
     try:
         found = os.stat(file)
     except FileNotFoundError:
+        return ""
+    if found.st_ino == _LIBFFI_INODE:
         return ""
     for test, kind in _KINDS:
         if test(found.st_mode):
@@ -199,6 +210,9 @@ def _can_import() -> bool:
         return False
     return True
 
+
+# Read at import, before a fork joins a sandbox whose /proc does not show it.
+_LIBFFI_INODE = _libffi()
 
 if __name__ == "__main__":
     write(*sys.argv[1:])

@@ -30,7 +30,8 @@ FINISH = json.dumps({"name": "finish", "arguments": {}})
 
 
 def make(row: dict[str, Any]) -> Any:
-    return lambda: gymnasium.make("prorl/Bash-v0", tasks=[row])
+    # With the module: a new process that is not a fork has not imported it (from Python 3.14 on, by default).
+    return lambda: gymnasium.make("prorl_envs.gym:prorl/Bash-v0", tasks=[row])
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -97,7 +97,11 @@ async def test_an_honest_solution_plants_nothing(node: Node, make_row: MakeRow) 
             1,
             {"reward": 1, "passed": 1},
         ),
-        ('echo \'{"tests": true, "lint": false}\' > /logs/verifier/reward.json', 0.5, {"tests": 1, "lint": 0}),
+        (
+            'echo \'{"tests": true, "lint": false}\' > /logs/verifier/reward.json',
+            0.5,
+            {"tests": 1, "lint": 0},
+        ),
         (
             "echo '{\"speed\": 0.5}' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt",
             1,

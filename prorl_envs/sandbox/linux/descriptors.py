@@ -1,4 +1,4 @@
-"""This process's limits of open files and processes; descriptors received over Unix sockets.
+"""This process's limits of open files and processes; descriptors received over Unix sockets, and closed in forks.
 
 The kernel counts the descriptors in flight (sent over Unix sockets and not yet received) per host user, and
 refuses to send if they are more than the sender's own soft limit of open files: see `too_many_unix_fds` in
@@ -6,9 +6,12 @@ net/core/scm.c. So this process and its templates keep a higher limit than progr
 """
 
 import array
+import contextlib
 import os
 import resource
 import socket
+import stat
+from collections.abc import Iterable
 
 from prorl_envs.errors import SandboxError, UnsupportedMachine
 
@@ -29,6 +32,8 @@ _MIN_PROCESSES = 400
 SOFT_OPEN_FILES = 4096
 #: Reserved for closing sandboxes: without a free descriptor, not even a directory can be removed.
 _RESERVE = 128
+#: Descriptors that libraries of this process opened for themselves.
+_of_libraries: list[int] = []
 
 
 def allow_many() -> None:
@@ -140,3 +145,27 @@ def pid_of(pidfd: int) -> int:
     finally:
         os.close(info)
     return int(behind.partition(b"\n")[0])
+
+
+def keep_library_descriptors() -> None:
+    """Make `close_all_but` spare the descriptors that libraries of this process have opened for themselves.
+
+    libffi, which ctypes loads, maps a part of its own file for each callback. Since version 3.5 it opens the file
+    when it is loaded, so that callbacks would fail in a fork without this descriptor.
+    """
+    with open("/proc/self/maps", "rb") as file:  # noqa: PTH123 - templates import no pathlib
+        mapped = {int(line.split()[4]) for line in file}
+    for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # the descriptor that lists is closed
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode) and status.st_ino in mapped:
+                _of_libraries.append(fd)
+
+
+def close_all_but(keep: Iterable[int]) -> None:
+    """Close all descriptors except `keep`, 0 to 2, and those of libraries."""
+    low = 3
+    for fd in sorted({*keep, *_of_libraries}):
+        os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))

@@ -32,15 +32,17 @@ _END_TIMEOUT_S = 5.0
 _OUTPUT_LIMIT = 4096
 
 #: Imports the package from the host process's folder, even if another copy is installed, so that a template
-#: runs the same code as its host. All other imports search that folder last.
+#: runs the same code as its host. All other imports search that folder last. The control socket gets a number
+#: before libraries open descriptors, so that forks can use the lowest numbers.
 BOOT = """\
-import sys
+import os, sys
+control = os.dup(0)
 before = sys.path[:]
 sys.path[:0] = sys.argv[1:]
 import prorl_envs
 sys.path[:] = before + [path for path in sys.argv[1:] if path not in before]
 from prorl_envs.sandbox.template.zygote import main
-main()
+main(control)
 """
 
 

@@ -38,7 +38,11 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.filesystem.disk_usage import measure
-from prorl_envs.sandbox.linux.descriptors import receive_descriptors
+from prorl_envs.sandbox.linux.descriptors import (
+    close_all_but,
+    keep_library_descriptors,
+    receive_descriptors,
+)
 from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_limit
 from prorl_envs.sandbox.linux.seccomp import install_filter, own_program
 from prorl_envs.sandbox.linux.syscall_wrappers import (
@@ -71,9 +75,13 @@ _DESCRIPTORS = 3
 type Entry = Callable[[socket.socket], None]
 
 
-def main() -> None:
-    """Serve fork requests until the control socket closes. Never returns in a child."""
-    control = socket.socket(fileno=os.dup(0))
+def main(control_fd: int) -> None:
+    """Serve fork requests until the control socket closes. Never returns in a child.
+
+    Args:
+        control_fd: the control socket, a copy of descriptor 0.
+    """
+    control = socket.socket(fileno=control_fd)
     _replace_with_null(0)
     restore_signals()
     # Adopts a tool server's orphans: an unreaped zombie would keep its pid namespace alive.
@@ -123,6 +131,7 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
         if function:
             getattr(loaded, function)()
     entries = {name: _load(name) for name in setup["entries"]}
+    keep_library_descriptors()
     # After the imports, because the first sandbox waits for them.
     yield_processors(setup["nice"])
     found: dict[str, object] = {"pid": os.getpid()}
@@ -407,11 +416,7 @@ def _serve_tools(
 
 def _close_all_but(keep: list[int]) -> None:
     """Close every descriptor but `keep`, and point 0-2 at /dev/null."""
-    low = 3
-    for fd in sorted(keep):
-        os.closerange(low, fd)
-        low = fd + 1
-    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+    close_all_but(keep)
     for fd in range(3):
         _replace_with_null(fd)
 

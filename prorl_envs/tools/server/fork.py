@@ -12,6 +12,7 @@ import sys
 import traceback
 from importlib.machinery import PathFinder
 
+from prorl_envs.sandbox.linux.descriptors import close_all_but
 from prorl_envs.sandbox.template import sandbox_init
 
 #: Timeout of sending a cell, in seconds. Between cells, a kernel only reads.
@@ -170,7 +171,7 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
         sources = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (null, output, output, control)]
         for target, fd in enumerate(sources):
             os.dup2(fd, target, inheritable=target < 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        close_all_but([3])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)

@@ -1,6 +1,7 @@
 """The promises of the Python session, on real sandboxes."""
 
 import asyncio
+import textwrap
 import tracemalloc
 
 import pytest
@@ -53,6 +54,15 @@ async def test_magics_and_await_work(python_box: Toolbox) -> None:
     assert (await python_box.python("%pwd", timeout_s=T)).text == "'/workspace'\n"
     code = "import asyncio\nawait asyncio.sleep(0, 'awaited')"
     assert (await python_box.python(code, timeout_s=T)).text == "'awaited'\n"
+
+
+async def test_a_cell_can_make_callbacks_of_ctypes(python_box: Toolbox) -> None:
+    """libffi 3.5 and later maps its own file for them, by a descriptor that it opened in the template."""
+    code = """
+        import ctypes
+        callbacks = [ctypes.CFUNCTYPE(ctypes.c_int)(lambda n=n: n) for n in range(2000)]
+        sum(callback() for callback in callbacks)"""
+    assert (await python_box.python(textwrap.dedent(code), timeout_s=T)).text == "1999000\n"
 
 
 async def test_modules_of_the_workspace_and_of_the_interpreter_can_be_imported(python_box: Toolbox) -> None:
