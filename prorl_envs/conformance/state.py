@@ -165,7 +165,7 @@ def _libffi() -> int:
 
 
 def _kind(file: int | str) -> str:
-    """Return the kind of file of a descriptor; "" if it is libffi's, or closed (the one that listed `/proc`)."""
+    """Return the kind of file of a descriptor; "" if it is libffi's, or closed (it listed `/proc`)."""
     try:
         found = os.stat(file)
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""This process's limits of open files and processes; descriptors received over Unix sockets, and closed in forks.
+"""This process's limits of open files and processes; descriptors received over Unix sockets, or closed in
+forks.
 
 The kernel counts the descriptors in flight (sent over Unix sockets and not yet received) per host user, and
 refuses to send if they are more than the sender's own soft limit of open files: see `too_many_unix_fds` in
@@ -150,8 +151,8 @@ def pid_of(pidfd: int) -> int:
 def keep_library_descriptors() -> None:
     """Make `close_all_but` spare the descriptors that libraries of this process have opened for themselves.
 
-    libffi, which ctypes loads, maps a part of its own file for each callback. Since version 3.5 it opens the file
-    when it is loaded, so that callbacks would fail in a fork without this descriptor.
+    libffi, which ctypes loads, maps a part of its own file for each callback. Since version 3.5 it opens the
+    file when it is loaded, so that callbacks would fail in a fork without this descriptor.
     """
     with open("/proc/self/maps", "rb") as file:  # noqa: PTH123 - templates import no pathlib
         mapped = {int(line.split()[4]) for line in file}

@@ -606,7 +606,7 @@ TOOLS = (
     Patch(
         "the host's socket kept from Python sessions",
         "tools/server/fork.py",
-        '        os.closerange(4, os.sysconf("SC_OPEN_MAX"))\n',
+        "        close_all_but([3])\n",
         "",
         ("WAY-008",),
     ),
