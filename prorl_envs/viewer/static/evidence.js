@@ -4,6 +4,8 @@ import { number, tone } from "./format.js";
 import { output } from "./output.js";
 import { list, textOf } from "./result.js";
 
+const OPEN_CHECKS = 3;
+
 /** The reward of an episode with its components. Checks and evidence are included unless `brief` is set. */
 export function verdict(result, { brief = false } = {}) {
   const { reward, failure, components = {}, evidence = {} } = result;
@@ -14,7 +16,7 @@ export function verdict(result, { brief = false } = {}) {
     failure && el("div", { class: "problem" }, el("strong", {}, `${failure.kind} in ${failure.stage}`), el("p", {}, String(failure.message)), failure.hint && el("p", {}, `Hint: ${failure.hint}`)),
     Object.keys(components).length > 0 && el("table", { class: "plain" }, el("caption", {}, "Components"), el("tbody", {}, Object.entries(components).map(([name, value]) =>
       el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "meter-cell" }, el("span", { class: "meter", "aria-hidden": "true" }, el("span", { class: tone(value), style: { width: `${Math.max(0, Math.min(1, Number(value))) * 100}%` } }))), el("td", { class: "numeric" }, number(Number(value))))))),
-    !brief && list(checks).length > 0 && el("div", {}, el("h3", {}, "Checks"), el("ul", { class: "checks" }, checks.map(checkItem))),
+    !brief && list(checks).length > 0 && el("div", {}, el("h3", {}, "Checks"), el("ul", { class: "checks" }, checkItems(checks))),
     !brief && Object.keys(rest).length > 0 && el("details", { class: "evidence", open: !rest.patch && matchMedia("(min-width: 1001px)").matches }, el("summary", {}, el("h3", {}, "Evidence")), tree(rest)));
 }
 
@@ -23,10 +25,16 @@ function ended(result) {
   return result.attempts > 1 ? `${why}, ${result.attempts} attempts` : why;
 }
 
-function checkItem(check) {
+/** The checks as list items; the first failed ones are open, because they say why the reward is not 1. */
+function checkItems(checks) {
+  const open = new Set(checks.filter((check) => check?.passed === false).slice(0, OPEN_CHECKS));
+  return checks.map((check) => checkItem(check, open.has(check)));
+}
+
+function checkItem(check, open) {
   const { name, passed, ...rest } = check ?? {};
   const mark = passed === true ? ["good", "✓", "passed"] : passed === false ? ["bad", "✗", "failed"] : ["none", "·", "not judged"];
-  return el("li", {}, el("details", {}, el("summary", {}, el("span", { class: `verdict-mark ${mark[0]}`, "aria-hidden": "true" }, mark[1]), el("span", { class: "sr" }, mark[2]), String(name ?? "check")), tree(rest)));
+  return el("li", {}, el("details", { open }, el("summary", {}, el("span", { class: `verdict-mark ${mark[0]}`, "aria-hidden": "true" }, mark[1]), el("span", { class: "sr" }, mark[2]), String(name ?? "check")), tree(rest)));
 }
 
 /** A JSON value as a tree with folded branches. */
