@@ -6,6 +6,7 @@ import { image, output, replacement } from "./output.js";
 import { callsOf, conversationOf, partsOf, textOf, thoughts, tokenExact } from "./result.js";
 
 const CODE = new Set(["command", "code", "cmd", "script", "input", "patch", "diff", "file_text", "content", "query", "new_str", "old_str", "message", "thought"]);
+const SHORT = 1000; // characters of reasoning
 
 /** The conversation. `onTokens(turn)` shows the tokens of a turn, or is null if there are none; `trees(message)`
  *  returns the parsed Markdown of a message's parts; `linkTo(turn)` returns the address of a turn. */
@@ -14,11 +15,11 @@ export function conversation(result, { onTokens = null, trees = () => [], linkTo
   return el("div", { class: "conversation" },
     toolList(result.tools),
     before.map((message) => said(message, trees(message), { folded: message?.role === "system" })),
-    turns.map((turn) => turnBlock(turn, { onTokens, trees, linkTo })),
+    turns.map((turn) => turnBlock(turn, turns.length, { onTokens, trees, linkTo })),
     !turns.length && el("p", { class: "quiet pad" }, before.length ? "The model has not answered." : "Nothing was said."));
 }
 
-function turnBlock(turn, { onTokens, trees, linkTo }) {
+function turnBlock(turn, last, { onTokens, trees, linkTo }) {
   const { message, record } = turn;
   const [reasoning, content] = thoughts(message);
   const calls = callsOf(message);
@@ -26,20 +27,26 @@ function turnBlock(turn, { onTokens, trees, linkTo }) {
   const matched = new Set(calls.map(({ id }) => answers.get(id)));
   return el("section", { class: "turn", id: `turn-${turn.number}`, tabindex: "-1", "aria-label": `Turn ${turn.number}` },
     el("header", { class: "turn-head" },
-      el("h2", { class: "turn-name" }, el("a", { href: linkTo(turn.number), title: "Link to this turn" }, `Turn ${turn.number}`)), record && facts(record),
+      el("h2", { class: "turn-name" }, el("a", { href: linkTo(turn.number), title: "Link to this turn" }, `Turn ${turn.number}`), el("span", { class: "quiet" }, ` of ${last}`)), record && facts(record),
       record && onTokens && el("button", { type: "button", class: "link", on: { click: () => onTokens(turn) } }, "tokens")),
-    reasoning && el("details", { class: "thought" }, el("summary", {}, `Reasoning, ${count(reasoning.length)} characters`), el("div", { class: "prose" }, reasoning)),
+    thought(reasoning),
     prose(content, trees(message)),
     !calls.length && !partsOf(content).length && !reasoning && el("p", { class: "quiet" }, "An empty answer."),
     calls.map((call) => callCard(call, answers.get(call.id))),
     turn.after.filter((m) => !matched.has(m)).map((m) => said(m, trees(m), {})));
 }
 
+/** The reasoning of a turn, or null if there is none. Only short reasoning is open. */
+export function thought(reasoning) {
+  return reasoning && el("details", { class: "thought", open: reasoning.length <= SHORT }, el("summary", {}, `Reasoning, ${count(reasoning.length)} characters`), el("div", { class: "prose" }, reasoning));
+}
+
 function facts(record) {
   const items = [
     [`model ${seconds(record.model_s)}`, "time of the model call"],
     record.tools_s > 0 && [`tools ${seconds(record.tools_s)}`, "time of the tool calls"],
-    [`${count(record.end - record.start)} tokens`, "tokens that the model sampled"],
+    [`${count(record.start)} tokens read`, "length of the prompt, with all earlier turns"],
+    [`${count(record.end - record.start)} sampled`, "tokens that the model sampled"],
     record.cached_tokens > 0 && [`${count(record.cached_tokens)} cached`, "prompt tokens found in the server's prefix cache"],
     record.finish_reason !== "stop" && [record.finish_reason, "why the model stopped"],
     record.weight_version && [`weights ${record.weight_version}`, `sampled by ${record.server}`],

@@ -1,7 +1,7 @@
 // The page of a group: its samples in columns, one row per turn.
 import { el, fill } from "./dom.js";
 import { differences, extremes, ranked } from "./compare.js";
-import { callCard, prose } from "./conversation.js";
+import { callCard, prose, thought } from "./conversation.js";
 import { chip } from "./episodes.js";
 import { spread } from "./filter.js";
 import { active, count, number, outcome, plural, seconds } from "./format.js";
@@ -79,7 +79,7 @@ function cell(turn, mark, trees) {
   const answers = new Map(turn.after.map((message) => [String(message?.tool_call_id), message]));
   return el("div", { class: mark ? "compare-cell differs" : "compare-cell" },
     el("p", { class: "quiet" }, `turn ${turn.number}`, badge(mark)),
-    reasoning && el("details", { class: "thought" }, el("summary", {}, "Reasoning"), el("div", { class: "prose" }, reasoning)),
+    thought(reasoning),
     prose(content, trees),
     callsOf(turn.message).map((call) => callCard(call, answers.get(call.id))),
     turn.after.filter((message) => !message?.tool_call_id).map((message) => output(textOf(message?.content ?? ""))));
