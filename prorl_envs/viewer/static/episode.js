@@ -3,11 +3,12 @@ import { el, fill, say } from "./dom.js";
 import { conversation } from "./conversation.js";
 import { addressOf, episodesOf, strip } from "./episodes.js";
 import { parse } from "./filter.js";
+import { finder } from "./find.js";
 import { tree, verdict } from "./evidence.js";
 import { active, count, date, seconds } from "./format.js";
 import { gradeView } from "./grade.js";
 import { parsedTexts } from "./markdown.js";
-import { rowsOf } from "./result.js";
+import { conversationOf, rowsOf, textIn } from "./result.js";
 import { waterfall } from "./timing.js";
 import { tokensView } from "./tokens.js";
 
@@ -23,6 +24,7 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
   let [result, trees, request, run] = await Promise.all([source.episode(key), parsedTexts(source, key), optional(source.request(key)), optional(source.overview())]);
   let tab = "conversation", timer = 0;
   const place = el("div", { id: "panel", role: "tabpanel", tabindex: "-1" });
+  const find = finder(place, parse(query).inside, places), bar = el("div", { class: "conversation-bar" }, find.node, rawSwitch());
   const side = el("aside", { class: "side", "aria-label": "Reward, time and details" });
   const top = el("div", { class: "episode-top" });
   const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Episode" }, Object.entries(TABS).map(([id, name]) =>
@@ -45,7 +47,7 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
     }
     place.setAttribute("aria-labelledby", `tab-${id}`);
     place.parentNode.classList.toggle("whole", id === "grade");
-    if (id === "conversation") fill(place, el("p", { class: "conversation-bar" }, rawSwitch()), talk());
+    if (id === "conversation") showTalk();
     if (id === "grade") fill(place, gradeView(result));
     if (id === "json") fill(place, jsonView(result, key));
     if (id !== "tokens") return;
@@ -53,6 +55,19 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
     const view = await tokensView(result, () => (source.texts ? source.tokens(key) : null), focusTurn);
     if (tab === "tokens") fill(place, view);
     document.getElementById(`tokens-${focusTurn}`)?.scrollIntoView({ block: "start" });
+  }
+
+  function showTalk() {
+    if (place.firstChild === bar) place.lastChild.replaceWith(talk()); // the field keeps its focus
+    else fill(place, bar, talk());
+    find.search();
+  }
+
+  /** The places of the conversation for a search: the prompt, and each turn. */
+  function places() {
+    const { before, turns } = conversationOf(result);
+    const at = (name, messages, selector) => ({ name, text: messages.map(textIn).join("\n"), nodes: [...place.querySelectorAll(selector)] });
+    return [at("prompt", before, ".conversation > .said"), ...turns.map((turn) => at(`turn ${turn.number}`, [turn.message, ...turn.after], `#turn-${turn.number}`))];
   }
 
   function talk() {
@@ -65,7 +80,7 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
   }
 
   function rawSwitch() {
-    return el("label", { class: "tick" }, el("input", { type: "checkbox", checked: raw, on: { change: () => { raw = !raw; fill(place.lastChild, ...talk().childNodes); } } }), "Show texts without Markdown");
+    return el("label", { class: "tick" }, el("input", { type: "checkbox", checked: raw, on: { change: () => { raw = !raw; showTalk(); } } }), "Show texts without Markdown");
   }
 
   function address() {
@@ -105,7 +120,7 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
   if (source.kind === "live" && !over(result)) timer = setTimeout(again, AGAIN_MS);
   return {
     node, title: String(result.task_id), end: () => clearTimeout(timer), key: (event) => onKey(event, source, key, query, goTo),
-    started: () => firstTurn && goTo(firstTurn),
+    started: () => (firstTurn ? goTo(firstTurn) : find.step()),
     /** Go to another turn if an address names this page. Returns whether it does. */
     moved: (other) => { if (other.key !== key || other.query !== query || !other.turn) return false; goTo(other.turn); return true; },
   };
@@ -138,6 +153,9 @@ function onKey(event, source, key, query, goTo) {
     const { before, after } = neighbours(source, key, query);
     const next = event.key === "]" ? after : before;
     if (next) location.hash = addressOf(next, parse(query));
+  } else if (event.key === "f") {
+    document.getElementById("find")?.focus();
+    event.preventDefault();
   } else if (event.key === "u") location.hash = `#/episodes${query && `?${query}`}`;
 }
 

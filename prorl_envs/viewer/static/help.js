@@ -5,7 +5,7 @@ const KEYS = [
   ["Everywhere", [["?", "show this help"], ["/", "go to the filter"]]],
   ["Filter", [["↓ or Enter", "go to the list"]]],
   ["Lists", [["↑ ↓ or j k", "move"], ["Page Up, Page Down, Home, End", "move further"], ["Enter", "open"], ["Tab", "go to the column headers, which sort"]]],
-  ["Episode", [["j k", "next and previous turn"], ["n p", "next and previous sample of the group"], ["] [", "next and previous episode of the filtered list"], ["u", "back to the list"], ["← →", "change the tab that has the focus"]]],
+  ["Episode", [["j k", "next and previous turn"], ["f", "find in this episode; Enter goes to the next place"], ["n p", "next and previous sample of the group"], ["] [", "next and previous episode of the filtered list"], ["u", "back to the list"], ["← →", "change the tab that has the focus"]]],
 ];
 
 /** Show the dialog. */

@@ -41,9 +41,10 @@ function block(text, kind) {
   pre.append(render(head));
   const more = el("button", { class: "more", type: "button" }, `Show all ${count(lines.length)} lines, ${count(text.length)} characters`);
   more.addEventListener("click", () => {
+    const focused = document.activeElement === more;
     pre.replaceChildren(render(text));
     more.remove();
-    pre.focus();
+    if (focused) pre.focus();
   });
   return el("div", { class: "clipped" }, pre, more);
 }

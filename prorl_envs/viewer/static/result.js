@@ -56,6 +56,16 @@ export function thoughts(message) {
   return found ? [found[1].trim(), message.content.slice(found[0].length)] : ["", message?.content];
 }
 
+/** The texts of a message with its tool calls, one per line and without images. */
+export function textIn(message) {
+  return leaves([thoughts(message), callsOf(message).map(({ name, arguments: given }) => [name, given])]).join("\n");
+}
+
+function leaves(value) {
+  if (value !== null && typeof value === "object") return Object.values(value).flatMap(leaves);
+  return String(value).startsWith("data:") ? [] : [String(value ?? "")];
+}
+
 /** Whether the ids of a row or turn are the ids that the model sampled. Results of format 1 call the field `exact`. */
 export function tokenExact(part) {
   return (part.token_exact ?? part.exact) !== false;
