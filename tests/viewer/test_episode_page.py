@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from prorl_envs.rollout.api.types import Result
 from tests.viewer.conftest import call, result, written
 from tests.viewer.test_pages import offline, open_page
 
@@ -79,3 +80,47 @@ async def test_a_text_is_found_in_an_episode(chromium: Any, tmp_path: Path) -> N
         await page.get_by_label("Find in this episode").fill("nowhere")
         await page.get_by_text("not found").wait_for()
         assert await page.evaluate(marked) == 0
+
+
+async def test_an_episode_is_copied_and_saved(chromium: Any, tmp_path: Path) -> None:
+    one = result()
+    async with (
+        offline(written(tmp_path / "r.jsonl", one)) as url,
+        open_page(chromium, f"{url}#/episode/0", permissions=["clipboard-read", "clipboard-write"]) as page,
+    ):
+        copied = "navigator.clipboard.readText()"
+        await page.get_by_role("button", name="Copy text").click()
+        await page.get_by_text("Copied.").wait_for()
+        text = await page.evaluate(copied)
+        assert text.startswith("# g/0: task fix-it, environment bash, reward 1\n\n## system\n\nYou mend")
+        assert "## turn 1\n\nLet me look.\nbash\ncommand: git diff\n\n## tool\n\ndiff --git" in text
+        await page.get_by_role("button", name="Copy JSON").click()
+        await page.wait_for_function(f"{copied}.then((text) => text.startsWith('{{'))")
+        assert Result.model_validate_json(await page.evaluate(copied)) == one
+        async with page.expect_download() as started:
+            await page.get_by_role("button", name="Save JSON").click()
+        saved = await started.value
+        assert saved.suggested_filename == "g-0.json"
+        assert Result.model_validate_json((await saved.path()).read_text()) == one
+
+
+async def test_a_printed_episode_has_its_folded_texts(chromium: Any, tmp_path: Path) -> None:
+    said = [
+        {"role": "system", "content": "You mend things."},
+        {"role": "assistant", "content": "", "tool_calls": [call("bash", '{"command": "run"}', 1)]},
+        {"role": "tool", "tool_call_id": "c1", "content": "\n".join(f"line {n}" for n in range(500))},
+    ]
+    path = written(tmp_path / "r.jsonl", result(messages=said))
+    async with (
+        offline(path) as url,
+        open_page(chromium, f"{url}#/episode/0", color_scheme="dark") as page,
+    ):
+        await page.get_by_text("Show all 500 lines").wait_for()
+        await page.emulate_media(media="print")
+        await page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        await page.get_by_text("line 499").wait_for()
+        assert await page.get_by_text("You mend things.").last.is_visible()
+        background = "getComputedStyle(document.documentElement).backgroundColor"
+        assert await page.evaluate(background) == "rgb(247, 248, 250)", "it is light"
+        whole = "[...document.querySelectorAll('.output, .side')].every(n => n.scrollHeight <= n.clientHeight + 1)"
+        assert await page.evaluate(whole)

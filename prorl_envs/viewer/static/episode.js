@@ -8,12 +8,12 @@ import { tree, verdict } from "./evidence.js";
 import { active, count, date, seconds } from "./format.js";
 import { gradeView } from "./grade.js";
 import { parsedTexts } from "./markdown.js";
-import { conversationOf, rowsOf, textIn } from "./result.js";
+import { conversationOf, rowsOf, textIn, transcript } from "./result.js";
 import { waterfall } from "./timing.js";
 import { tokensView } from "./tokens.js";
 
 const TABS = { conversation: "Conversation", grade: "Patch and tests", tokens: "Tokens", json: "JSON" };
-const AGAIN_MS = 2000;
+const AGAIN_MS = 2000, SAVED_MS = 60_000;
 
 let raw = false; // whether all episode pages of this browser tab show texts without Markdown
 
@@ -177,7 +177,7 @@ function heading(source, result, key, query, actions) {
   return [
     stepper(source, key, query),
     el("p", { class: "crumbs" }, el("a", { href: `#/episodes${query && `?${query}`}` }, "Episodes"), " / ", el("a", { href: `#/group/${encodeURIComponent(result.group_id)}` }, result.group_id), ` / sample ${result.sample}`),
-    el("div", { class: "episode-title" }, el("h1", {}, result.task_id), el("span", { class: "badge" }, result.environment), !over(result) && el("span", { class: "badge live" }, `now in ${result.state.toUpperCase()}`), el("span", { class: "actions" }, actions(result))),
+    el("div", { class: "episode-title" }, el("h1", {}, result.task_id), el("span", { class: "badge" }, result.environment), !over(result) && el("span", { class: "badge live" }, `now in ${result.state.toUpperCase()}`), el("span", { class: "actions" }, copies(result), actions(result))),
     group.length > 1 && el("nav", { class: "siblings", "aria-label": "Samples of the group" }, group.slice(0, 64).map((entry) =>
       el("a", { class: "sibling", href: `#/episode/${encodeURIComponent(entry.key)}`, "aria-current": entry.key === key ? "page" : null, title: entry.job_id }, strip([entry]), el("span", {}, String(entry.sample)))),
       el("a", { href: `#/group/${encodeURIComponent(result.group_id)}` }, "compare")),
@@ -207,13 +207,29 @@ function details(result, request, run) {
 }
 
 function jsonView(result, key) {
-  const save = el("button", { type: "button", on: { click: () => copy(result) } }, "Copy as JSON");
-  return el("div", { class: "json" }, el("p", {}, save, el("span", { class: "quiet" }, ` entry ${key}`)), tree(result));
+  return el("div", { class: "json" }, el("p", {}, el("span", { class: "quiet" }, `entry ${key}`)), tree(result));
 }
 
-async function copy(result) {
+/** Buttons that copy or save the episode. */
+function copies(result) {
+  const button = (name, action) => el("button", { type: "button", on: { click: action } }, name);
+  return [
+    button("Copy text", () => copy(transcript(result))), button("Copy JSON", () => copy(JSON.stringify(result))),
+    button("Save JSON", () => save(`${result.job_id}.json`.replaceAll("/", "-"), JSON.stringify(result, null, 2))), button("Print", () => window.print()),
+  ];
+}
+
+/** Let the browser save a text as a file. */
+function save(name, text) {
+  const link = el("a", { download: name });
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), SAVED_MS);
+}
+
+async function copy(text) {
   try {
-    await navigator.clipboard.writeText(JSON.stringify(result));
+    await navigator.clipboard.writeText(text);
     say("Copied.");
   } catch {
     say("The browser does not let this page use the clipboard.");

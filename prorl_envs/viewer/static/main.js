@@ -110,6 +110,12 @@ function nextTheme() {
   say(["As in your system settings", "Light", "Dark"][THEMES.indexOf(document.documentElement.style.colorScheme)]);
 }
 
+/** Show the folded texts of a conversation, which a printed page should contain. */
+function unfold() {
+  for (const folded of document.querySelectorAll(".conversation details")) folded.open = true;
+  for (const more of document.querySelectorAll("main .more")) more.click();
+}
+
 function onKey(event) {
   const within = (selector) => event.target instanceof Element && event.target.closest(selector);
   if (within("input:not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -132,6 +138,7 @@ async function start() {
   });
   window.addEventListener("hashchange", route);
   window.addEventListener("keydown", onKey);
+  window.addEventListener("beforeprint", unfold);
   try {
     if (live) await service.start();
     await source.load(() => {

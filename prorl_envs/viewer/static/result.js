@@ -58,12 +58,24 @@ export function thoughts(message) {
 
 /** The texts of a message with its tool calls, one per line and without images. */
 export function textIn(message) {
-  return leaves([thoughts(message), callsOf(message).map(({ name, arguments: given }) => [name, given])]).join("\n");
+  return leaves([thoughts(message), callsOf(message).map(({ name, arguments: given }) => [name, Object.entries(given).map(([key, value]) => `${key}: ${textOf(value)}`)])]).join("\n");
 }
 
 function leaves(value) {
   if (value !== null && typeof value === "object") return Object.values(value).flatMap(leaves);
-  return String(value).startsWith("data:") ? [] : [String(value ?? "")];
+  const text = String(value ?? "");
+  return text && !text.startsWith("data:") ? [text] : [];
+}
+
+/** The conversation as plain text. */
+export function transcript(result) {
+  const { before, turns } = conversationOf(result), reward = result.reward ?? "none";
+  const part = (name, message) => `## ${name}\n\n${textIn(message)}`;
+  return [
+    `# ${result.job_id}: task ${result.task_id}, environment ${result.environment}, reward ${reward}`, result.failure && `${result.failure.kind} in ${result.failure.stage}: ${result.failure.message}`,
+    before.map((message) => part(message?.role ?? "message", message)),
+    turns.map((turn) => [part(`turn ${turn.number}`, turn.message), turn.after.map((message) => part(message?.role ?? "message", message))]),
+  ].flat(Infinity).filter(Boolean).join("\n\n") + "\n";
 }
 
 /** Whether the ids of a row or turn are the ids that the model sampled. Results of format 1 call the field `exact`. */
