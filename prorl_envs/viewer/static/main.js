@@ -112,7 +112,7 @@ function nextTheme() {
 
 /** Show the folded texts of a conversation, which a printed page should contain. */
 function unfold() {
-  for (const folded of document.querySelectorAll(".conversation details")) folded.open = true;
+  for (const folded of document.querySelectorAll(".conversation > details, .turn details")) folded.open = true;
   for (const more of document.querySelectorAll("main .more")) more.click();
 }
 
