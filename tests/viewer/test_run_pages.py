@@ -323,3 +323,31 @@ async def test_patch_tests_and_metadata(chromium: Any, finished: Path) -> None:
         await grade.get_by_text("exists").wait_for()
         box, main = await grade.bounding_box(), await page.locator(".episode").bounding_box()
         assert box and main and box["width"] > 0.9 * main["width"], "it has the full width"
+
+
+async def test_runs_are_filtered_and_sorted(chromium: Any, finished: Path) -> None:
+    runs = finished.parent
+    create(runs / "a-first", "m-8b").close()
+    create(runs / "z-last", "m-8b").close()
+    async with (
+        runs_app(RunsFolder(runs), "secret") as app,
+        answering(app, last_requests_s=1, log_level="critical") as url,
+        open_page(chromium, f"{url}/secret/") as page,
+    ):
+        names = page.get_by_role("grid", name="Runs").locator(".row .cell:first-child")
+        await names.nth(2).wait_for()
+        for descending in ("ascending", "descending"):
+            await page.get_by_role("button", name="Run", exact=True).click()
+            await page.locator(f"[aria-sort={descending}]").wait_for()
+            expected = ["a-first", "finished", "z-last"]
+            assert await names.all_inner_texts() == expected[:: 1 if descending == "ascending" else -1]
+        await page.get_by_role("button", name="Mean reward").click()
+        await page.locator("[aria-sort=descending]", has_text="Mean reward").wait_for()
+        assert (await names.all_inner_texts())[0] == "finished"
+        await page.keyboard.press("/")
+        await page.keyboard.type("M-8B last")
+        await page.get_by_text("1 of 3 runs").wait_for()
+        await page.keyboard.press("Enter")
+        await page.keyboard.press("Enter")
+        await page.get_by_role("heading", name="Run r").wait_for()
+        assert page.url.endswith("/run/z-last/")

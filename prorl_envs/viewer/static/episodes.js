@@ -2,7 +2,7 @@
 import { el, fill, middle, say } from "./dom.js";
 import { FACETS, counts, fitting, grouped, listed, parse, sorted, written } from "./filter.js";
 import { active, count, number, outcome, percent, plural, seconds, tone } from "./format.js";
-import { VirtualList } from "./list.js";
+import { VirtualList, toList } from "./list.js";
 
 /** A reward as a coloured chip; its text is "none" if there is no reward. */
 export function chip(entry) {
@@ -72,7 +72,7 @@ export function episodesPage(source, query) {
   const problem = el("p", { class: "problem", hidden: true });
   const field = el("input", {
     type: "search", id: "filter", value: state.text, placeholder: "words", autocomplete: "off", spellcheck: "false", "aria-describedby": "filter-help",
-    on: { input: () => change({ text: field.value }), keydown: toList },
+    on: { input: () => change({ text: field.value }), keydown: (event) => toList(event, lists[state.view]) },
   });
   const deep = el("form", { class: "field", on: { submit: (event) => { event.preventDefault(); change({ inside: deepField.value }); lookInside(); } } });
   const deepField = el("input", { type: "search", id: "inside", value: state.inside, placeholder: "exact text, then Enter", autocomplete: "off", maxlength: "1000", spellcheck: "false" });
@@ -90,12 +90,6 @@ export function episodesPage(source, query) {
       el("div", { class: "field" }, el("label", { for: "filter" }, "Filter"), field, el("p", { class: "help", id: "filter-help" }, "also turns>10 reward<1 time>60 tokens>5000")), deep,
       el("details", { class: "facets", open: wide }, el("summary", {}, "More filters"), facets)),
     el("section", { class: "results", "aria-label": "Results" }, el("div", { class: "bar" }, tabs, summary), problem, place));
-
-  function toList(event) {
-    if (event.key !== "ArrowDown" && event.key !== "Enter") return;
-    event.preventDefault();
-    lists[state.view].focus();
-  }
 
   function change(changes) {
     Object.assign(state, changes);

@@ -83,9 +83,9 @@ export function listed(entries, state, inside = null) {
 }
 
 /** A sorted copy of the entries. */
-export function sorted(entries, { sort, descending }) {
+export function sorted(entries, { sort, descending }, sorts = SORTS) {
   if (sort === "order" && !descending) return entries.slice();
-  const value = SORTS[sort] ?? SORTS.order;
+  const value = sorts[sort] ?? sorts.order;
   const keyed = entries.map((entry, index) => [value(entry, index), index, entry]);
   const way = descending ? -1 : 1;
   keyed.sort(([a, i], [b, j]) => (a < b ? -way : a > b ? way : i - j));

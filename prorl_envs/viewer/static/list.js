@@ -106,6 +106,13 @@ export class VirtualList {
   }
 }
 
+/** Go from a filter to its list if the key of an event says so. */
+export function toList(event, list) {
+  if (event.key !== "ArrowDown" && event.key !== "Enter") return;
+  event.preventDefault();
+  list.focus();
+}
+
 function kinds(column) {
   return ["cell", column.numeric && "numeric", column.wide && "wide", column.grow && "grow"].filter(Boolean).join(" ");
 }

@@ -1,7 +1,8 @@
 // The page with the runs of a folder.
 import { el, fill, middle } from "./dom.js";
+import { sorted } from "./filter.js";
 import { count, date, plural } from "./format.js";
-import { VirtualList } from "./list.js";
+import { VirtualList, toList } from "./list.js";
 
 const COLUMNS = [
   { id: "name", name: "Run", grow: 2, cell: (run) => el("a", { href: address(run), tabindex: "-1" }, middle(run.name, 10)) },
@@ -14,15 +15,34 @@ const COLUMNS = [
   { id: "state", name: "State", width: "7rem", cell: state },
 ];
 
+/** Sort orders: the value of a run to sort by. The first order of a column with numbers or times is descending. */
+const SORTS = {
+  order: (_, index) => index, name: (run) => run.name, environment: (run) => run.description?.environment ?? "", model: (run) => run.description?.model ?? "",
+  started: (run) => run.description?.started ?? "", episodes: (run) => run.results, reward: (run) => run.overall?.mean_reward ?? -Infinity,
+  pass: (run) => run.overall?.pass_at[1] ?? -Infinity, state: (run) => state(run).textContent,
+};
+const DESCENDING = new Set(["started", "episodes", "reward", "pass"]);
+
 /** The page. */
 export function runsPage(source) {
-  const list = new VirtualList({ label: "Runs", columns: COLUMNS, keyOf: (run) => run.name, onOpen: (run) => { location.href = address(run); }, empty: "There is no run in this folder." });
+  const shown = { sort: "order", descending: false };
+  const list = new VirtualList({ label: "Runs", columns: COLUMNS, keyOf: (run) => run.name, onOpen: (run) => { location.href = address(run); }, onSort, empty: "No run." });
   const summary = el("p", { class: "quiet summary", role: "status" });
-  const node = el("div", { class: "runs" }, el("h1", {}, "Runs"), summary, el("div", { class: "list-place" }, list.node));
-  function news() {
-    list.update(source.entries);
-    fill(summary, `${plural(source.entries.length, "run")} in ${source.title}`);
+  const field = el("input", { type: "search", id: "filter", placeholder: "Filter by name, environment or model", "aria-label": "Filter", autocomplete: "off", spellcheck: "false", on: { input: news, keydown: (event) => toList(event, list) } });
+  const node = el("div", { class: "runs" }, el("h1", {}, "Runs"), el("div", { class: "bar" }, field, summary), el("div", { class: "list-place" }, list.node));
+
+  function onSort(id) {
+    Object.assign(shown, { sort: id, descending: shown.sort === id ? !shown.descending : DESCENDING.has(id) });
+    news();
   }
+
+  function news() {
+    const words = field.value.toLowerCase().split(/\s+/);
+    const fits = source.entries.filter((run) => words.every((word) => [run.name, SORTS.environment(run), SORTS.model(run)].join(" ").toLowerCase().includes(word)));
+    list.update(sorted(fits, shown, SORTS), shown);
+    fill(summary, `${fits.length === source.entries.length ? "" : `${count(fits.length)} of `}${plural(source.entries.length, "run")} in ${source.title}`);
+  }
+
   news();
   return { node, title: "Runs", news, started: () => list.focus(), end: () => list.end() };
 }
