@@ -10,6 +10,9 @@ from msgspec import Raw, Struct
 
 from prorl_envs.errors import InputError
 
+#: Longest text of a failure in a summary, in characters.
+MAX_PROBLEM = 200
+
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
@@ -20,6 +23,7 @@ class Summary:
             stop_reason, attempts: as in the result.
         failure: kind of the failure, or None.
         failed_in: stage of the failure, or None.
+        problem: start of the failure's message, or None.
         turns: number of model calls.
         tokens: number of tokens in all rows of the trajectory.
         sampled: number of these tokens that the policy sampled.
@@ -41,6 +45,7 @@ class Summary:
     stop_reason: str | None = None
     failure: str | None = None
     failed_in: str | None = None
+    problem: str | None = None
     attempts: int = 1
     turns: int = 0
     tokens: int = 0
@@ -69,6 +74,7 @@ class _Row(Struct):
 class _Failure(Struct):
     kind: str
     stage: str
+    message: str = ""
 
 
 class _Timings(Struct):
@@ -204,6 +210,7 @@ def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
         stop_reason=str(result.stop_reason) if result.stop_reason else None,
         failure=str(failure.kind) if failure else None,
         failed_in=str(failure.stage) if failure else None,
+        problem=failure.message[:MAX_PROBLEM] if failure else None,
         attempts=result.attempts,
         turns=sum([len(row.turns) for row in rows]),
         tokens=tokens,

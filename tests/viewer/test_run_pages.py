@@ -351,3 +351,23 @@ async def test_runs_are_filtered_and_sorted(chromium: Any, finished: Path) -> No
         await page.keyboard.press("Enter")
         await page.get_by_role("heading", name="Run r").wait_for()
         assert page.url.endswith("/run/z-last/")
+
+
+async def test_failures_say_why_and_lead_to_their_episodes(chromium: Any, tmp_path: Path) -> None:
+    failure = {"kind": "model", "stage": "run", "message": "the server answered 500", "hint": ""}
+    path = tmp_path / "failed"
+    with create(path) as folder:
+        for one in (*results()[:2], result("r/b/0", state="failed", reward=None, failure=failure)):
+            folder.append(one)
+    async with viewing(path) as url, open_page(chromium, url) as page:
+        await page.get_by_role("region", name="Failures").last.get_by_role("link", name="model").click()
+        await page.get_by_text("1 episode of 3").wait_for()
+        row = page.get_by_role("grid").locator(".row")
+        assert await row.get_by_text("the server answered 500").is_visible()
+        await page.goto(f"{url}#/episodes?q=answered")
+        await page.get_by_text("1 episode of 3").wait_for()
+        field = page.get_by_label("Filter", exact=True)
+        await field.fill("turn>1")
+        await page.get_by_text("“turn>1” is not a comparison.").wait_for()
+        await field.fill("turns>1")
+        await page.get_by_text("is not a comparison").wait_for(state="hidden")

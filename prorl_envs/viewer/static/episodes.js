@@ -1,6 +1,6 @@
 // The list of episodes or groups, with filters beside it.
 import { el, fill, middle, say } from "./dom.js";
-import { FACETS, counts, fitting, grouped, listed, parse, sorted, written } from "./filter.js";
+import { FACETS, VALUES, counts, fitting, grouped, listed, misread, parse, sorted, written } from "./filter.js";
 import { active, count, number, outcome, percent, plural, seconds, tone } from "./format.js";
 import { VirtualList, toList } from "./list.js";
 
@@ -22,7 +22,7 @@ const episodeColumns = (state) => [
   { id: "reward", name: "Reward", width: "5.5rem", cell: chip },
   { id: "task", name: "Task", grow: 2, cell: (entry) => [el("span", { class: "main" }, middle(entry.task_id)), el("span", { class: "quiet wide" }, entry.environment)] },
   { id: "job", name: "Job", grow: 2, wide: true, cell: (entry) => jobLink(entry, state) },
-  { id: "end", name: "Ended by", width: "9rem", cell: (entry) => el("span", { class: entry.failure ? "failure" : "" }, outcome(entry)) },
+  { id: "end", name: "Ended by", grow: 2, cell: (entry) => [el("span", { class: entry.failure ? "failure" : "" }, outcome(entry)), entry.problem && el("span", { class: "quiet wide problem-text", title: entry.problem }, entry.problem)] },
   { id: "turns", name: "Turns", width: "4.5rem", numeric: true, wide: true, cell: (entry) => count(entry.turns) },
   { id: "tokens", name: "Tokens", width: "5.5rem", numeric: true, wide: true, cell: (entry) => count(entry.tokens) },
   { id: "time", name: "Time", width: "6rem", numeric: true, wide: true, cell: (entry) => seconds(active(entry)) },
@@ -149,8 +149,10 @@ export function episodesPage(source, query) {
     const reading = source.progress < 1 ? `, ${percent(source.progress)} read` : "";
     const looking = inside?.busy && inside.share < 1 ? `, ${percent(inside.share)} searched …` : "";
     fill(summary, `${plural(fits.length, "episode")}${all}${mean}${reading}${looking}`);
-    problem.hidden = !source.problems;
-    fill(problem, source.problems);
+    const [odd] = fits.length ? [] : misread(state.text);
+    const problems = odd ? `“${odd}” is not a comparison. Fields: ${Object.keys(VALUES).join(", ")}; for example turns>=10` : source.problems;
+    problem.hidden = !problems;
+    fill(problem, problems);
   }
 
   function ticks(facet, values) {

@@ -2,7 +2,7 @@
 import { active, outcome } from "./format.js";
 
 const COMPARISON = /^(reward|turns|tokens|sampled|time|attempts|drift|rows)(<=|>=|<|>|=)(-?\d+(?:\.\d+)?)$/;
-const VALUES = {
+export const VALUES = {
   reward: (entry) => entry.reward, turns: (entry) => entry.turns, tokens: (entry) => entry.tokens,
   sampled: (entry) => entry.sampled, time: active, attempts: (entry) => entry.attempts,
   drift: (entry) => entry.drift, rows: (entry) => entry.rows,
@@ -50,6 +50,11 @@ export function written(state) {
 export function fitting(entries, state, except = "") {
   const tests = testsOf(state, except);
   return tests.length ? entries.filter((entry) => tests.every((test) => test(entry))) : entries;
+}
+
+/** The words of a filter that look like a comparison but are searched as words, such as `turn>3`. */
+export function misread(text) {
+  return text.toLowerCase().split(/\s+/).filter((word) => /^\w+[<>=]/.test(word) && !COMPARISON.test(word));
 }
 
 /** The conditions of the state, as functions of an episode. */
@@ -124,7 +129,7 @@ const haystacks = new WeakMap();
 function haystack(entry) {
   let text = haystacks.get(entry);
   if (text === undefined) {
-    text = [entry.job_id, entry.task_id, entry.environment, entry.batch_id ?? "", outcome(entry), entry.state].join(" ").toLowerCase();
+    text = [entry.job_id, entry.task_id, entry.environment, entry.batch_id ?? "", outcome(entry), entry.state, entry.problem ?? ""].join(" ").toLowerCase();
     haystacks.set(entry, text);
   }
   return text;

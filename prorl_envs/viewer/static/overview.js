@@ -1,7 +1,7 @@
 // The overview page of a run: statistics from the server, and histograms of the episodes.
 import { el, fill, say } from "./dom.js";
 import { histogram, ranking } from "./charts.js";
-import { active, count, date, number, plural, seconds } from "./format.js";
+import { active, count, date, number, outcome, plural, seconds } from "./format.js";
 
 const RUNNING_MS = 3000;
 
@@ -37,7 +37,7 @@ export async function overviewPage(source) {
     fill(tiles, tilesOf(overall));
     fill(place, table(environments, overall));
     failures.hidden = !Object.keys(overall.failures).length;
-    fill(failures, el("h2", {}, "Failures by kind"), ranking(Object.entries(overall.failures).sort(([, a], [, b]) => b - a)));
+    fill(failures, el("h2", {}, "Failures by kind"), ranking(Object.entries(overall.failures).sort(([, a], [, b]) => b - a).map(([kind, n]) => [failed(kind), n])));
     const names = Object.keys(environments);
     if (select.options.length !== names.length + 1) fill(select, el("option", { value: "" }, "all environments"), names.map((name) => el("option", { value: name, selected: name === environment }, name)));
     select.hidden = names.length < 2;
@@ -61,6 +61,11 @@ export async function overviewPage(source) {
 
   draw();
   return { node, title, news, pollMs: RUNNING_MS };
+}
+
+/** The kind of a failure as a link to the episodes that failed so. */
+function failed(kind) {
+  return el("a", { href: `#/episodes?end=${encodeURIComponent(outcome({ failure: kind, state: kind }))}` }, kind);
 }
 
 function factsOf({ description, expected, running, wall_s: wall, sampled_tokens_per_s: speed, overall }) {
