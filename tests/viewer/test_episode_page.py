@@ -124,3 +124,32 @@ async def test_a_printed_episode_has_its_folded_texts(chromium: Any, tmp_path: P
         assert await page.evaluate(background) == "rgb(247, 248, 250)", "it is light"
         whole = "[...document.querySelectorAll('.output, .side')].every(n => n.scrollHeight <= n.clientHeight + 1)"
         assert await page.evaluate(whole)
+
+
+async def test_turns_fold_into_one_line(chromium: Any, tmp_path: Path) -> None:
+    one, output = result(), "line 1\nline 2\n[exit status 1]\n"
+    said = [*one.messages[:-1], {"role": "tool", "tool_call_id": "c2", "content": output}]
+    path = written(tmp_path / "r.jsonl", result(messages=said), result("g/1"))
+    async with offline(path) as url, open_page(chromium, f"{url}#/episode/0") as page:
+        first, second = (page.get_by_role("region", name=f"Turn {n}") for n in (1, 2))
+        await page.get_by_label("One line per turn").check()
+        gist = second.get_by_role("button", expanded=False)
+        assert await gist.inner_text() == "editor a.py → [exit status 1]"
+        assert not await second.get_by_text("line 2").is_visible()
+        await gist.click()
+        assert await second.get_by_text("line 2").is_visible()
+        assert not await first.get_by_text("Let me look.").is_visible()
+        await page.get_by_label("Find in this episode").fill("look")
+        await page.keyboard.press("Enter")
+        assert await first.get_by_text("Let me look.").is_visible()
+        await page.goto(f"{url}#/episode/1")
+        await page.get_by_text("sample 1", exact=False).first.wait_for()
+        assert await first.get_by_role("button", expanded=False).is_visible(), (
+            "the next episode is folded, too"
+        )
+        await (
+            page.get_by_role("table", name="Time by step").get_by_role("button", name="turn 1, model").click()
+        )
+        assert await first.get_by_text("Let me look.").is_visible()
+        await page.get_by_label("One line per turn").uncheck()
+        assert await second.get_by_text("red").is_visible()

@@ -3,23 +3,24 @@ import { el } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { count, seconds } from "./format.js";
 import { image, output, replacement } from "./output.js";
-import { callsOf, conversationOf, partsOf, textOf, thoughts, tokenExact } from "./result.js";
+import { callsOf, conversationOf, partsOf, textIn, textOf, thoughts, tokenExact } from "./result.js";
 
 const CODE = new Set(["command", "code", "cmd", "script", "input", "patch", "diff", "file_text", "content", "query", "new_str", "old_str", "message", "thought"]);
-const SHORT = 1000; // characters of reasoning
+const SHORT = 1000, GIST = 160; // characters of reasoning, and of each part of a gist
 
 /** The conversation. `onTokens(turn)` shows the tokens of a turn, or is null if there are none; `trees(message)`
- *  returns the parsed Markdown of a message's parts; `linkTo(turn)` returns the address of a turn. */
-export function conversation(result, { onTokens = null, trees = () => [], linkTo }) {
+ *  returns the parsed Markdown of a message's parts; `linkTo(turn)` returns the address of a turn; `outlined` folds each
+ *  turn into one line. */
+export function conversation(result, { onTokens = null, trees = () => [], outlined = false, linkTo }) {
   const { before, turns } = conversationOf(result);
-  return el("div", { class: "conversation" },
+  return el("div", { class: outlined ? "conversation outline" : "conversation" },
     toolList(result.tools),
     before.map((message) => said(message, trees(message), { folded: message?.role === "system" })),
-    turns.map((turn) => turnBlock(turn, turns.length, { onTokens, trees, linkTo })),
+    turns.map((turn) => turnBlock(turn, turns.length, { onTokens, trees, outlined, linkTo })),
     !turns.length && el("p", { class: "quiet pad" }, before.length ? "The model has not answered." : "Nothing was said."));
 }
 
-function turnBlock(turn, last, { onTokens, trees, linkTo }) {
+function turnBlock(turn, last, { onTokens, trees, outlined, linkTo }) {
   const { message, record } = turn;
   const [reasoning, content] = thoughts(message);
   const calls = callsOf(message);
@@ -27,13 +28,32 @@ function turnBlock(turn, last, { onTokens, trees, linkTo }) {
   const matched = new Set(calls.map(({ id }) => answers.get(id)));
   return el("section", { class: "turn", id: `turn-${turn.number}`, tabindex: "-1", "aria-label": `Turn ${turn.number}` },
     el("header", { class: "turn-head" },
-      el("h2", { class: "turn-name" }, el("a", { href: linkTo(turn.number), title: "Link to this turn" }, `Turn ${turn.number}`), el("span", { class: "quiet" }, ` of ${last}`)), record && facts(record),
+      el("h2", { class: "turn-name" }, el("a", { href: linkTo(turn.number), title: "Link to this turn" }, `Turn ${turn.number}`), el("span", { class: "quiet" }, ` of ${last}`)), outlined && gistButton(turn), record && facts(record),
       record && onTokens && el("button", { type: "button", class: "link", on: { click: () => onTokens(turn) } }, "tokens")),
     thought(reasoning),
     prose(content, trees(message)),
     !calls.length && !partsOf(content).length && !reasoning && el("p", { class: "quiet" }, "An empty answer."),
     calls.map((call) => callCard(call, answers.get(call.id))),
     turn.after.filter((m) => !matched.has(m)).map((m) => said(m, trees(m), {})));
+}
+
+/** The button of an outline that folds or opens a turn, with the turn in one line. */
+function gistButton(turn) {
+  const button = el("button", { type: "button", class: "gist", "aria-expanded": "false", on: { click: () => button.setAttribute("aria-expanded", String(button.getAttribute("aria-expanded") === "false")) } }, gist(turn));
+  return button;
+}
+
+/** A turn in one line: its tool calls or its text, and the last line of the output. */
+function gist({ message, after }) {
+  const calls = callsOf(message).map(({ name, arguments: given }) => [name, ...Object.values(given).slice(0, 1).map(textOf)].join(" "));
+  const did = calls.join("; ") || textOf(thoughts(message)[1] ?? "").trim() || "an empty answer";
+  const output = after.map(textIn).join("\n").trim().split("\n").at(-1);
+  return [did.slice(0, GIST), output && ` → ${output.slice(0, GIST)}`];
+}
+
+/** Open the folded turns of an outline in elements. */
+export function openTurns(elements) {
+  for (const button of elements.flatMap((element) => [...element.querySelectorAll(".gist")])) button.setAttribute("aria-expanded", "true");
 }
 
 /** The reasoning of a turn, or null if there is none. Only short reasoning is open. */

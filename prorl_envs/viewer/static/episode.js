@@ -1,6 +1,6 @@
 // The page of an episode: tabs with the conversation, evaluation, tokens and JSON; reward and time beside the tabs.
 import { el, fill, say } from "./dom.js";
-import { conversation } from "./conversation.js";
+import { conversation, openTurns } from "./conversation.js";
 import { addressOf, episodesOf, strip } from "./episodes.js";
 import { parse } from "./filter.js";
 import { finder } from "./find.js";
@@ -15,7 +15,8 @@ import { tokensView } from "./tokens.js";
 const TABS = { conversation: "Conversation", grade: "Patch and tests", tokens: "Tokens", json: "JSON" };
 const AGAIN_MS = 2000, SAVED_MS = 60_000;
 
-let raw = false; // whether all episode pages of this browser tab show texts without Markdown
+// Switches of all episode pages of this browser tab: texts without Markdown, and one line per turn.
+let raw = false, outlined = false;
 
 /** The page of an episode.
  *  @param query filter of the list that the episode was opened from
@@ -24,7 +25,7 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
   let [result, trees, request, run] = await Promise.all([source.episode(key), parsedTexts(source, key), optional(source.request(key)), optional(source.overview())]);
   let tab = "conversation", timer = 0;
   const place = el("div", { id: "panel", role: "tabpanel", tabindex: "-1" });
-  const find = finder(place, parse(query).inside, places), bar = el("div", { class: "conversation-bar" }, find.node, rawSwitch());
+  const find = finder(place, parse(query).inside, places), bar = el("div", { class: "conversation-bar" }, find.node, ...switches());
   const side = el("aside", { class: "side", "aria-label": "Reward, time and details" });
   const top = el("div", { class: "episode-top" });
   const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Episode" }, Object.entries(TABS).map(([id, name]) =>
@@ -75,12 +76,17 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
     return conversation(result, {
       onTokens: rowsOf(result).length ? (turn) => show("tokens", turn.number) : null,
       trees: (message) => (raw ? [] : trees[messages.indexOf(message)] ?? []),
+      outlined,
       linkTo: (turn) => `${address()}#turn-${turn}`,
     });
   }
 
-  function rawSwitch() {
-    return el("label", { class: "tick" }, el("input", { type: "checkbox", checked: raw, on: { change: () => { raw = !raw; showTalk(); } } }), "Show texts without Markdown");
+  function switches() {
+    const tick = (name, checked, change) => el("label", { class: "tick" }, el("input", { type: "checkbox", checked, on: { change } }), name);
+    return [
+      tick("One line per turn", outlined, () => { outlined = !outlined; showTalk(); }),
+      tick("Show texts without Markdown", raw, () => { raw = !raw; showTalk(); }),
+    ];
   }
 
   function address() {
@@ -90,9 +96,11 @@ export async function episodePage(source, key, { query = "", turn: firstTurn = 0
   async function goTo(turn) {
     if (tab !== "conversation") await show("conversation");
     const target = document.getElementById(`turn-${turn}`);
-    if (target) history.replaceState(null, "", `${address()}#turn-${turn}`);
-    target?.scrollIntoView({ block: "start" });
-    target?.focus({ preventScroll: true });
+    if (!target) return;
+    history.replaceState(null, "", `${address()}#turn-${turn}`);
+    openTurns([target]);
+    target.scrollIntoView({ block: "start" });
+    target.focus({ preventScroll: true });
   }
 
   function draw() {

@@ -1,4 +1,5 @@
 // Search in the conversation of an episode: the places that contain a text, with its occurrences marked.
+import { openTurns } from "./conversation.js";
 import { el, fill } from "./dom.js";
 
 const SHOWN = 20, MARKED = 2000;
@@ -31,6 +32,7 @@ export function finder(panel, text, places) {
     if (!found.length) return;
     at = to;
     const needle = field.value.toLowerCase(), { nodes } = found[at];
+    openTurns(nodes);
     for (const more of nodes.flatMap((place) => [...place.querySelectorAll(".more")])) more.click();
     for (const folded of nodes.flatMap((place) => [place, ...place.querySelectorAll("details")])) if (folded.textContent.toLowerCase().includes(needle)) folded.open = true;
     draw();

@@ -1,6 +1,7 @@
 // Entry point of the pages: the header, the keys, and the view of the current address.
 import { el, fill, say } from "./dom.js";
 import { client } from "./client.js";
+import { openTurns } from "./conversation.js";
 import { episodePage } from "./episode.js";
 import { episodesPage } from "./episodes.js";
 import { groupPage } from "./group.js";
@@ -112,6 +113,7 @@ function nextTheme() {
 
 /** Show the folded texts of a conversation, which a printed page should contain. */
 function unfold() {
+  openTurns([document.getElementById("main")]);
   for (const folded of document.querySelectorAll(".conversation > details, .turn details")) folded.open = true;
   for (const more of document.querySelectorAll("main .more")) more.click();
 }
