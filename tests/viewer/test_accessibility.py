@@ -76,6 +76,10 @@ async def test_every_tab_of_an_episode(chromium: Any, finished: Path, screen: di
         for tab in await tabs.all():
             await tab.click()
             await check(page)
+        await tabs.first.click()
+        await page.get_by_label("One line per turn").check()
+        await page.get_by_label("Find in this episode").fill("look")
+        await check(page)
 
 
 async def test_prompts_with_markdown_and_a_comparison(

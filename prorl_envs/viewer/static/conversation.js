@@ -48,7 +48,7 @@ function gist({ message, after }) {
   const calls = callsOf(message).map(({ name, arguments: given }) => [name, ...Object.values(given).slice(0, 1).map(textOf)].join(" "));
   const did = calls.join("; ") || textOf(thoughts(message)[1] ?? "").trim() || "an empty answer";
   const output = after.map(textIn).join("\n").trim().split("\n").at(-1);
-  return [did.slice(0, GIST), output && ` → ${output.slice(0, GIST)}`];
+  return [el("span", {}, did.slice(0, GIST)), output && el("span", { class: "quiet" }, `→ ${output.slice(0, GIST)}`)];
 }
 
 /** Open the folded turns of an outline in elements. */
