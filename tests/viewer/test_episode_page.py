@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from prorl_envs.rollout.api.types import Result
+from prorl_envs.viewer.export import export_html
 from tests.viewer.conftest import call, result, written
 from tests.viewer.test_pages import offline, open_page
 
@@ -153,3 +154,14 @@ async def test_turns_fold_into_one_line(chromium: Any, tmp_path: Path) -> None:
         assert await first.get_by_text("Let me look.").is_visible()
         await page.get_by_label("One line per turn").uncheck()
         assert await second.get_by_text("red").is_visible()
+
+
+async def test_an_exported_file_has_the_search_and_saves_episodes(chromium: Any, tmp_path: Path) -> None:
+    one, path = result(), tmp_path / "out.html"
+    path.write_bytes(export_html([one.model_dump_json().encode()], "r"))
+    async with open_page(chromium, path.as_uri()) as page:
+        await page.evaluate("location.hash = '#/episode/0?inside=plain'")
+        await page.get_by_role("search").get_by_role("button", name="turn 2").wait_for()
+        async with page.expect_download() as started:
+            await page.get_by_role("button", name="Save JSON").click()
+        assert Result.model_validate_json((await (await started.value).path()).read_text()) == one
