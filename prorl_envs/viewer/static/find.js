@@ -41,13 +41,13 @@ export function finder(panel, text, places) {
 
   function mark() {
     const talk = panel.querySelectorAll(".conversation");
-    CSS.highlights?.set("found", new Highlight(...ranges([...talk], field.value.toLowerCase()).slice(0, MARKED)));
+    CSS.highlights?.set("found", new Highlight(...ranges([...talk], field.value.toLowerCase())));
   }
 
   return { node, search, step };
 }
 
-/** The occurrences of a text in elements. An occurrence that spans several text nodes is not found. */
+/** The first occurrences of a text in elements. An occurrence that spans several text nodes is not found. */
 function ranges(elements, needle) {
   const found = [];
   for (const element of needle ? elements : []) {
@@ -58,7 +58,7 @@ function ranges(elements, needle) {
         const range = document.createRange();
         range.setStart(walker.currentNode, at);
         range.setEnd(walker.currentNode, at + needle.length);
-        found.push(range);
+        if (found.push(range) === MARKED) return found;
       }
     }
   }
