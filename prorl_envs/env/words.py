@@ -15,7 +15,11 @@ _FENCE = re.compile(
 #: Maximum number of fences searched, from the end of a text: matching hostile fences takes quadratic time.
 _FENCES = 2_000
 _PYTHON = re.compile(r"i?python[0-9.]*|py3?|.*\.py")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+#: The start of a box; or a box without braces that ends its formula or line, as in `$\boxed 42$`.
+_BOX = re.compile(
+    r"\\(?:boxed|fbox)(?:\s*\{|\s?(?P<bare>[-+]?\d[\d,]{0,40}(?:\.\d+)?(?:/\d+)?|(?<=\s)[A-Z]"
+    r"|\\[dt]?frac\s*(?:\d|\{[^{}]{1,100}\})\s*(?:\d|\{[^{}]{1,100}\}))(?=[.,!]?\s*(?:\$|\\[)\]]|\n|\Z)))"
+)
 #: The text between two boxes that are one answer: spaces, marks of formulas and emphasis, a comma, a word.
 _JOINT = re.compile(
     r"(?:[\s$~*,;]|\\[,;:! ()\[\]]|\\q?quad\b|\b(?:and|or)\b"
@@ -24,9 +28,10 @@ _JOINT = re.compile(
 _OR, _COMMA = re.compile(r"\bor\b"), re.compile(r"(?<!\\)[,;]|\band\b")
 _SO = "(?:so|thus|hence|then|therefore)"
 _LEAD = rf"(?:{_SO}\b\W*)?(?:(?:the|my|our|final|correct|right)\s+)*"
+#: `ans` begins with a capital: in code, it is often the name of a variable.
 _LABEL = re.compile(
-    rf"^\W*{_LEAD}(?:answer|(?<=correct )(?:option|choice))\b\s*(?:\([^()]*\)\s*)?(?:is\b\s*(?:{_SO}\b\s*)?)?"
-    r"(?P<colon>[:：→]|[-=]>|=)?\s*",
+    rf"^\W*{_LEAD}(?:answer|(?-i:Ans|ANS)|(?<=correct )(?:option|choice))\b\s*(?:\([^()]*\)\s*)?"
+    rf"(?:is\b\s*(?:{_SO}\b\s*)?)?(?P<colon>[:：→]|[-=]>|=|(?<=ans)\.:?)?\s*",
     re.IGNORECASE,
 )
 #: Answers as some models are trained to state them, after GSM8K (`#### 42`) and DeepSeek R1.
@@ -131,7 +136,7 @@ def _closing(fences: Sequence[_Fence], opening_index: int) -> _Fence | None:
 
 
 def last_boxed(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}` with balanced braces; "" if there is none.
+    r"""Return the content of the last `\boxed{...}` with balanced braces or `\boxed 42`, else "".
 
     Boxes with nothing but a comma, `and` or `or` between them are one answer: `1, 2` of
     `\boxed{1} and \boxed{2}`.
@@ -140,11 +145,11 @@ def last_boxed(text: str) -> str:
     contents: list[str] = []
     following = len(spoken)
     for box in reversed(list(_BOX.finditer(spoken))):
-        end = _brace_end(spoken, box.end())
+        end = box.end() - 1 if box["bare"] else _brace_end(spoken, box.end())
         link = _link(spoken[end + 1 : following]) if contents and end < following else ""
         if end < 0 or (contents and not link):
             break
-        content = spoken[box.end() : end].strip()
+        content = box["bare"] or spoken[box.end() : end].strip()
         if [content] != contents[:1]:
             contents[:0] = [content, link] if contents else [content]
         following = box.start()
