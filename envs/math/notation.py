@@ -25,6 +25,7 @@ _ANGLES = re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])(.*?,.*?)(?:\\right\s*)
 _CASES = re.compile(r"\\begin\{cases\}([^&]*)\\end\{cases\}")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
 _REPEATED = re.compile(r"(?<![\w.])(\d+)\.()\((\d+)\)(?![\w.(])")
+_ELLIPTIC = re.compile(r"(?<![\w.])(\d*)\.(\d{0,20}?)(\d{1,6})\3{2,40}\s*(?:\.{3}|…|\\[lc]?dots)(?!\w)")
 _PERCENT_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:percent|%|\\%)\s*\}")
 _QUOTED = re.compile(r"([\"'])(.*)\1|“(.*)”|‘(.*)’", re.DOTALL)
 _PRIME = re.compile(r"\^\s*\{?\s*\\prime\s*\}?|′")
@@ -60,15 +61,17 @@ _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 #: Names that people write without a backslash, and their commands.
 _HYPERBOLIC, _CIRCULAR = ("sinh", "cosh", "tanh"), ("sin", "cos", "tan", "sec", "csc", "cot")
+#: Functions that the grammar does not know, and their reciprocals.
+_RECIPROCALS = {"coth": "tanh", "sech": "cosh", "csch": "sinh"}
 _FUNCTIONS = {
-    **{name: name for name in (*_HYPERBOLIC, *_CIRCULAR, "ln", "exp")},
+    **{name: name for name in (*_HYPERBOLIC, *_RECIPROCALS, *_CIRCULAR, "ln", "exp", "gcd", "lcm")},
     **{f"{arc}{name}": f"arc{name}" for name in (*_HYPERBOLIC, *_CIRCULAR) for arc in ("a", "ar", "arc")},
     **{"log": "ln", "lg": "log_{10}", "tg": "tan", "ctg": "cot"},
 }
 _SYMBOLS = {
     **{name: name for name in ("pi", "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")},
     **{name: name for name in ("kappa", "lambda", "rho", "sigma", "tau", "phi", "chi", "psi", "omega")},
-    **{"inf": "infty", "infinity": "infty"},
+    **{"inf": "infty", "infinity": "infty", "Infinity": "infty", "oo": "infty"},
 }
 _SYMBOL = rf"\\(?:{'|'.join(sorted(_SYMBOLS.values()))})(?![A-Za-z])"
 _CALL = rf"\\(?:log|{'|'.join(_FUNCTIONS)})(?![A-Za-z])"
@@ -84,7 +87,28 @@ _NAME = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)\s*\{[^{}]
 #: Names and letters in a row, as in `xsinx`.
 _PART = re.compile("|".join((*sorted({**_FUNCTIONS, **_SYMBOLS}, key=len, reverse=True), "[A-Za-z]")))
 _ARGUMENT = re.compile(r"\s*[\w({|^\\]")
-_UPRIGHT = re.compile(rf"\\(?:operatorname|mathrm)\s*\{{\s*({'|'.join(_FUNCTIONS)})\s*\}}(?=\s*\S)")
+_UPRIGHT = re.compile(
+    rf"\\(?:operatorname|mathrm|text(?!\s*\{{\s*sec\s*\}}))\s*\{{\s*({'|'.join(_FUNCTIONS)})\s*\}}(?=\s*\S)"
+)
+#: A function of `_RECIPROCALS`, its exponent, and its argument.
+_RECIPROCAL = re.compile(
+    rf"\\({'|'.join(_RECIPROCALS)})(?![A-Za-z])\s*(?:\^\s*\{{?\s*(\d+)\s*\}}?)?\s*(\{{[^{{}}]*\}}"
+    r"|(?:\\left\s*)?\((?:[^()]|\([^()]*\))*\)|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
+    rf"|\d*\s*(?:[A-Za-z]|{_SYMBOL})|\d+)"
+)
+#: Binomial coefficients (`C(5,2)` may also be a point, and `5C2` a hexadecimal number), unions, and sets.
+_REWRITTEN = (
+    (r"(?<![\\\w.])(?:math\.)?(?:comb|binom(?:ial)?|nCr)\(\s*([^(),]+),\s*([^(),]+)\)", r"\\binom{\1}{\2}"),
+    (r"(?<![\\\w])C\(\s*((?=[^,]*[a-z])[^(),]+),(?!\s*0)\s*([^(),]+)\)", r"\\binom{\1}{\2}"),
+    (r"(?<![\\\w.)}\]])([a-z])C([\drk]+)(?![\w_^'(])", r"\\binom{\1}{\2}"),
+    (
+        r"(?<![\w)}\]])(?:\{\s*\})?[\^_]\s*\{?(\w+)\}?\s*C\s*_\s*\{?(\w+)\}?(?!\w)",
+        r"\\binom{\1}{\2}",
+    ),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[][^()\[\],]*,)", r"\\cup "),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))", r"\1\2"),
+)
 _EXTREMUM = re.compile(r"(?<![\\A-Za-z])(max|min)(?=\s*\()")
 _BASE_OF_LOG = re.compile(r"(?<!\\)(log)(?:(2|10)(?=\s*\()|(?=\s*_))")
 _PLAIN_ROOT = re.compile(r"(?<!\\)sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+|[A-Za-z](?![A-Za-z])))")
@@ -95,7 +119,6 @@ _LARGE = re.compile(
 )
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMERAL = re.compile(rf"(?:\\text\s*\{{\s*)?({'|'.join(_NUMERALS)})(?:\s*\}})?", re.IGNORECASE)
-_CALLIGRAPHIC = re.compile(r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))")
 #: A ratio of more than two parts: the grammar divides them one after the other.
 _RATIO = re.compile(r"[^:()\[\],]+(?::[^:()\[\],]+){2,}")
 _ROUNDED = re.compile(r"(?<![\\A-Za-z])(floor|ceil)(?:ing)?\s*\(((?:[^()]|\([^()]*\))*)\)")
@@ -131,7 +154,12 @@ def _vulgar(match: re.Match[str]) -> str:
 
 def with_commands(spelling: str) -> str:
     """Return the canonical form of a result of `spelled`."""
-    return _DIVIDED.sub(r"{\1}/", _in_commands(spelling))
+    return _DIVIDED.sub(r"{\1}/", _RECIPROCAL.sub(_reciprocal, _in_commands(spelling)))
+
+
+def _reciprocal(match: re.Match[str]) -> str:
+    name, power, argument = match.groups()
+    return rf"{{(\frac{{1}}{{\{_RECIPROCALS[name]} {argument}}})^{{{power or 1}}}}}"
 
 
 def _in_commands(text: str) -> str:
@@ -189,10 +217,13 @@ def spelled(answer: str) -> str:
     if numeral := _NUMERAL.fullmatch(text):
         return str(_NUMERALS.index(numeral[1].lower()))
     text = _LARGE.sub(lambda match: rf"{match[1]}\cdot10^{{{_ZEROS[match[2]]}}}", text)
-    text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(_CALLIGRAPHIC.sub(r"\1\2", text))))
+    for pattern, replacement in _REWRITTEN:
+        text = re.sub(pattern, replacement, text)
+    text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(text)))
     if _RATIO.fullmatch(text):
         first, *others = text.split(":")
         text = f"(1,{','.join(rf'\frac{{{part.strip()}}}{{{first.strip()}}}' for part in others)})"
+    text = _ELLIPTIC.sub(_repeating, text)
     text = _REPEATING.sub(_repeating, _UNBRACED.sub(_braced, split_unit(text)[0]))
     text = _NATURAL.sub(r"\\ln ", _ROOT_OF_DIGIT.sub(r"\\sqrt\1{\2}", _REPEATED.sub(_repeating, text)))
     text = _CASES.sub(lambda match: match[1].replace(r"\\", ", "), _ANGLES.sub(r"(\1)", text))
