@@ -16,8 +16,10 @@ _NAMED = re.compile(r"\A\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 #: A text of words, as opposed to a product of variables.
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
-_ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}")
+#: Words, names of points in order, and Roman numerals, which are no products of variables.
+_ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}|[A-Z]{3,}|[IVXLCDM]{2,}")
 _LETTERS = re.compile(r"[a-z][a-z ]*")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _AND, _OR = (
     re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])")
     for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
@@ -44,6 +46,8 @@ def quick(answer: str, right: str) -> bool | None:
     words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in spellings]
     if words[0] == words[1] and _WORDS.fullmatch(words[0]):
         return True
+    if words[0] == words[1] and _is_in_one_case(answer) and _is_in_one_case(right):
+        return True
     if _ONLY_TEXT.fullmatch(right) and _LETTERS.fullmatch(words[0]):
         return words[0] == words[1]  # the library takes words for products of letters
     value, expected = _exact(answer), _exact(right)
@@ -64,7 +68,8 @@ def quick(answer: str, right: str) -> bool | None:
 def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     """Return true if two answers differ in a part that the library ignores.
 
-    Such parts are the unit, the base, primes, and whether inequalities are joined by `and` or `or`.
+    Such parts are the unit, the base, primes, the case of a Greek letter, and whether inequalities are joined
+    by `and` or `or`.
 
     Args:
         answer, right: in canonical form.
@@ -83,6 +88,8 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
             return True
     if answer.count("'") != right.count("'"):
         return True
+    if _COMMAND.fullmatch(answer) and answer != right and answer.lower() == right.lower():
+        return True  # `\omega` is not `\Omega`
     related = RELATION.search(answer) and RELATION.search(right)
     return bool(
         related
@@ -97,6 +104,12 @@ def unfinished(answer: str, right: Sequence[str]) -> bool:
     """
     operators = {name for name in _OPERATORS if name in answer}
     return not any(operators <= {name for name in _OPERATORS if name in text} for text in right)
+
+
+def _is_in_one_case(text: str) -> bool:
+    """Return true for a word such as `no`, `No` or `NO`, and false for the product `Mm`."""
+    one_case = text.islower() or text.isupper() or text.istitle()
+    return text.isalpha() and one_case and len(set(text)) == len(set(text.casefold()))
 
 
 def _exact(text: str) -> Fraction | None:

@@ -117,11 +117,15 @@ def refine() -> None:
     - Comparisons with absolute tolerances, and the comparison of equations, which accepts two empty sets of
       solutions.
     - Units of one or two letters: `2t` and `2ab` end with variables.
+    - `\gcd` and `\lcm` of variables, which are 1 and the product.
+    - The case of letters, which it ignores: it takes `R^2 - r^2` for 0.
     - The unit at the end of a text: in `2 \text{ hours } 30 \text{ minutes}`, the library drops everything
       from the first unit to the last.
     """
-    from latex2sympy2_extended import math_normalization
+    from latex2sympy2_extended import latex2sympy2, math_normalization
     from math_verify import grader
+    from math_verify import parser as latex_parser
+    from sympy import Function, Mul
 
     units = [
         unit
@@ -143,6 +147,21 @@ def refine() -> None:
     def strict_solve_and_compare(gold: Any, answer: Any, *precision: int) -> bool:
         return bool(grader.solve(gold, gold.free_symbols)) and solve_and_compare(gold, answer, *precision)
 
+    latex_parser.latex2sympy = functools.partial(
+        latex2sympy2.latex2sympy, conversion_config=latex2sympy2.ConversionConfig(lowercase_symbols=False)
+    )
+    parser = latex2sympy2._Latex2Sympy
+    of_numbers = parser.handle_gcd_lcm
+
+    @functools.wraps(of_numbers)
+    def symbolic_gcd_lcm(self: Any, name: str, values: Sequence[Any]) -> Any:
+        if not any(value.free_symbols for value in values):
+            return of_numbers(self, name, values)
+        if name == "lcm" and len(values) == 2:
+            return Mul(*values) / symbolic_gcd_lcm(self, "gcd", values)
+        return Function(name)(*sorted(values, key=str))
+
+    parser.handle_gcd_lcm = symbolic_gcd_lcm
     grader.sympy_numeric_eq = strict_numeric_eq
     grader.sympy_solve_and_compare = strict_solve_and_compare
 
@@ -177,7 +196,7 @@ def is_equal(right: Any, answer: Any) -> bool:
     from math_verify import verify
     from sympy import And, Eq, FiniteSet, Or
 
-    right, answer = _with_imaginary_unit(right, answer)
+    right, answer = _with_imaginary_unit(right, _with_variable_of(right, answer))
     if isinstance(answer, Eq) and not isinstance(right, Eq) and not answer.lhs.free_symbols:
         # The library uses the right side of an equation as its value; but `43 = 42` has no value.
         return bool(verify(answer.lhs, answer.rhs, timeout_seconds=None)) and is_equal(right, answer.rhs)
@@ -189,6 +208,21 @@ def is_equal(right: Any, answer: Any) -> bool:
         for one, other in ((right, answer), (answer, right))
     )
     return _same_where_real(right, answer) or bool(verify(right, answer, timeout_seconds=None))
+
+
+def _with_variable_of(right: Any, answer: Any) -> Any:
+    """Return the answer with the right answer's case of the constant of an integral, `C` or `c`, and of the
+    only variable of an equation."""
+    from sympy import Eq
+
+    equations = isinstance(right, Eq) and isinstance(answer, Eq)
+    ours, theirs = (
+        [symbol for symbol in getattr(value, "free_symbols", ()) if equations or symbol.name in ("c", "C")]
+        for value in (right, answer)
+    )
+    if [symbol.name.lower() for symbol in ours] != [symbol.name.lower() for symbol in theirs]:
+        return answer
+    return answer.xreplace({theirs[0]: ours[0]}) if len(ours) == 1 else answer
 
 
 def _with_imaginary_unit(*values: Any) -> Sequence[Any]:

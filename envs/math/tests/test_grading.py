@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from latex2sympy2_extended import math_normalization
-from math_verify import grader
+from latex2sympy2_extended import latex2sympy2, math_normalization
+from math_verify import grader, parser
 
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
@@ -60,7 +60,7 @@ async def test_every_example_discriminates(node: Node) -> None:
         (r"\text{east}", "e", False),
         (r"\text{east}", "5", None),
         ("abcd", "bacd", None),
-        ("abc", "ABC", None),
+        ("abc", "ABC", True),
         ("x**2 - 1", "(x-1)*(x+1)", None),
         ("sqrt(8)", "2*sqrt(2)", None),
         ("42", "4 2", None),
@@ -540,6 +540,95 @@ COMMANDS = [
     (r"(-\infty, -8)\cup (-8, 8) \cup (8, \infty)", r"x \neq \pm 8", 1),
     (r"(-\infty, -8)\cup (-8, 8) \cup (8, \infty)", r"x \neq \pm 7", 0),
 ]
+DIVISORS = [
+    (r"\gcd(a,b)", "1", 0),
+    ("1", r"\gcd(a,b)", 0),
+    (r"\gcd(a,b)", r"\gcd(a,c)", 0),
+    (r"\gcd(a,b)", r"\gcd(b, a)", 1),
+    (r"\gcd(a,b)", "gcd(a,b)", 1),
+    (r"\operatorname{lcm}(a,b)", "ab", 0),
+    (r"\operatorname{lcm}(a,b,c)", "abc", 0),
+    (r"\operatorname{lcm}(a,b)", r"\text{lcm}(b,a)", 1),
+    (r"\operatorname{lcm}(a,b)", r"\frac{ab}{\gcd(a,b)}", 1),
+    (r"m+n-\gcd(m,n)", "m + n - gcd(n, m)", 1),
+    (r"m+n-\gcd(m,n)", "m+n-1", 0),
+    (r"2^{\gcd(m,n)}-1", "1", 0),
+    ("5", "gcd(10,15)", 1),
+    ("30", "lcm(10,15)", 1),
+]
+CASE = [
+    (r"\pi(R^2-r^2)", "0", 0),
+    (r"\pi(R^2-r^2)", "pi*(R^2-r^2)", 1),
+    (r"\frac{Mm}{M+m}", r"\frac{m}{2}", 0),
+    (r"\frac{Mm}{M+m}", r"\frac{mM}{m+M}", 1),
+    ("R^2", "r^2", 0),
+    ("Mm", "mm", 0),
+    (r"\Omega", r"\omega", 0),
+    (r"\frac{x^2}{2}+C", "x^2/2 + c", 1),
+    (r"\frac{x^2}{2}+C", "x^2/2", 0),
+    ("cx+C", "Cx+c", 0),
+    ("x = 2", "X = 2", 1),
+    ("No", "no", 1),
+    ("A", "a", 1),
+    ("XI", "IX", 0),
+    ("DNA", "AND", 0),
+    ("AB", "BA", 1),
+]
+BINOMIALS = [
+    (r"\binom{n}{2}", "C(n,2)", 1),
+    (r"\frac{n(n-1)}{2}", "C(n, 2)", 1),
+    (r"\binom{n}{2}", "C(n,3)", 0),
+    (r"\binom{2n}{n}", "C(2n,n)", 1),
+    (r"\binom{n}{2}", r"{n \choose 2}", 1),
+    (r"\binom{n}{2}", "nC2", 1),
+    (r"\binom{n}{2}-n", "nCr", 0),
+    (r"\binom{n}{r}", "^nC_r", 1),
+    (r"\binom{n}{r}", "{}_{n}C_{r}", 1),
+    (r"\binom{n}{2}", "nC_2", 0),
+    (r"\binom{n}{2}", "2^nC_2", 0),
+    ("210", "math.comb(10,4)", 1),
+    ("C(3,1)", "C(3,2)", 0),
+    ("C(0,5)", "C(0,6)", 0),
+    ("C(a,0)", "C(b,0)", 0),
+    ("5C2", "5C3", 0),
+]
+HYPERBOLIC = [
+    (r"\coth x", "coth(x)", 1),
+    (r"\coth x", r"\frac{\cosh x}{\sinh x}", 1),
+    (r"\coth x", r"\cot hx", 0),
+    (r"\coth x", r"\tanh x", 0),
+    (r"\coth^2 x-1", r"\operatorname{csch}^2 x", 1),
+    (r"\coth^2 x-1", r"\operatorname{csch} x", 0),
+    (r"\coth\left(\frac{x}{2}\right)", "1/tanh(x/2)", 1),
+    (r"2\operatorname{sech}^{2}(2x)", r"\frac{2}{\cosh^2(2x)}", 1),
+    (r"\operatorname{sech} 2x", r"\frac{x}{\cosh 2}", 0),
+]
+INFINITE = [
+    (r"-\infty", "-oo", 1),
+    (r"\infty", "-oo", 0),
+    (r"\infty", "00", 0),
+    (r"(-\infty, 3)", "(-oo, 3)", 1),
+    (r"(-\infty,-1]\cup[1,\infty)", "(-inf,-1] U [1,inf)", 1),
+    (r"(-\infty,-1]\cup[1,\infty)", "(-inf,-1) U [1,inf)", 0),
+    ("(3, 4)", "U(3, 4)", 0),
+    (r"\frac{1}{6}", "0.1666...", 1),
+    (r"\frac{4}{33}", r"0.121212\ldots", 1),
+    (r"\frac{1}{3}", "0.33...", 0),
+    (r"\frac{1}{3}", "0.3334...", 0),
+    (r"\sqrt{2}", "1.414...", 0),
+]
+#: Notations with two meanings, of which one is chosen.
+AMBIGUOUS = [
+    (r"\log 2", r"\ln 2", 0),
+    (r"\ln 2", r"\log 2", 0),
+    (r"\log x", r"\log(x)", 1),
+    (r"\frac{1}{2\pi}", "1/2pi", 1),
+    (r"\frac{\pi}{2}", "1/2pi", 0),
+    (r"\frac{\pi}{2}", "1/2*pi", 1),
+    (r"\overline{AB}", "AB", 0),
+    (r"\overline{AB}", r"\overline{AB}", 1),
+    (r"0.\overline{12}", r"\overline{12}", 0),
+]
 
 
 @pytest.fixture(scope="module")
@@ -548,6 +637,9 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grader, "sympy_numeric_eq", grader.sympy_numeric_eq)
         patch.setattr(grader, "sympy_solve_and_compare", grader.sympy_solve_and_compare)
+        patch.setattr(parser, "latex2sympy", parser.latex2sympy)
+        converter = latex2sympy2._Latex2Sympy
+        patch.setattr(converter, "handle_gcd_lcm", converter.handle_gcd_lcm)
         for name in ("units_regex", "unit_superscript_regex"):
             patch.setattr(math_normalization, name, getattr(math_normalization, name))
         verifier.refine()
@@ -577,6 +669,12 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
         *COMMANDS,
         *SPELLINGS,
         *NAMES,
+        *DIVISORS,
+        *CASE,
+        *BINOMIALS,
+        *HYPERBOLIC,
+        *INFINITE,
+        *AMBIGUOUS,
     ],
 )
 def test_answers_that_the_library_judges(
