@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 
 from prorl_envs.env.node import Node
@@ -43,7 +44,12 @@ _COPY_S = 300.0
 #: Timeout of the tests in seconds, if the task sets none.
 _VERIFIER_S = 600.0
 _TAIL = 4000
-_SUMMARY = re.compile(r"^=+ short test summary info =+$", re.MULTILINE)
+#: The lines with which pytest starts a session, starts its summary, and ends it.
+_MARK = re.compile(
+    r"^=+ (?:(?P<start>test session starts)|(?P<summary>short test summary info)"
+    r"|.* in [\d.]+s(?: \([\w:, ]*\))?) =+$",
+    re.MULTILINE,
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 _STATUS = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
 #: A failed sub-test, whose test may have passed; and the number of failures: some summaries omit sub-tests.
@@ -272,20 +278,40 @@ def _number(value: object) -> float:
 
 
 def summary_reward(output: str) -> dict[str, float]:
-    """Return 1 if the last summary of pytest names a passed test, and none that failed.
+    """Return 1 if the summaries of pytest name a passed test, and none that failed.
 
     As in Terminal-Bench, tests that were skipped or failed as expected do not count, and those that passed
     against expectation failed.
 
     Raises:
-        NoReward: there is no summary, or it names no tests.
+        NoReward: there is no summary, or none names a test.
     """
-    _, *summaries = _SUMMARY.split(_COLOUR.sub("", output))
-    statuses = set(_STATUS.findall(summaries[-1])) if summaries else set[str]()
+    summaries = _summaries(_COLOUR.sub("", output))
+    statuses = {status for summary in summaries for status in _STATUS.findall(summary)}
     if not statuses:
         raise NoReward("the tests printed no summary of pytest (option -rA)")
-    failed = statuses & {"FAILED", "ERROR", "XPASS"} or _FAILED.search(summaries[-1])
+    failed = statuses & {"FAILED", "ERROR", "XPASS"} or any(map(_FAILED.search, summaries))
     return {"reward": float("PASSED" in statuses and not failed)}
+
+
+def _summaries(output: str) -> list[str]:
+    """Return the last summary of each session, without sessions that a test started and printed.
+
+    If the starts and ends of sessions do not match, return all summaries.
+    """
+    sessions, every = list[str](), list[str]()
+    depth = 0
+    marks = list(_MARK.finditer(output))
+    for mark, following in zip_longest(marks, marks[1:]):
+        if mark["start"]:
+            depth += 1
+            sessions += [""] * (depth == 1)
+        elif mark["summary"]:
+            every.append(output[mark.end() : following.end() if following else None])
+            sessions[-1:] = every[-1:] if depth <= 1 else sessions[-1:]
+        else:
+            depth = max(depth - 1, 0)
+    return sessions if any(sessions) else every
 
 
 def _exclude(copy: Path, patterns: Sequence[str]) -> None:

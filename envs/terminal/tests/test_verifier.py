@@ -292,6 +292,39 @@ def test_the_summary_of_pytest_is_read(lines: str, reward: float) -> None:
     assert summary_reward(coloured.replace("\n", "\r\n")) == {"reward": reward}
 
 
+START = "============================= test session starts ==============================\n"
+END = "============================== 1 {} in 0.12s ===============================\n"
+PASSING = f"{HEADING}PASSED a.py::b\n{END.format('passed')}"
+FAILING = f"{HEADING}FAILED a.py::c\n{END.format('failed')}"
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        (f"{START}{PASSING}{START}{PASSING}", 1),
+        (f"{START}{FAILING}{START}{PASSING}", 0),
+        (f"{START}{PASSING}{START}{FAILING}", 0),
+        (f"{START}{END.format('passed')}{START}{PASSING}", 1),
+        # A test printed the output of another session.
+        (f"{START}{START}{FAILING}{START}{PASSING}{PASSING}", 1),
+        (f"{START}{START}{PASSING}{FAILING}", 0),
+        (f"{START}{FAILING}{PASSING}", 1),
+        (f"{START}{PASSING}{FAILING}", 0),
+        (f"{START}{PASSING}{FAILING}{START}{PASSING}", 0),
+        (f"{START}{START}{FAILING}{PASSING}{START}{FAILING}", 0),
+        (f"{START}{START}{PASSING}", 1),
+        (f"{START}{START}{FAILING}{START}{PASSING}", 0),
+    ],
+)
+def test_each_session_of_pytest_counts(output: str, reward: float) -> None:
+    assert summary_reward(output) == {"reward": reward}
+
+
+def test_the_summaries_are_found_in_linear_time() -> None:
+    for text in ("=" * 1_000_000, "= " + " in 1.1s" * 200_000, "=" + " in 1s (" * 200_000, START * 20_000):
+        assert summary_reward(f"{text}\n{PASSING}")["reward"] in (0, 1)
+
+
 @pytest.mark.parametrize(
     "output", ["", "PASSED a.py::b\n", HEADING, f"PASSED a.py::b\n{HEADING}=== 1 passed ===\n"]
 )
