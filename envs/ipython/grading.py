@@ -32,6 +32,9 @@ _MODULE = re.compile(r"\b(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])")
 _NAMED = re.compile(r"\A\s*[A-Za-z]\w*(?:\(\s*\w+\s*\))?\s*=(?!=)")
 _SIGNS = str.maketrans("−·×", "-**")
 _POWER = re.compile(r"\s*[*x]\s*10\s*(?:\^|\*\*)\s*\(?\s*([-+]?\d+)\s*\)?")
+#: A number before a factor, as in `2x`, and the operator before it: `1/2x` and `x^2y` have two meanings.
+_COEFFICIENT = re.compile(r"([*/^]*)\s*(?<![\w.)])(\d+(?:\.\d+)?)\s*(?![eE][-+]?\d)(?=[A-Za-z(])")
+_SIZE = re.compile(r"\|([^|]+)\|")
 
 # Convert numpy's and pandas' containers to plain lists, so that numbers do not print as np.float64(...).
 _PRINT = """
@@ -97,6 +100,11 @@ def _is_right(check: Check, answer: str) -> bool:
                 values, check.values, ordered=check.ordered, rel_tol=check.rel_tol, abs_tol=check.abs_tol
             )
         case ExpressionCheck():
+            plain = _COEFFICIENT.sub(_multiplied, _SIZE.sub(r"abs(\1)", plain))
             return same_expression(plain, check.value, variables=check.variables, domain=check.domain)
         case TextCheck():
             return same_text(answer, check.value, ignore_case=check.ignore_case)
+
+
+def _multiplied(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[2]}*" if match[1] in ("", "*") else match[0]

@@ -60,6 +60,38 @@ async def test_answers_of_the_finish_call(
 
 
 @pytest.mark.parametrize(
+    ("value", "answer", "right"),
+    [
+        ("2*x", "2x", True),
+        ("2*x", "2 x", True),
+        ("2*x", "x2", False),
+        ("2*x + 1", "1+2x", True),
+        ("2*sin(x) - 3*(x + 1)", "2sin(x) - 3(x+1)", True),
+        ("2.5*x**2", "2.5x^2", True),
+        ("6*x", "3*2x", True),
+        ("x/2", "1/2x", False),
+        ("1/(2*x)", "1/2x", False),
+        ("1/(2*x)", "1/  2x", False),
+        ("1/(2*x)", "1/(2x)", True),
+        ("x**2*y", "x^2y", False),
+        ("x**(2*y)", "x**2y", False),
+        ("2000*x", "2e3*x", True),
+        ("abs(x - y)", "|x - y|", True),
+        ("2*abs(x - y)", "2|x-y|", True),
+        ("2*abs(x - y)", "x-y", False),
+        ("abs(x) - abs(y)", "|x|-|y|", True),
+        ("abs(x - y)", "|x|-|y|", False),
+        ("abs(x - abs(y))", "|x-|y||", False),
+        ("abs(x)", "|x", False),
+    ],
+)
+def test_expressions_may_omit_multiplication_signs(value: str, answer: str, right: bool) -> None:
+    check = {"type": "expression", "value": value, "variables": ["x", "y"]}
+    (parsed,) = IPythonEnvironment.load(row(check)).checks
+    assert judge("c", parsed, answer).passed is right
+
+
+@pytest.mark.parametrize(
     ("check", "answer", "right"),
     [
         ({"type": "number", "value": 1e-12}, "1e-12", True),
