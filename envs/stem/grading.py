@@ -36,6 +36,8 @@ _COMMAND = re.compile(r"\\(?:%|[A-Za-z]+)")
 _PUNCTUATION = ".,;:()"
 _SPACE = re.compile(r"\\(?:[,;:! ]|q?quad\b)|~")
 _EXPONENT = re.compile(r"\^\{([+-]?\d+)\}")
+#: A genotype, such as `AaBb`, in which the case of letters counts.
+_GENOTYPE = re.compile(r"(?:([A-Za-z])(?i:\1))+")
 _ARTICLES = frozenset(("a", "an", "the"))
 
 
@@ -111,5 +113,6 @@ def _number(answer: str, right: NumberAnswer) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    words = _plain(text).casefold().strip().strip(".\"'“”").split()
+    plain = _plain(text).strip().strip(".\"'“”").split()
+    words = [word if _GENOTYPE.fullmatch(word) else word.casefold() for word in plain]
     return [word for word in words if word not in _ARTICLES] or words
