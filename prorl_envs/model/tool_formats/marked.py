@@ -26,6 +26,8 @@ class Llama(ToolFormat):
     """Llama 3.1 and later: the whole answer is the call, or a list of calls.
 
     {"name": "bash", "parameters": {"command": "ls"}}
+
+    Some answers start with prose. After it, a call starts a line, outside other JSON and blocks of code.
     """
 
     name = "llama"
@@ -35,13 +37,27 @@ class Llama(ToolFormat):
         r'[\s;,]*(?:<\|python_tag\|>\s*)?(?=(?:\[\s*)?\{\s*"(?:type|name|function|parameters|arguments)")'
     )
     _KEYS = re.compile(r'"(?:parameters|arguments)"\s*:')
+    #: What matters in prose: the tag, a fence of a code block, and a call at the start of a line.
+    _IN_PROSE = re.compile(
+        r'(?P<tag><\|python_tag\|>)|(?P<fence>```)|(?:(?<=[^\s\[{(,:"])|(?<=[^"]:))\s*\n[ \t]*'
+        r'(?=(?:\[\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+        r'"(?:name|function)"\s*:\s*"[^"\n]{1,200}"\s*,\s*"(?:parameters|arguments)"\s*:)'
+    )
     _NEXT = re.compile(r'<\|python_tag\|>|;\s*\{\s*"(?:type|name|function)"')
 
     def find(self, text: str, at: int) -> int:
         # A JSON object is an ordinary answer, unless it has the keys of a call.
         if self._BEGIN.match(text, at) and self._KEYS.search(text, at):
             return at
-        return text.find(self._TAG, at)
+        fenced = False
+        for mark in self._IN_PROSE.finditer(text, at):
+            if mark["tag"]:
+                return mark.start()
+            if mark["fence"]:
+                fenced = not fenced
+            elif not fenced:
+                return mark.end()
+        return -1
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
         beginning = self._BEGIN.match(text, at)

@@ -455,6 +455,47 @@ def test_a_llama_answer_may_be_a_list_of_calls() -> None:
         assert (turn.calls, turn.content, turn.malformed) == ((), answer, ())
 
 
+@pytest.mark.parametrize(
+    "prose", ["I look.", "I look:", 'So "x":', "1. First\n\n", "```\nls\n```", "I call `bash`:\n"]
+)
+def test_a_llama_call_may_follow_prose(prose: str) -> None:
+    one = f'{{"name": "bash", "parameters": {JSON}}}'
+    for call in (
+        one,
+        f"[{one}]",
+        f"<|python_tag|>{one}",
+        one.replace('"name"', '"type": "function", "name"'),
+    ):
+        turn = FORMATS["llama"].turn(f"{prose}\n{call}")
+        quoted = prose == 'So "x":' and "<|" not in call
+        assert turn.calls == ((ReadCall("bash", ARGUMENTS),) * (not quoted)), call
+        assert turn.content == (f"{prose}\n{call}" if quoted else prose.strip())
+    turn = FORMATS["llama"].turn(f"{prose}\n{one}\nThen the next:\n{one}\nDone.")
+    assert len(turn.calls) == 2 or prose == 'So "x":'
+    assert turn.content.endswith("Done.")
+    broken = FORMATS["llama"].turn(f"I look.\n{one[:-1]}")
+    assert (broken.calls, len(broken.malformed)) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        'The call is {"name": "bash", "parameters": {}}',
+        '```json\n{"name": "bash", "parameters": {}}\n```',
+        '```\n{"name": "bash", "parameters": {}}\n```',
+        '```\nAn example:\n{"name": "bash", "parameters": {}}\n```',
+        '{"calls": [\n{"name": "bash", "parameters": {}}\n]}',
+        '{"call":\n{"name": "bash", "parameters": {}}\n}',
+        'calls = [\n    {"name": "a", "parameters": {}},\n    {"name": "b", "parameters": {}}]',
+        'People:\n{"name": "Ada", "born": 1815}',
+        'Tools:\n{"name": "bash", "description": "Run.", "parameters": {"type": "object"}}',
+    ],
+)
+def test_quoted_json_is_no_llama_call(answer: str) -> None:
+    turn = FORMATS["llama"].turn(answer)
+    assert (turn.calls, turn.content, turn.malformed) == ((), answer, ())
+
+
 @pytest.mark.parametrize("to", ["assistant", "user", "all"])
 def test_a_harmony_message_to_everyone_is_content(to: str) -> None:
     said = f"<|channel|>commentary to={to}<|message|>The plan.<|end|><|start|>assistant"
