@@ -208,6 +208,42 @@ _HARMONY = (
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 )
+_FUNCTION_GEMMA = (
+    (_GEMMA.replace("<|turn>", "<start_of_turn>").replace("<turn|>", "<end_of_turn>"))
+    .replace("<|tool_call>", "<start_function_call>")
+    .replace("<tool_call|>", "<end_function_call>")
+    .replace("<|tool_response>", "<start_function_response>")
+    .replace("<tool_response|>", "<end_function_response>")
+    .replace('<|"|>', "<escape>")
+)
+_MINIMAX = (
+    "]~!b["
+    + _tools("]~b]system\nTools:\n<tools>\n", "</tools>[e~[\n")
+    + """\
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{ ']~b]tool' }}{% endif %}
+        {{- '\\n<response>' + m.content + '</response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '[e~[\\n' }}{% endif %}
+    {%- elif m.role == 'assistant' %}
+        {{- ']~b]ai\\n' + m.content }}
+        {%- if m.tool_calls %}{{ '\\n<minimax:tool_call>\\n' }}
+            {%- for call in m.tool_calls %}
+                {{- '<invoke name="' + call.function.name + '">\\n' }}
+                {%- for key, value in call.function.arguments.items() %}
+                    {{- '<parameter name="' + key + '">' }}
+                    {{- (value if value is string else value | tojson) + '</parameter>\\n' }}
+                {%- endfor %}
+                {{- '</invoke>\\n' }}
+            {%- endfor %}
+            {{- '</minimax:tool_call>' }}
+        {%- endif %}
+        {{- '[e~[\\n' }}
+    {%- else %}{{ ']~b]' + m.role + '\\n' + m.content + '[e~[\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ ']~b]ai\\n' }}{% endif %}
+"""
+)
 _PLAIN = """\
 {%- for m in messages %}
     {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim }}
@@ -226,12 +262,14 @@ TEMPLATES: dict[str, str] = {
     "kimi": _KIMI,
     "mistral": _MISTRAL,
     "gemma": _GEMMA,
+    "functiongemma": _FUNCTION_GEMMA,
+    "minimax": _MINIMAX,
     "harmony": _HARMONY,
     "plain": _PLAIN,
 }
 
 _LITERAL = re.compile(
-    r"<\|?/?[\w▁]+\|?>|<｜[\w▁｜]+｜>|\[/?[A-Za-z_]{3,}\]|<\|\"\|>|</?(?:tool_call|tool_response|think)>"
+    r"<\|?/?[\w▁]+\|?>|<｜[\w▁｜]+｜>|\[/?[A-Za-z_]{3,}\]|<\|\"\|>|\]~b\]|\[e~\[|</?(?:tool_call|tool_response|think)>"
 )
 _NOT_CONTROL = {"<tools>", "</tools>"}
 _USUAL = ("<s>", "</s>", "<|call|>", "<|return|>", "<|constrain|>")

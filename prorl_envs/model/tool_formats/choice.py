@@ -5,12 +5,12 @@ same call is chosen. So fine-tuned and renamed models work like their originals.
 """
 
 from prorl_envs.errors import InputError
-from prorl_envs.model.tool_formats.gemma import Gemma
+from prorl_envs.model.tool_formats.gemma import FunctionGemma, Gemma
 from prorl_envs.model.tool_formats.harmony import Harmony
 from prorl_envs.model.tool_formats.hermes import Hermes
 from prorl_envs.model.tool_formats.marked import DeepSeek, Kimi, Llama, Mistral
 from prorl_envs.model.tool_formats.reading import Declared, ReadCall, ToolFormat
-from prorl_envs.model.tool_formats.tagged import Coder, Dsml, Glm
+from prorl_envs.model.tool_formats.tagged import Coder, Dsml, Glm, MiniMax
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Formats by name, in the order of the trials.
@@ -22,9 +22,11 @@ FORMATS: dict[str, ToolFormat] = {
         Glm(),
         DeepSeek(),
         Dsml(),
+        MiniMax(),
         Kimi(),
         Mistral(),
         Gemma(),
+        FunctionGemma(),
         Harmony(),
         Llama(),
     )

@@ -1,4 +1,4 @@
-"""Formats whose arguments are tags around plain values: the coder format, GLM's, and DeepSeek's DSML.
+"""Formats whose arguments are tags around plain values: coder, GLM, DeepSeek's DSML, MiniMax.
 
 Values are not quoted, so their types come from the tools' schemas. A value may contain its own closing tag:
 it ends at the first closing tag after which the call continues with valid syntax. A value may also contain
@@ -27,6 +27,8 @@ from prorl_envs.tools.types import JsonObject
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
 #: Maximum quoted tags that are open at once. It bounds the time for an answer with many unclosed calls.
 _MAX_DEPTH = 64
+#: The rest of the tag of a DSML parameter, which may name its type.
+_KIND = re.compile(r'\s+string="(true|false)"\s*>|\s*>')
 
 
 class _Tagged(ToolFormat):
@@ -176,7 +178,42 @@ class Glm(_Tagged):
         return [checked(name, arguments)], at + len(_TOOL_CALL_END)
 
 
-class Dsml(_Tagged):
+class _Invoke(_Tagged):
+    """A format with `invoke` and `parameter` tags inside a block.
+
+    Args:
+        prefix: text before the names of the tags.
+        blocks: names of the tags around all calls.
+    """
+
+    def __init__(self, prefix: str, blocks: Sequence[str]) -> None:
+        self.noise = tuple(f"<{slash}{block}>" for slash in ("", "/") for block in blocks)
+        self._open, self._close = f'<{prefix}invoke name="', f"</{prefix}invoke>"
+        self._parameter, close = f'<{prefix}parameter name="', f"</{prefix}parameter>"
+        self.tags = re.compile(
+            f"(?P<call>{self._open})|(?P<end>{self._close})|(?P<parameter>{self._parameter})|(?P<close>{close})"
+        )
+        self.following = re.compile(rf"\s*(?:{self._parameter}|{self._close}|\Z)")
+
+    def find(self, text: str, at: int) -> int:
+        return text.find(self._open, at)
+
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        name, at = up_to(text, at + len(self._open), '">', "The name of a tool call")
+        arguments: JsonObject = {}
+        while text.startswith(self._parameter, at := skip_space(text, at)):
+            key, at = up_to(text, at + len(self._parameter), '"', f"A parameter of {name!a}")
+            kind = _KIND.match(text, at)
+            if not kind:
+                raise Malformed(f"The parameter {key!a} is not written as in the format.")
+            value, at = self.value(text, kind.end(), name)
+            _add(arguments, key, _of_kind(kind[1], value, declared, name, key))
+        if not text.startswith(self._close, at):
+            raise Malformed(f"The call to {name!a} was cut off, or has text between its parameters.")
+        return [checked(name, arguments)], at + len(self._close)
+
+
+class Dsml(_Invoke):
     """DeepSeek V3.2 and later.
 
     <｜DSML｜function_calls>
@@ -191,33 +228,33 @@ class Dsml(_Tagged):
         'Write <｜DSML｜invoke name="NAME">\n<｜DSML｜parameter name="KEY" string="true">VALUE'
         "</｜DSML｜parameter>\n</｜DSML｜invoke>."
     )
-    noise = tuple(
-        f"<{slash}｜DSML｜{block}>" for slash in ("", "/") for block in ("function_calls", "tool_calls")
+
+    def __init__(self) -> None:
+        super().__init__("｜DSML｜", ("｜DSML｜function_calls", "｜DSML｜tool_calls"))
+
+
+class MiniMax(_Invoke):
+    """MiniMax M2 and later.
+
+    <minimax:tool_call>
+    <invoke name="bash">
+    <parameter name="command">ls</parameter>
+    </invoke>
+    </minimax:tool_call>
+    """
+
+    name = "minimax"
+    form = (
+        'Write <minimax:tool_call>\n<invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n'
+        "</invoke>\n</minimax:tool_call>."
     )
-    _OPEN, _CLOSE = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
-    _PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
-    tags = re.compile(
-        f"(?P<call>{_OPEN})|(?P<end>{_CLOSE})|(?P<parameter>{_PARAMETER})|(?P<close>{_PARAMETER_END})"
-    )
-    following = re.compile(rf"\s*(?:{_PARAMETER}|{_CLOSE}|\Z)")
-    _KIND = re.compile(r'\s+string="(true|false)"\s*>|\s*>')
+
+    def __init__(self) -> None:
+        super().__init__("", ("minimax:tool_call",))
 
     def find(self, text: str, at: int) -> int:
-        return text.find(self._OPEN, at)
-
-    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
-        name, at = up_to(text, at + len(self._OPEN), '">', "The name of a tool call")
-        arguments: JsonObject = {}
-        while text.startswith(self._PARAMETER, at := skip_space(text, at)):
-            key, at = up_to(text, at + len(self._PARAMETER), '"', f"A parameter of {name!a}")
-            kind = self._KIND.match(text, at)
-            if not kind:
-                raise Malformed(f'The parameter {key!a} is not written as name="KEY" string="true">.')
-            value, at = self.value(text, kind.end(), name)
-            _add(arguments, key, _of_kind(kind[1], value, declared, name, key))
-        if not text.startswith(self._CLOSE, at):
-            raise Malformed(f"The call to {name!a} was cut off, or has text between its parameters.")
-        return [checked(name, arguments)], at + len(self._CLOSE)
+        block = text.find(self.noise[0])
+        return super().find(text, max(at, block)) if block >= 0 else -1
 
 
 def _of_kind(string: str | None, value: str, declared: Declared, name: str, key: str) -> Any:

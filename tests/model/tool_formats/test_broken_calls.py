@@ -18,12 +18,18 @@ DSML_PLAN = (
     '<｜DSML｜invoke name="plan">\n<｜DSML｜parameter name="text" string="true">{}</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>"
 )
+MINIMAX_PLAN = (
+    '<minimax:tool_call>\n<invoke name="plan">\n<parameter name="text">{}</parameter>\n</invoke>\n'
+    "</minimax:tool_call>"
+)
 GEMMA_PLAN = '<|tool_call>call:plan{text:<|"|>{}<|"|>}<tool_call|>'
 TAGGED = {
     "coder": (PLAN, "\n</parameter>"),
     "glm": (GLM_PLAN, "</arg_value>"),
     "dsml": (DSML_PLAN, "</｜DSML｜parameter>"),
+    "minimax": (MINIMAX_PLAN, "</parameter>"),
 }
+PARAMETERS = dict(zip(TAGGED, ("<parameter", "<arg_key", "<｜DSML｜p", "<parameter"), strict=True))
 
 
 def plan(text: str) -> ReadCall:
@@ -44,7 +50,7 @@ def test_a_parameter_without_a_closing_tag_does_not_swallow_the_next(name: str) 
     written, close = TAGGED[name]
     start, _, end = written.replace("{}", "ls -la").partition(close)
     for line, value in (("\n", "x </parameter></arg_value> y"), ("", "x")):
-        parameter = start[start.index(("<parameter", "<arg_key", "<｜DSML｜p")[list(TAGGED).index(name)]) :]
+        parameter = start[start.index(PARAMETERS[name]) :]
         second = parameter.replace("text", "more").replace("ls -la", value)
         turn = FORMATS[name].turn(f"{start}{line}{second}{close}{end}")
         assert (turn.calls, len(turn.malformed)) == ((), 1)
@@ -114,7 +120,7 @@ def test_quotations_are_bounded(name: str) -> None:
 def test_a_repeated_parameter_is_malformed(name: str) -> None:
     written, close = TAGGED[name]
     start, _, end = written.replace("{}", "ls").partition(close)
-    parameter = start[start.index(("<parameter", "<arg_key", "<｜DSML｜p")[list(TAGGED).index(name)]) :]
+    parameter = start[start.index(PARAMETERS[name]) :]
     turn = FORMATS[name].turn(f"{start}{close}\n{parameter}{close}{end}")
     assert turn.calls == ()
     assert "twice" in turn.malformed[0]
@@ -147,6 +153,7 @@ def test_a_repeated_parameter_is_malformed(name: str) -> None:
         ("coder", PLAN.replace("{}", "b").replace("\n</parameter>", "") + PLAN.replace("{}", "a")[12:]),
         ("glm", f"<tool_call>bash\n<arg_key>command\n{GLM_PLAN.replace('{}', 'a')}"),
         ("dsml", f'<｜DSML｜invoke name="bash\n{DSML_PLAN.replace("{}", "a")}'),
+        ("minimax", f'<minimax:tool_call>\n<invoke name="bash\n{MINIMAX_PLAN.replace("{}", "a")}'),
         ("gemma", f"<|tool_call>call:bash{GEMMA_PLAN.replace('{}', 'a')}"),
         (
             "harmony",
@@ -213,7 +220,17 @@ def _tags(start: list[str], parameter: Callable[[str, str], list[str]], end: lis
 
 
 type Pieces = Callable[[dict[str, str]], list[str]]
+
+
 #: The syntactic pieces of a call, of which any may be missing.
+def _gemma(start: str, quote: str, end: str) -> Callable[[dict[str, str]], list[str]]:
+    return lambda a: [
+        *(start, "call:", "f", "{"),
+        *(p for n, (k, v) in enumerate(a.items()) for p in ("," * (n > 0), k, ":", quote, v, quote)),
+        *("}", end),
+    ]
+
+
 WRITERS: dict[str, Pieces] = {
     "hermes": lambda a: [
         "<tool_call>", "\n", '{"name": "f", "arguments": ', *_json(a), "}", "\n", "</tool_call>",
@@ -235,6 +252,11 @@ WRITERS: dict[str, Pieces] = {
         ],
         ["</｜DSML｜invoke>"],
     ),
+    "minimax": _tags(
+        ["<minimax:tool_call>", "\n", '<invoke name="f">', "\n"],
+        lambda k, v: ["<parameter", f' name="{k}"', ">", v, "</parameter>", "\n"],
+        ["</invoke>", "\n", "</minimax:tool_call>"],
+    ),
     "deepseek": lambda a: [
         "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "f", "\n```json\n", *_json(a), "\n```",
         "<｜tool▁call▁end｜>",
@@ -244,11 +266,8 @@ WRITERS: dict[str, Pieces] = {
         "<|tool_call_end|>",
     ],
     "mistral": lambda a: ["[TOOL_CALLS]", "f", "[ARGS]", *_json(a)],
-    "gemma": lambda a: [
-        "<|tool_call>", "call:", "f", "{",
-        *(p for n, (k, v) in enumerate(a.items()) for p in ("," * (n > 0), k, ":", '<|"|>', v, '<|"|>')),
-        "}", "<tool_call|>",
-    ],
+    "gemma": _gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
+    "functiongemma": _gemma("<start_function_call>", "<escape>", "<end_function_call>"),
     "harmony": lambda a: [
         "<|start|>", "assistant", "<|channel|>", "commentary", " to=functions.f", "<|message|>", *_json(a),
         "<|call|>",

@@ -39,6 +39,10 @@ INVOKE = (
     '</｜DSML｜parameter>\n<｜DSML｜parameter name="count" string="false">3</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>"
 )
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="bash">\n<parameter name="command">echo "hi"\n</parameter>\n'
+    '<parameter name="count">3</parameter>\n</invoke>\n</minimax:tool_call>'
+)
 
 #: The same call in the format of each family.
 WRITTEN = [
@@ -56,6 +60,7 @@ WRITTEN = [
     ("deepseek", DEEPSEEK.replace("{}", f"function<｜tool▁sep｜>bash\n```json\n{JSON}\n```")),
     ("deepseek", DEEPSEEK.replace("{}", f"bash<｜tool▁sep｜>{JSON}")),
     ("dsml", f"<｜DSML｜function_calls>\n{INVOKE}\n</｜DSML｜function_calls>"),
+    ("minimax", MINIMAX),
     (
         "kimi",
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>"
@@ -64,6 +69,10 @@ WRITTEN = [
     ("mistral", f'[TOOL_CALLS] [{{"name": "bash", "arguments": {JSON}, "id": "abcdefghi"}}]'),
     ("mistral", f"[TOOL_CALLS]bash[CALL_ID]abcdefghi[ARGS]{JSON}"),
     ("gemma", '<|tool_call>call:bash{command:<|"|>echo "hi"\n<|"|>,count:3}<tool_call|>'),
+    (
+        "functiongemma",
+        '<start_function_call>call:bash{command:<escape>echo "hi"\n<escape>,count:3}<end_function_call>',
+    ),
     ("harmony", f"<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{JSON}"),
     ("harmony", f" to=functions.bash<|channel|>commentary json<|message|>{JSON}<|call|>"),
 ]
@@ -453,6 +462,14 @@ def test_a_llama_answer_may_be_a_list_of_calls() -> None:
     for answer in ('[{"name": "Ada", "born": 1815}]', f"[1, {one}]", f"These: [{one}]"):
         turn = FORMATS["llama"].turn(answer)
         assert (turn.calls, turn.content, turn.malformed) == ((), answer, ())
+
+
+def test_a_tag_outside_a_minimax_block_is_prose() -> None:
+    text = MINIMAX.removeprefix("<minimax:tool_call>\n").removesuffix("\n</minimax:tool_call>")
+    turn = FORMATS["minimax"].turn(f"Write {text}.")
+    assert (turn.calls, turn.content, turn.malformed) == ((), f"Write {text}.", ())
+    turn = FORMATS["minimax"].turn(f"So.\n<minimax:tool_call>\n{text}\n{text}", declared=DECLARED)
+    assert (turn.calls, turn.content) == ((ReadCall("bash", ARGUMENTS),) * 2, "So.")
 
 
 @pytest.mark.parametrize(
