@@ -234,7 +234,8 @@ class ModelSettings(_Section):
         name: model name on the servers; `--model` overrides it
         tokenizer: folder with the model's `tokenizer.json` and chat template; `--tokenizer` overrides it
         tool_format: format of the model's tool calls: `auto` detects it from the chat template; or `hermes`,
-            `coder`, `glm`, `deepseek`, `dsml`, `kimi`, `mistral`, `gemma`, `harmony`, `llama`
+            `coder`, `glm`, `deepseek`, `dsml`, `minimax`, `kimi`, `mistral`, `gemma`, `functiongemma`,
+            `harmony`, `llama`, `pythonic`
         ca_file: PEM file of the certificates that verify `https://` servers, instead of those of the public
             authorities: [TLS](connect.md#keys-and-tls)
     """

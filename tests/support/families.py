@@ -97,6 +97,18 @@ _LLAMA = (
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 )
+_PYTHONIC = (
+    _LLAMA[: _LLAMA.index('        {{- \'{"name"')]
+    + """\
+        {%- set call = m.tool_calls[0].function %}
+        {{- '[' + call.name + '(' }}
+        {%- for key, value in call.arguments.items() %}
+            {{- key + '=' + value | tojson }}{% if not loop.last %}, {% endif %}
+        {%- endfor %}
+        {{- ')]' }}
+"""
+    + _LLAMA[_LLAMA.index("    {%- else %}{{ m.content | tojson") :]
+)
 _DEEPSEEK = """\
 {%- for m in messages %}
     {%- if m.role == 'tool' %}
@@ -258,6 +270,7 @@ TEMPLATES: dict[str, str] = {
     "coder": _CHATML.replace("CALL", _CODER_CALL),
     "glm": _GLM,
     "llama": _LLAMA,
+    "pythonic": _PYTHONIC,
     "deepseek": _DEEPSEEK,
     "kimi": _KIMI,
     "mistral": _MISTRAL,

@@ -9,6 +9,7 @@ from prorl_envs.model.tool_formats.gemma import FunctionGemma, Gemma
 from prorl_envs.model.tool_formats.harmony import Harmony
 from prorl_envs.model.tool_formats.hermes import Hermes
 from prorl_envs.model.tool_formats.marked import DeepSeek, Kimi, Llama, Mistral
+from prorl_envs.model.tool_formats.pythonic import Pythonic
 from prorl_envs.model.tool_formats.reading import Declared, ReadCall, ToolFormat
 from prorl_envs.model.tool_formats.tagged import Coder, Dsml, Glm, MiniMax
 from prorl_envs.tools.types import JsonObject, ToolSpec
@@ -29,6 +30,7 @@ FORMATS: dict[str, ToolFormat] = {
         FunctionGemma(),
         Harmony(),
         Llama(),
+        Pythonic(),
     )
 }
 

@@ -104,6 +104,11 @@ class Declared:
             return text
         return value
 
+    def quoted(self, tool: str, parameter: str, text: str) -> Any:
+        """Convert a quoted value to the declared type, if the type is known and no text."""
+        types, _ = self.schemas.get(tool, _NO_SCHEMA).parameter(parameter)
+        return text if types & {ANY, "string"} else self.value(tool, parameter, text)
+
     def _of_python(self, text: str, types: Types) -> Any:
         """Return the value of a literal of Python, `['a']`, if it has one of the types; else the text."""
         try:

@@ -272,6 +272,9 @@ WRITERS: dict[str, Pieces] = {
         "<|start|>", "assistant", "<|channel|>", "commentary", " to=functions.f", "<|message|>", *_json(a),
         "<|call|>",
     ],
+    "pythonic": lambda a: [
+        "[f(", *(p for k, v in a.items() for p in (k, "=", json.dumps(v), ",")), ")", "]",
+    ],
     "llama": lambda a: ["{", '"name": "f", "parameters": ', *_json(a), "}"],
 }  # fmt: skip
 

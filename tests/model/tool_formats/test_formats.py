@@ -69,6 +69,9 @@ WRITTEN = [
     ("mistral", f'[TOOL_CALLS] [{{"name": "bash", "arguments": {JSON}, "id": "abcdefghi"}}]'),
     ("mistral", f"[TOOL_CALLS]bash[CALL_ID]abcdefghi[ARGS]{JSON}"),
     ("gemma", '<|tool_call>call:bash{command:<|"|>echo "hi"\n<|"|>,count:3}<tool_call|>'),
+    ("pythonic", '[bash(command="echo \\"hi\\"\\n", count=3)]'),
+    ("pythonic", "<|python_start|>[bash(command='echo \"hi\"\\n', count='3')]<|python_end|>"),
+    ("pythonic", '[\n  bash(\n    command="""echo "hi"\n""",\n    count=3,\n  )\n]'),
     (
         "functiongemma",
         '<start_function_call>call:bash{command:<escape>echo "hi"\n<escape>,count:3}<end_function_call>',
@@ -103,6 +106,7 @@ NO_ARGUMENTS = [
     ("deepseek", DEEPSEEK.replace("{}", "bash<｜tool▁sep｜>")),
     ("deepseek", DEEPSEEK.replace("{}", "function<｜tool▁sep｜>bash\n```json\n```")),
     ("harmony", "<|channel|>commentary to=functions.bash <|constrain|>json<|message|><|call|>"),
+    ("pythonic", "[bash()]"),
 ]
 
 
@@ -585,7 +589,9 @@ DEEP: dict[str, str] = {
     "kimi": "<|tool_call_begin|>bash<|tool_call_argument_begin|>",
     "mistral": "[TOOL_CALLS]bash[ARGS]",
     "gemma": "<|tool_call>call:bash{x:",
+    "functiongemma": "<start_function_call>call:bash{x:",
     "llama": '{"name": "bash", "parameters": ',
+    "pythonic": "[bash(x=",
     "harmony": " to=functions.bash<|channel|>commentary<|message|>",
 }
 

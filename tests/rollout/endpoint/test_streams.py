@@ -140,14 +140,16 @@ async def test_a_server_lost_within_a_stream_is_an_error_of_the_stream() -> None
         assert served.rows == [] and played.counts.requests == 1
 
 
-@pytest.mark.parametrize("family", ["hermes", "coder", "llama", "harmony", "gemma", "kimi"])
+@pytest.mark.parametrize(
+    "family", ["hermes", "coder", "llama", "harmony", "gemma", "kimi", "minimax", "pythonic"]
+)
 def test_streamed_text_is_a_prefix_of_the_answer(family: str) -> None:
     """For any split of the ids, no part of a call is streamed as text, and streamed text is never revised."""
     renderer = family_renderer(family)
     arguments = {"command": "a < b && c [d] {e}"}
     message = {
         "role": "assistant",
-        "content": "" if family in ("llama", "harmony") else "I <b>look</b> at [it]: {x}.",
+        "content": "" if family in ("llama", "harmony", "pythonic") else "I <b>look</b> at [it]: {x}.",
         "tool_calls": [{"id": "x", "type": "function", "function": {"name": "ls", "arguments": arguments}}],
     }
     ids = renderer.assistant(message)
