@@ -19,6 +19,11 @@ _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 #: Words, names of points in order, and Roman numerals, which are no products of variables.
 _ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}|[A-Z]{3,}|[IVXLCDM]{2,}")
 _LETTERS = re.compile(r"[a-z][a-z ]*")
+_ANGLE = re.compile(r"\\angle\s*\{?([A-Z]{3})\}?")
+_ITEMS = re.compile(r"\s*(?:,|;|\band\b|\\text\s*\{\s*,?\s*and\s*\})\s*")
+#: A list without brackets; and a named value of a list.
+_LIST = re.compile(r"[\w\s,;.=+*/^-]*")
+_VALUE = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*([^=]+)")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _AND, _OR = (
     re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])")
@@ -50,6 +55,8 @@ def quick(answer: str, right: str) -> bool | None:
         return True
     if _ONLY_TEXT.fullmatch(right) and _LETTERS.fullmatch(words[0]):
         return words[0] == words[1]  # the library takes words for products of letters
+    if (ordered := _in_order(answer, right)) is not None:
+        return ordered
     value, expected = _exact(answer), _exact(right)
     if value is not None and expected is not None:
         return value == expected
@@ -68,8 +75,8 @@ def quick(answer: str, right: str) -> bool | None:
 def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     """Return true if two answers differ in a part that the library ignores.
 
-    Such parts are the unit, the base, primes, the case of a Greek letter, and whether inequalities are joined
-    by `and` or `or`.
+    Such parts are the repeated items of a list, the vertex of an angle, the unit, the base, primes, the case
+    of a Greek letter, and whether inequalities are joined by `and` or `or`.
 
     Args:
         answer, right: in canonical form.
@@ -88,6 +95,16 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
             return True
     if answer.count("'") != right.count("'"):
         return True
+    angle, right_angle = _ANGLE.fullmatch(answer), _ANGLE.fullmatch(right)
+    if angle and right_angle and right_angle[1] not in (angle[1], angle[1][::-1]):
+        return True
+    items, right_items = _ITEMS.split(answer), _ITEMS.split(right)
+    if (
+        _LIST.fullmatch(right)
+        and not _GROUPED.fullmatch(right)
+        and len(set(right_items)) < len(right_items) != len(items)
+    ):
+        return True
     if _COMMAND.fullmatch(answer) and answer != right and answer.lower() == right.lower():
         return True  # `\omega` is not `\Omega`
     related = RELATION.search(answer) and RELATION.search(right)
@@ -104,6 +121,20 @@ def unfinished(answer: str, right: Sequence[str]) -> bool:
     """
     operators = {name for name in _OPERATORS if name in answer}
     return not any(operators <= {name for name in _OPERATORS if name in text} for text in right)
+
+
+def _in_order(answer: str, right: str) -> bool | None:
+    """Compare a list with a list of named values, `x=1, y=2`, whose order the library ignores.
+
+    None if the names are not in alphabetical order, or the values must be compared by the library.
+    """
+    named = [_VALUE.fullmatch(item) for item in _ITEMS.split(right)]
+    items = _ITEMS.split(answer.removeprefix("(").removesuffix(")"))
+    names = [value[1] for value in named if value]
+    if not 1 < len(named) == len(names) == len(items) or names != sorted(set(names)) or "=" in answer:
+        return None
+    verdicts = [quick(item, value[2]) for item, value in zip(items, named, strict=True) if value]
+    return None if None in verdicts and False not in verdicts else all(verdicts)
 
 
 def _is_in_one_case(text: str) -> bool:
@@ -124,7 +155,7 @@ def _exact(text: str) -> Fraction | None:
 
 
 def _squeezed(text: str) -> str:
-    text = text.replace(r"\left", "").replace(r"\right", "")
+    text = text.replace(r"\left", "").replace(r"\right", "").replace(r"\mid", "|")
     text = re.sub(rf"(?<=\d){SPACE}(?=\d)", "\0", text)  # `4 2` is not 42
     text = re.sub(SPACE, "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)

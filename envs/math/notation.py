@@ -96,7 +96,7 @@ _RECIPROCAL = re.compile(
     r"|(?:\\left\s*)?\((?:[^()]|\([^()]*\))*\)|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
     rf"|\d*\s*(?:[A-Za-z]|{_SYMBOL})|\d+)"
 )
-#: Binomial coefficients (`C(5,2)` may also be a point, and `5C2` a hexadecimal number), unions, and sets.
+#: Notations that the grammar does not know, or takes for others. (`C(5,2)` may be a point, `5C2` hexadecimal.)
 _REWRITTEN = (
     (r"(?<![\\\w.])(?:math\.)?(?:comb|binom(?:ial)?|nCr)\(\s*([^(),]+),\s*([^(),]+)\)", r"\\binom{\1}{\2}"),
     (r"(?<![\\\w])C\(\s*((?=[^,]*[a-z])[^(),]+),(?!\s*0)\s*([^(),]+)\)", r"\\binom{\1}{\2}"),
@@ -106,6 +106,12 @@ _REWRITTEN = (
         r"\\binom{\1}{\2}",
     ),
     (r"(?<=[)\]])\s*U\s*(?=[(\[][^()\[\],]*,)", r"\\cup "),
+    # Not the transpose, which the grammar ignores if no matrix precedes it; and an inverse, no reciprocal.
+    (r"(?<!matrix\})\^\s*(?:T(?![A-Za-z])|\\top(?![A-Za-z])|\{\s*(?:T|\\top)\s*\})", "^{(T)}"),
+    (r"(?<![A-Za-z\\])([fgh])\s*\^\s*\{\s*-\s*1\s*\}(?=\s*\()", r"\1_{-1}"),
+    (r"\\sqrt\s*\[\s*([3579])\s*\]\s*\{\s*-([^{}+-]*)\}", r"(-\\sqrt[\1]{\2})"),
+    (r"\\mathrm\s*(?:\{\s*([ei])\s*\}|([ei])(?![A-Za-z]))", r"\1\2"),
+    (r"\A\s*(?:≈|\\approx(?![A-Za-z]))\s*", ""),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))", r"\1\2"),
 )

@@ -195,11 +195,14 @@ def is_equal(right: Any, answer: Any) -> bool:
     """Return true if two results of `read` are the same answer."""
     from math_verify import verify
     from sympy import And, Eq, FiniteSet, Or
+    from sympy.core.function import AppliedUndef
 
     right, answer = _with_imaginary_unit(right, _with_variable_of(right, answer))
     if isinstance(answer, Eq) and not isinstance(right, Eq) and not answer.lhs.free_symbols:
         # The library uses the right side of an equation as its value; but `43 = 42` has no value.
         return bool(verify(answer.lhs, answer.rhs, timeout_seconds=None)) and is_equal(right, answer.rhs)
+    if isinstance(right, Eq) and isinstance(right.lhs, AppliedUndef) and not isinstance(answer, Eq):
+        right = right.rhs
     wanted, found = _solutions(right), _solutions(answer)
     if wanted and found and (None in (wanted[0], found[0]) or wanted[0] == found[0]):
         return bool(verify(wanted[1], found[1], timeout_seconds=None))

@@ -617,6 +617,36 @@ INFINITE = [
     (r"\frac{1}{3}", "0.3334...", 0),
     (r"\sqrt{2}", "1.414...", 0),
 ]
+LISTS = [
+    ("x=1, y=2", "1, 2", 1),
+    ("x=1, y=2", "2, 1", 0),
+    ("x=1, y=2", "(2, 1)", 0),
+    ("x=1, y=2", "y=2, x=1", 1),
+    ("y=2, x=1", "1, 2", 1),
+    ("x=1, x=2", "2, 1", 1),
+    ("2, 2, 3", "2, 3, 2", 1),
+    ("2, 2, 3", "3, 2", 0),
+    ("1,000,000", "1 million", 1),
+    (r"\angle ABC", r"\angle CBA", 1),
+    (r"\angle ABC", r"\angle ACB", 0),
+]
+OPERATORS = [
+    ("(1+r)^T", "1+r", 0),
+    ("(1+r)^T", "(r+1)^{T}", 1),
+    (r"A^\top", "A", 0),
+    (r"\begin{pmatrix} 1 & 2 \end{pmatrix}^T", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1),
+    ("f^{-1}(x)", r"\frac{1}{f(x)}", 0),
+    (r"f^{-1}(x)=\frac{x-1}{2}", "(x-1)/2", 1),
+    ("f(2)=5", "5", 1),
+    ("f(2)=5", "6", 0),
+    (r"-\sqrt[3]{2}", r"\sqrt[3]{-2}", 1),
+    (r"\sqrt[3]{2}", r"\sqrt[3]{-2}", 0),
+    (r"1-\frac{1}{\mathrm{e}}", "1 - 1/e", 1),
+    (r"1-\frac{1}{\mathrm{e}}", "1 + 1/e", 0),
+    (r"P(A\mid B)", "P(A|B)", 1),
+    ("3.14", r"\approx 3.14", 1),
+    ("3.14", r"\approx 3.15", 0),
+]
 #: Notations with two meanings, of which one is chosen.
 AMBIGUOUS = [
     (r"\log 2", r"\ln 2", 0),
@@ -674,6 +704,8 @@ def library_verdict() -> Iterator[Callable[[str, str], bool]]:
         *BINOMIALS,
         *HYPERBOLIC,
         *INFINITE,
+        *LISTS,
+        *OPERATORS,
         *AMBIGUOUS,
     ],
 )
