@@ -96,7 +96,7 @@ _RECIPROCAL = re.compile(
     r"|(?:\\left\s*)?\((?:[^()]|\([^()]*\))*\)|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
     rf"|\d*\s*(?:[A-Za-z]|{_SYMBOL})|\d+)"
 )
-#: Notations that the grammar does not know, or takes for others. (`C(5,2)` may be a point, `5C2` hexadecimal.)
+#: Notations that the grammar does not know, or takes for others. `C(5,2)` may be a point, `5C2` a number.
 _REWRITTEN = (
     (r"(?<![\\\w.])(?:math\.)?(?:comb|binom(?:ial)?|nCr)\(\s*([^(),]+),\s*([^(),]+)\)", r"\\binom{\1}{\2}"),
     (r"(?<![\\\w])C\(\s*((?=[^,]*[a-z])[^(),]+),(?!\s*0)\s*([^(),]+)\)", r"\\binom{\1}{\2}"),

@@ -27,23 +27,25 @@ class Llama(ToolFormat):
 
     {"name": "bash", "parameters": {"command": "ls"}}
 
-    Some answers start with prose. After it, a call starts a line, outside other JSON and blocks of code.
+    Llama 4 may put it between <|python_start|> and <|python_end|>. Some answers start with prose. After it, a
+    call starts a line, outside other JSON and blocks of code.
     """
 
     name = "llama"
     form = 'Answer with {"name": ..., "parameters": {...}} and nothing else.'
-    _TAG = "<|python_tag|>"
+    noise = ("<|python_end|>",)
+    _TAG = re.compile(r"<\|python_(?:tag|start)\|>")
     _BEGIN = re.compile(
-        r'[\s;,]*(?:<\|python_tag\|>\s*)?(?=(?:\[\s*)?\{\s*"(?:type|name|function|parameters|arguments)")'
+        r'[\s;,]*(?:<\|python_(?:tag|start)\|>\s*)?(?=(?:\[\s*)?\{\s*"(?:type|name|function|parameters|arguments)")'
     )
     _KEYS = re.compile(r'"(?:parameters|arguments)"\s*:')
     #: What matters in prose: the tag, a fence of a code block, and a call at the start of a line.
     _IN_PROSE = re.compile(
-        r'(?P<tag><\|python_tag\|>)|(?P<fence>```)|(?:(?<=[^\s\[{(,:"])|(?<=[^"]:))\s*\n[ \t]*'
+        r'(?P<tag><\|python_(?:tag|start)\|>)|(?P<fence>```)|(?:(?<=[^\s\[{(,:"])|(?<=[^"]:))\s*\n[ \t]*'
         r'(?=(?:\[\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
         r'"(?:name|function)"\s*:\s*"[^"\n]{1,200}"\s*,\s*"(?:parameters|arguments)"\s*:)'
     )
-    _NEXT = re.compile(r'<\|python_tag\|>|;\s*\{\s*"(?:type|name|function)"')
+    _NEXT = re.compile(r'<\|python_(?:tag|start)\|>|;\s*\{\s*"(?:type|name|function)"')
 
     def find(self, text: str, at: int) -> int:
         # A JSON object is an ordinary answer, unless it has the keys of a call.
@@ -60,8 +62,8 @@ class Llama(ToolFormat):
         return -1
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
-        beginning = self._BEGIN.match(text, at)
-        value, end = read_json(text, beginning.end() if beginning else at + len(self._TAG))
+        beginning = self._BEGIN.match(text, at) or self._TAG.match(text, at)
+        value, end = read_json(text, beginning.end() if beginning else at)
         return [self._call(each) for each in (value if isinstance(value, list) else [value])], end
 
     def _call(self, value: Any) -> ReadCall:

@@ -56,6 +56,7 @@ WRITTEN = [
     ),
     ("llama", f'{{"name": "bash", "parameters": {JSON}}}'),
     ("llama", f'<|python_tag|>{{"type": "function", "name": "bash", "parameters": {JSON}}}'),
+    ("llama", f'<|python_start|>{{"name": "bash", "parameters": {JSON}}}<|python_end|>'),
     ("llama", f'{{"type": "function", "function": {{"name": "bash", "arguments": {JSON}}}}}'),
     ("deepseek", DEEPSEEK.replace("{}", f"function<｜tool▁sep｜>bash\n```json\n{JSON}\n```")),
     ("deepseek", DEEPSEEK.replace("{}", f"bash<｜tool▁sep｜>{JSON}")),
