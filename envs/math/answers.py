@@ -18,6 +18,9 @@ _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 #: Words, names of points in order, and Roman numerals, which are no products of variables.
 _ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}|[A-Z]{3,}|[IVXLCDM]{2,}")
+#: A choice with its text, `\\textbf{(A)}\\ 5`, and a letter.
+_CHOICE = re.compile(r"\\text(?:bf)?\s*\{\s*\(([A-Z])\)[^{}]*\}.*", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Z])\)?")
 _LETTERS = re.compile(r"[a-z][a-z ]*")
 _ANGLE = re.compile(r"\\angle\s*\{?([A-Z]{3})\}?")
 _ITEMS = re.compile(r"\s*(?:,|;|\band\b|\\text\s*\{\s*,?\s*and\s*\})\s*")
@@ -53,6 +56,8 @@ def quick(answer: str, right: str) -> bool | None:
         return True
     if words[0] == words[1] and _is_in_one_case(answer) and _is_in_one_case(right):
         return True
+    if (choice := _CHOICE.fullmatch(spellings[1])) and (letter := _LETTER.fullmatch(answer)):
+        return letter[1] == choice[1]
     if _ONLY_TEXT.fullmatch(right) and _LETTERS.fullmatch(words[0]):
         return words[0] == words[1]  # the library takes words for products of letters
     if (ordered := _in_order(answer, right)) is not None:

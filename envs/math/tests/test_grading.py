@@ -627,6 +627,9 @@ LISTS = [
     ("2, 2, 3", "2, 3, 2", 1),
     ("2, 2, 3", "3, 2", 0),
     ("1,000,000", "1 million", 1),
+    (r"\textbf{(A)}\ 5", "A", 1),
+    (r"\textbf{(A)}\ 5", "(B)", 0),
+    (r"\text{(E) None of these}", "E", 1),
     (r"\angle ABC", r"\angle CBA", 1),
     (r"\angle ABC", r"\angle ACB", 0),
 ]

@@ -187,18 +187,24 @@ class _Invoke(_Tagged):
     """
 
     def __init__(self, prefix: str, blocks: Sequence[str]) -> None:
-        self.noise = tuple(f"<{slash}{block}>" for slash in ("", "/") for block in blocks)
+        self.noise = tuple(f"<{slash}{block}>" for block in blocks for slash in ("", "/"))
         self._open, self._close = f'<{prefix}invoke name="', f"</{prefix}invoke>"
         self._parameter, close = f'<{prefix}parameter name="', f"</{prefix}parameter>"
         self.tags = re.compile(
             f"(?P<call>{self._open})|(?P<end>{self._close})|(?P<parameter>{self._parameter})|(?P<close>{close})"
         )
         self.following = re.compile(rf"\s*(?:{self._parameter}|{self._close}|\Z)")
+        starts, ends = ("|".join(self.noise[half::2]) for half in (0, 1))
+        #: The start of a call, or of a block with other text.
+        self._begin = re.compile(rf"{self._open}|(?:{starts})(?!\s*(?:{self._open}|{ends}|\Z))")
 
     def find(self, text: str, at: int) -> int:
-        return text.find(self._open, at)
+        found = self._begin.search(text, at)
+        return found.start() if found else -1
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        if not text.startswith(self._open, at):
+            raise Malformed(f"A tool call does not begin with {self._open}.")
         name, at = up_to(text, at + len(self._open), '">', "The name of a tool call")
         arguments: JsonObject = {}
         while text.startswith(self._parameter, at := skip_space(text, at)):

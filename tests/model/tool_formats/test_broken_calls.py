@@ -153,6 +153,14 @@ def test_a_repeated_parameter_is_malformed(name: str) -> None:
         ("coder", PLAN.replace("{}", "b").replace("\n</parameter>", "") + PLAN.replace("{}", "a")[12:]),
         ("glm", f"<tool_call>bash\n<arg_key>command\n{GLM_PLAN.replace('{}', 'a')}"),
         ("dsml", f'<｜DSML｜invoke name="bash\n{DSML_PLAN.replace("{}", "a")}'),
+        (
+            "minimax",
+            f"<minimax:tool_call>\n<invoke name='bash'>\n</invoke>\n{MINIMAX_PLAN.replace('{}', 'a')}",
+        ),
+        (
+            "minimax",
+            f'<minimax:tool_call>{{"name": "bash"}}</minimax:tool_call>\n{MINIMAX_PLAN.replace("{}", "a")}',
+        ),
         ("minimax", f'<minimax:tool_call>\n<invoke name="bash\n{MINIMAX_PLAN.replace("{}", "a")}'),
         ("gemma", f"<|tool_call>call:bash{GEMMA_PLAN.replace('{}', 'a')}"),
         (
