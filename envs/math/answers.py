@@ -18,7 +18,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 #: Words, names of points in order, and Roman numerals, which are no products of variables.
 _ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}|[A-Z]{3,}|[IVXLCDM]{2,}")
-#: A choice with its text, `\\textbf{(A)}\\ 5`, and a letter.
+#: A choice with its text, `(A) 5` with a command around the letter, and a letter.
 _CHOICE = re.compile(r"\\text(?:bf)?\s*\{\s*\(([A-Z])\)[^{}]*\}.*", re.DOTALL)
 _LETTER = re.compile(r"\(?([A-Z])\)?")
 _LETTERS = re.compile(r"[a-z][a-z ]*")

@@ -2,7 +2,7 @@
 
 [bash(command="ls", count=3), plan(steps=["a", "b"])]
 
-Values are literals. They are converted to JSON, never evaluated.
+Values are literals. They are converted to JSON, never evaluated. Llama 4 writes some calls in JSON (`Llama`).
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from prorl_envs.model.tool_formats.marked import Llama
 from prorl_envs.model.tool_formats.reading import (
     Declared,
     Malformed,
@@ -25,10 +26,11 @@ from prorl_envs.tools.types import JsonObject
 _NAME = re.compile(r"\s*([A-Za-z_][\w.]{0,199})\s*\(")
 _KEY = re.compile(r"\s*([^\W\d]\w{0,199})\s*=(?!=)\s*")
 _CALLS = r"\[\s*[A-Za-z_][\w.]{0,199}\s*\(\s*(?:\)|[^\W\d]\w{0,199}\s*=(?!=))"
-_BEGIN = re.compile(rf"\s*(?=(?:<\|python_start\|>\s*)?{_CALLS})")
+_LIST = re.compile(rf"(?:<\|python_start\|>\s*)?{_CALLS}")
+_BEGIN = re.compile(rf"\s*(?={_LIST.pattern})")
 #: What matters in prose: a fence of a code block, and a list of calls at the start of a line.
-_IN_PROSE = re.compile(rf"(?P<fence>```)|(?<=[^\s\[{{,=])\s*\n[ \t]*(?=(?:<\|python_start\|>\s*)?{_CALLS})")
-_NEXT = re.compile(rf"\n[ \t]*(?=(?:<\|python_start\|>\s*)?{_CALLS})")
+_IN_PROSE = re.compile(rf"(?P<fence>```)|(?<=[^\s\[{{,=])\s*\n[ \t]*(?={_LIST.pattern})")
+_NEXT = re.compile(rf"\n[ \t]*(?={_LIST.pattern})")
 _TEXT = (
     r"\"\"\"(?:[^\"\\]|\\.|\"(?!\"\"))*+\"\"\"|'''(?:[^'\\]|\\.|'(?!''))*+'''"
     r"|\"(?:[^\"\\\n]|\\.)*+\"(?!\")|'(?:[^'\\\n]|\\.)*+'(?!')"
@@ -45,6 +47,8 @@ _ESCAPES |= {character: character for character in "\"'\\"}
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _AFTER = re.compile(r"[ \t]*(?=<\||\n|\Z)")
 
+_JSON = Llama()
+
 
 class Pythonic(ToolFormat):
     name = "pythonic"
@@ -53,6 +57,10 @@ class Pythonic(ToolFormat):
     noise = (_START, "<|python_end|>")
 
     def find(self, text: str, at: int) -> int:
+        found = self._find_list(text, at), _JSON.find(text, at)
+        return min((position for position in found if position >= 0), default=-1)
+
+    def _find_list(self, text: str, at: int) -> int:
         if begin := _BEGIN.match(text, at):
             return begin.end()
         fenced = False
@@ -64,6 +72,8 @@ class Pythonic(ToolFormat):
         return -1
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        if not _LIST.match(text, at):
+            return _JSON.read(text, at, declared)
         at = skip_space(text, at + len(self._START) * text.startswith(self._START, at)) + len("[")
         calls: list[ReadCall] = []
         while not calls or text.startswith(",", at):
@@ -76,6 +86,8 @@ class Pythonic(ToolFormat):
         return calls, end.end()
 
     def resume(self, text: str, at: int) -> int:
+        if not _LIST.match(text, at):
+            return _JSON.resume(text, at)
         following = _NEXT.search(text, at + 1)
         # A list after an opening of a long text may be part of that text.
         start = following.end() if following else len(text)

@@ -91,6 +91,23 @@ def test_a_broken_list_is_reported(text: str, following: bool) -> None:
     assert (turn.calls, len(turn.malformed)) == ((G,) if following else (), 1)
 
 
+def test_calls_may_be_in_json() -> None:
+    json_call = '{"name": "f", "parameters": {"a": 1}}'
+    for text in (
+        json_call,
+        f"So.\n{json_call}",
+        f"<|python_start|>{json_call}<|python_end|>",
+        f"[{json_call}]",
+    ):
+        turn = PYTHONIC.turn(text)
+        assert (turn.calls, turn.content, turn.malformed) == ((F,), "So." * text.startswith("So."), ())
+    turn = PYTHONIC.turn(f"[f(a=1)]\n{json_call}\n[g()]")
+    assert (turn.calls, turn.malformed) == ((F, F, G), ())
+    quoted = f"\n{json_call}\n"
+    assert PYTHONIC.turn(f'[f(a="""{quoted}""")]').calls == (ReadCall("f", {"a": quoted}),)
+    assert PYTHONIC.turn('{"name": "Ada", "born": 1815}').malformed == ()
+
+
 def test_quoted_values_get_their_declared_types() -> None:
     """Templates of Llama 4 quote all values."""
     text = '[trial_tool(value="text of the trial", number="3")]'
