@@ -143,9 +143,11 @@ def _in_order(answer: str, right: str) -> bool | None:
 
 
 def _is_in_one_case(text: str) -> bool:
-    """Return true for a word such as `no`, `No` or `NO`, and false for the product `Mm`."""
+    """Return true for a word such as `no`, `No` or `NO`, and for the letter of a choice. Products (`Mm`) and
+    variables (`r`) are neither."""
     one_case = text.islower() or text.isupper() or text.istitle()
-    return text.isalpha() and one_case and len(set(text)) == len(set(text.casefold()))
+    word = len(text) > 1 or text.casefold() <= "j"
+    return text.isalpha() and one_case and word and len(set(text)) == len(set(text.casefold()))
 
 
 def _exact(text: str) -> Fraction | None:

@@ -562,6 +562,7 @@ CASE = [
     (r"\frac{Mm}{M+m}", r"\frac{m}{2}", 0),
     (r"\frac{Mm}{M+m}", r"\frac{mM}{m+M}", 1),
     ("R^2", "r^2", 0),
+    ("R", "r", 0),
     ("Mm", "mm", 0),
     (r"\Omega", r"\omega", 0),
     (r"\frac{x^2}{2}+C", "x^2/2 + c", 1),
