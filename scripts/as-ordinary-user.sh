@@ -21,6 +21,7 @@ finish() {
     [ -z "$left" ] || exit 1
 }
 trap finish EXIT
+trap 'exit 143' HUP INT TERM
 mkdir "$home/tmp"
 chown "$user:" "$home" "$home/tmp"
 chmod 711 "$home"
