@@ -14,6 +14,7 @@ from prorl_envs.env.answers import (
     same_numbers,
     same_text,
 )
+from prorl_envs.env.expressions import MAX_CHARS
 from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS
 from prorl_envs.env.scoring import CheckResult
 from prorl_envs.env.words import bare
@@ -100,6 +101,7 @@ def _is_right(check: Check, answer: str) -> bool:
                 values, check.values, ordered=check.ordered, rel_tol=check.rel_tol, abs_tol=check.abs_tol
             )
         case ExpressionCheck():
+            plain = plain[: MAX_CHARS + 1]  # longer expressions are refused
             plain = _COEFFICIENT.sub(_multiplied, _SIZE.sub(r"abs(\1)", plain))
             return same_expression(plain, check.value, variables=check.variables, domain=check.domain)
         case TextCheck():

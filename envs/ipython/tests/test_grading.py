@@ -83,6 +83,8 @@ async def test_answers_of_the_finish_call(
         ("abs(x - y)", "|x|-|y|", False),
         ("abs(x - abs(y))", "|x-|y||", False),
         ("abs(x)", "|x", False),
+        ("x", "x" + " " * 100_000 + "+ 1", False),
+        ("x", "x" + "*" * 100_000, False),
     ],
 )
 def test_expressions_may_omit_multiplication_signs(value: str, answer: str, right: bool) -> None:
