@@ -473,8 +473,8 @@ TOOL_SERVERS = (
     Patch(
         "descriptors of the template",
         "sandbox/template/zygote.py",
-        "    low = 3\n    for fd in sorted(keep):\n",
-        "    return\n    low = 3\n    for fd in sorted(keep):\n",
+        "    close_all_but(keep)\n",
+        "",
         ("WAY-011",),
     ),
     Patch(
