@@ -94,7 +94,7 @@ def thorough(paths: str) -> Part:
 def on_python(version: str) -> Part:
     """Return the part for `make test` on another Python: this machine's, or Debian's if there is none."""
     command = f"""set -e
-        python=$(scripts/find-python.sh {version} "$scratch/debian-{version}")
+        python=$(scripts/find-python.sh {version} .build/python-{version})
         SETUP_PYTHON="$python" make test VENV="$scratch/python-{version}" """
     return Part(command, 2400)
 

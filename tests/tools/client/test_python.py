@@ -167,7 +167,8 @@ async def test_processes_of_multiprocessing_start(kept: Toolbox, method: str) ->
     )
     result = await kept.python(code, timeout_s=T)
     assert result.data["error"] is None, result.text
-    assert result.text.startswith("[1, 2]\n[3]\n") and "0" in result.text.splitlines()
+    # A kernel may put the output of another process within a line.
+    assert result.text.startswith("[1, 2]\n[3]\n") and "0" in result.text.removeprefix("[1, 2]\n[3]\n")
     # These helpers of `multiprocessing` live as long as the session; the leak check would find them.
     await kept.python(
         "from multiprocessing import forkserver, resource_tracker\n"
