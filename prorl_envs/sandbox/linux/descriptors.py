@@ -33,8 +33,8 @@ _MIN_PROCESSES = 400
 SOFT_OPEN_FILES = 4096
 #: Reserved for closing sandboxes: without a free descriptor, not even a directory can be removed.
 _RESERVE = 128
-#: Descriptors that libraries of this process opened for themselves.
-_of_libraries: list[int] = []
+#: Files that libraries of this process keep open: descriptor, path, device and inode.
+_of_libraries: list[tuple[int, str, int, int]] = []
 
 
 def allow_many() -> None:
@@ -148,8 +148,8 @@ def pid_of(pidfd: int) -> int:
     return int(behind.partition(b"\n")[0])
 
 
-def keep_library_descriptors() -> None:
-    """Make `close_all_but` spare the descriptors that libraries of this process have opened for themselves.
+def note_library_descriptors() -> None:
+    """Remember the descriptors of shared libraries that this process has opened, for `reopen_libraries`.
 
     libffi, which ctypes loads, maps a part of its own file for each callback. Since version 3.5 it opens the
     file when it is loaded, so that callbacks would fail in a fork without this descriptor.
@@ -160,13 +160,32 @@ def keep_library_descriptors() -> None:
         with contextlib.suppress(OSError):  # the descriptor that lists is closed
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode) and status.st_ino in mapped:
-                _of_libraries.append(fd)
+                path = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+                _of_libraries.append((fd, path, status.st_dev, status.st_ino))
+
+
+def reopen_libraries() -> None:
+    """Open the files of `note_library_descriptors` again, at the same numbers, in a fork that closed them.
+
+    The template's own descriptors must not get into a sandbox: they belong to a writable mount of the host,
+    so that the owner of a file could change its mode. If the file is missing inside, or is another one, the
+    descriptor stays closed.
+    """
+    for number, path, device, inode in _of_libraries:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            status = os.fstat(fd)
+            is_same = (status.st_dev, status.st_ino) == (device, inode)
+            if is_same and fd != number:
+                os.dup2(fd, number, inheritable=False)
+            if not is_same or fd != number:
+                os.close(fd)
 
 
 def close_all_but(keep: Iterable[int]) -> None:
-    """Close all descriptors except `keep`, 0 to 2, and those of libraries."""
+    """Close all descriptors except `keep` and 0 to 2."""
     low = 3
-    for fd in sorted({*keep, *_of_libraries}):
+    for fd in sorted(keep):
         os.closerange(low, fd)
         low = fd + 1
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))

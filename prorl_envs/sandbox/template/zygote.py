@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 from prorl_envs.sandbox.filesystem.disk_usage import measure
 from prorl_envs.sandbox.linux.descriptors import (
     close_all_but,
-    keep_library_descriptors,
+    note_library_descriptors,
     receive_descriptors,
 )
 from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_limit
@@ -131,7 +131,7 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
         if function:
             getattr(loaded, function)()
     entries = {name: _load(name) for name in setup["entries"]}
-    keep_library_descriptors()
+    note_library_descriptors()
     # After the imports, because the first sandbox waits for them.
     yield_processors(setup["nice"])
     found: dict[str, object] = {"pid": os.getpid()}

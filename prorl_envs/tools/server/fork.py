@@ -12,7 +12,7 @@ import sys
 import traceback
 from importlib.machinery import PathFinder
 
-from prorl_envs.sandbox.linux.descriptors import close_all_but
+from prorl_envs.sandbox.linux.descriptors import close_all_but, reopen_libraries
 from prorl_envs.sandbox.template import sandbox_init
 
 #: Timeout of sending a cell, in seconds. Between cells, a kernel only reads.
@@ -172,6 +172,7 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
         for target, fd in enumerate(sources):
             os.dup2(fd, target, inheritable=target < 3)
         close_all_but([3])
+        reopen_libraries()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)

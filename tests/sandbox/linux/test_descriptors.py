@@ -128,3 +128,33 @@ def test_programs_in_sandboxes_may_open_fewer_files_than_the_service(own: int, i
         pytest.skip("the hard limit of this machine is lower")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == inside
+
+
+LIBRARIES = """
+import mmap, os, sys
+
+from prorl_envs.sandbox.linux.descriptors import close_all_but, note_library_descriptors, reopen_libraries
+
+path, replaced = sys.argv[1], sys.argv[2] == "replaced"
+fd = os.open(path, os.O_RDONLY)
+mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+inode = os.fstat(fd).st_ino
+note_library_descriptors()
+close_all_but([])
+if replaced:
+    os.rename(path, path + ".old")
+    open(path, "w").close()
+reopen_libraries()
+try:
+    print(os.fstat(fd).st_ino == inode, os.get_inheritable(fd))
+except OSError:
+    print("closed")
+"""
+
+
+@pytest.mark.parametrize(("case", "output"), [("same", "True False"), ("replaced", "closed")])
+def test_the_files_of_libraries_are_opened_again(tmp_path: Path, case: str, output: str) -> None:
+    library = tmp_path / "library"
+    library.write_bytes(b"x" * 4096)
+    command = [sys.executable, "-c", LIBRARIES, str(library), case]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == output
