@@ -13,6 +13,7 @@ from prorl_envs.model.tool_formats.reading import (
     checked,
     end_of,
     first_of,
+    marks_in_prose,
     read_arguments,
     read_json,
     read_object,
@@ -51,13 +52,10 @@ class Llama(ToolFormat):
         # A JSON object is an ordinary answer, unless it has the keys of a call.
         if self._BEGIN.match(text, at) and self._KEYS.search(text, at):
             return at
-        fenced = False
-        for mark in self._IN_PROSE.finditer(text, at):
+        for mark, fenced in marks_in_prose(self._IN_PROSE, text, at):
             if mark["tag"]:
                 return mark.start()
-            if mark["fence"]:
-                fenced = not fenced
-            elif not fenced:
+            if not fenced:
                 return mark.end()
         return -1
 

@@ -19,6 +19,7 @@ from prorl_envs.model.tool_formats.reading import (
     ToolFormat,
     checked,
     decode,
+    marks_in_prose,
     skip_space,
 )
 from prorl_envs.tools.types import JsonObject
@@ -63,13 +64,8 @@ class Pythonic(ToolFormat):
     def _find_list(self, text: str, at: int) -> int:
         if begin := _BEGIN.match(text, at):
             return begin.end()
-        fenced = False
-        for mark in _IN_PROSE.finditer(text, at):
-            if mark["fence"]:
-                fenced = not fenced
-            elif not fenced:
-                return mark.end()
-        return -1
+        marks = marks_in_prose(_IN_PROSE, text, at)
+        return next((mark.end() for mark, fenced in marks if not fenced), -1)
 
     def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
         if not _LIST.match(text, at):

@@ -8,7 +8,7 @@ has no end, the model receives a message, because it may have meant the call.
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -413,6 +413,19 @@ def resume_behind(text: str, at: int, opening: str, close: str) -> int:
     """Return the position after the next closing tag, or of the next opening tag, whichever comes first."""
     start = at + len(opening)
     return first_of(text, start, close, text.find(opening, start))
+
+
+def marks_in_prose(marks: re.Pattern[str], text: str, at: int) -> Iterator[tuple[re.Match[str], bool]]:
+    """Yield the matches of a pattern from `at` on, and whether each is in a code block.
+
+    Matches of the pattern's group `fence` start and end the blocks, and are not yielded.
+    """
+    fenced = False
+    for mark in marks.finditer(text, at):
+        if mark["fence"]:
+            fenced = not fenced
+        else:
+            yield mark, fenced
 
 
 def first_of(text: str, start: int, close: str, opened: int) -> int:
