@@ -305,10 +305,12 @@ def _summaries(output: str) -> list[str]:
     for mark, following in zip_longest(marks, marks[1:]):
         if mark["start"]:
             depth += 1
-            sessions += [""] * (depth == 1)
+            if depth == 1:
+                sessions.append("")
         elif mark["summary"]:
             every.append(output[mark.end() : following.end() if following else None])
-            sessions[-1:] = every[-1:] if depth <= 1 else sessions[-1:]
+            if depth <= 1:
+                sessions[-1:] = every[-1:]
         else:
             depth = max(depth - 1, 0)
     return sessions if any(sessions) else every

@@ -363,9 +363,9 @@ class BubblewrapSandbox(IsolatedSandbox):
             await self._driver.images.release(self._image)
 
     async def _end_processes(self) -> None:
-        # Tool servers too: the kernel releases a pid namespace only after parents outside have reaped.
         if self._first is not None:
             self._first.kill()  # the kernel then kills all others inside; bubblewrap exits by itself
+        # Tool servers too: the kernel releases a pid namespace only after parents outside have reaped.
         servers = (server.process for server in self._servers)
         for process in (*servers, self._first, self._monitor):
             if process is not None:
