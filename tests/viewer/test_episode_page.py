@@ -83,6 +83,22 @@ async def test_a_text_is_found_in_an_episode(chromium: Any, tmp_path: Path) -> N
         assert await page.evaluate(marked) == 0
 
 
+async def test_a_text_is_marked_after_characters_that_grow_in_lower_case(
+    chromium: Any, tmp_path: Path
+) -> None:
+    said = [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "\u0130\u0130 Find THIS"}]
+    marked = "[...CSS.highlights.get('found')].map(range => range.toString())"
+    path = written(tmp_path / "r.jsonl", result(messages=said))
+    async with offline(path) as url, open_page(chromium, f"{url}#/episode/0") as page:
+        field = page.get_by_label("Find in this episode")
+        await field.fill("find this")
+        await page.get_by_role("button", name="turn 1").wait_for()
+        assert await page.evaluate(marked) == ["Find THIS"]
+        await field.fill("\u0130 f")
+        await page.get_by_role("button", name="turn 1").wait_for()
+        assert await page.evaluate(marked) == ["\u0130 F"]
+
+
 async def test_an_episode_is_copied_and_saved(chromium: Any, tmp_path: Path) -> None:
     one = result()
     async with (

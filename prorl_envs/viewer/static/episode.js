@@ -197,7 +197,7 @@ function details(result, request, run) {
   const rows = rowsOf(result), ids = rows.reduce((sum, row) => sum + row.ids.length, 0);
   const sampled = rows.reduce((sum, row) => sum + row.turns.reduce((n, turn) => n + turn.end - turn.start, 0), 0);
   const servers = new Set(rows.flatMap((row) => row.turns.map((turn) => turn.server)));
-  const versions = new Set(rows.flatMap((row) => row.turns.map((turn) => turn.weight_version)));
+  const versions = new Set(rows.flatMap((row) => row.turns.flatMap((turn) => [turn.weight_version, ...(turn.version_spans ?? []).map((span) => span.version)])));
   const known = [
     ["job", result.job_id], ["environment", result.environment], ["task", result.task_id], agent && ["agent", agent],
     description?.model && ["model", description.model], description && ["run started", date(description.started)],

@@ -15,8 +15,8 @@ export function finder(panel, text, places) {
   const node = el("form", { class: "find", role: "search", on: { submit: (event) => { event.preventDefault(); step(); } } }, field, hits);
 
   function search() {
-    const needle = field.value.toLowerCase();
-    found = needle ? places().filter((place) => place.text.toLowerCase().includes(needle)) : [];
+    const needle = lower(field.value);
+    found = needle ? places().filter((place) => lower(place.text).includes(needle)) : [];
     at = -1;
     draw();
   }
@@ -31,21 +31,27 @@ export function finder(panel, text, places) {
   function step(to = (at + 1) % found.length) {
     if (!found.length) return;
     at = to;
-    const needle = field.value.toLowerCase(), { nodes } = found[at];
+    const needle = lower(field.value), { nodes } = found[at];
     openTurns(nodes);
     for (const more of nodes.flatMap((place) => [...place.querySelectorAll(".more")])) more.click();
-    for (const folded of nodes.flatMap((place) => [place, ...place.querySelectorAll("details")])) if (folded.textContent.toLowerCase().includes(needle)) folded.open = true;
+    for (const folded of nodes.flatMap((place) => [place, ...place.querySelectorAll("details")])) if (lower(folded.textContent).includes(needle)) folded.open = true;
     draw();
     show(ranges(nodes, needle)[0] ?? nodes[0]);
   }
 
   function mark() {
     const talk = panel.querySelectorAll(".conversation");
-    CSS.highlights?.set("found", new Highlight(...ranges([...talk], field.value.toLowerCase())));
+    CSS.highlights?.set("found", new Highlight(...ranges([...talk], lower(field.value))));
   }
 
   return { node, search, step };
 }
+
+/** A text in lower case, except for characters that it would lengthen, such as U+0130: offsets in both texts agree. */
+const lower = (text) => {
+  const whole = text.toLowerCase();
+  return whole.length === text.length ? whole : text.replace(/./gsu, (one) => (one.toLowerCase().length === one.length ? one.toLowerCase() : one));
+};
 
 /** The first occurrences of a text in elements. An occurrence that spans several text nodes is not found. */
 function ranges(elements, needle) {
@@ -53,7 +59,7 @@ function ranges(elements, needle) {
   for (const element of needle ? elements : []) {
     const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
     while (walker.nextNode()) {
-      const text = walker.currentNode.data.toLowerCase();
+      const text = lower(walker.currentNode.data);
       for (let at = text.indexOf(needle); at >= 0; at = text.indexOf(needle, at + needle.length)) {
         const range = document.createRange();
         range.setStart(walker.currentNode, at);
