@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from prorl_envs.cli.output.console import plain
 from prorl_envs.config import Settings
 from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.extras import install_extras
+from prorl_envs.model.types import VersionSpan
 from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage, Timings, Trajectory, TurnRecord
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 from tests.cli.conftest import SCRIPT, Cli
@@ -62,6 +64,16 @@ def test_show_renders_a_conversation(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for part in ("List the files.", "call bash", "command: ls", "evidence", "drift 0", '"passed": true'):
         assert part in done.stdout
+
+
+def test_show_names_the_weights_of_all_turns() -> None:
+    one = result()
+    assert re.search(r"weights +7 *\n", shown(one))
+    assert one.trajectory is not None
+    spans = [VersionSpan(start=0, end=1, version="7"), VersionSpan(start=1, end=2, version="8")]
+    turn = one.trajectory.turns[0].model_copy(update={"version_spans": spans})
+    changed = one.trajectory.model_copy(update={"turns": [turn]})
+    assert re.search(r"weights +7, 8 *\n", shown(result(trajectory=changed)))
 
 
 def test_show_neutralises_hostile_text() -> None:

@@ -78,9 +78,13 @@ def summary(result: Result) -> Table:
         if result.failure.hint:
             grid.add_row("hint", plain(result.failure.hint))
     if result.trajectory:
-        spans, drift = sum(len(row.turns) for row in result.rows), sum(row.drift for row in result.rows)
+        turns = [turn for row in result.rows for turn in row.turns]
+        drift = sum(row.drift for row in result.rows)
         rows = f" and {len(result.rows)} rows" if result.forks else ""
-        grid.add_row("tokens", f"{tokens}, {sampled} sampled in {spans} turns{rows}, drift {drift}")
+        grid.add_row("tokens", f"{tokens}, {sampled} sampled in {len(turns)} turns{rows}, drift {drift}")
+        known = [v for turn in turns for v in (turn.weight_version, *(s.version for s in turn.version_spans))]
+        if versions := list(dict.fromkeys(version for version in known if version)):
+            grid.add_row("weights", plain(", ".join(versions)))
     grid.add_row(
         "seconds",
         f"init {times.init_s:.2f}, run {times.run_s:.2f} "
