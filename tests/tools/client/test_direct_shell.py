@@ -48,6 +48,13 @@ async def test_a_lent_shell_gives_the_servers_answer(lent: Toolbox) -> None:
     assert (await lent._tools.connection())._lent["main"] is shell
 
 
+async def test_the_last_status_returns_with_the_shell(lent: Toolbox) -> None:
+    await lent.bash("cd /tmp; (exit 7)", timeout_s=T)
+    assert await is_lent(lent)
+    several_lines = "echo $?\necho $PWD"  # the server evaluates them
+    assert (await lent.bash(several_lines, timeout_s=T)).text == "7\n/tmp\n"
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
