@@ -208,6 +208,9 @@ async def test_a_kernel_of_another_python_keeps_the_promises_of_a_session(
             result = await tools.python(f"for _ in range(9):\n    {stuck}", timeout_s=2)
             assert "it was interrupted" in result.text
         assert (await tools.python("await f()", timeout_s=60)).text == "7\n"
+        await tools.python("get_ipython().kernel.stop_on_error_timeout = 60.0", timeout_s=60)
+        assert "ZeroDivisionError" in (await tools.python("1 / 0", timeout_s=60)).text
+        assert (await tools.python("8", timeout_s=60)).text == "8\n", "a cell after one that failed"
 
 
 CHEATS: Mapping[str, str] = {

@@ -245,7 +245,10 @@ class _Kernel:
             _KernelEnded: the kernel stopped.
         """
         self._cell_start, self._cell_done = math.inf, False
-        self._cell = self._client.execute(code, silent=silent, store_history=not silent, allow_stdin=False)
+        # Otherwise an old ipykernel skips a cell that arrives soon after one that failed or was interrupted.
+        self._cell = self._client.execute(
+            code, silent=silent, store_history=not silent, allow_stdin=False, stop_on_error=False
+        )
         return await self._follow(output, timeout_s)
 
     async def interrupt(self, output: CellOutput, grace_s: float) -> bool:
@@ -370,6 +373,7 @@ class _Kernel:
                     return True
                 while (reply := await self._reply())["parent_header"].get("msg_id") != self._cell:
                     pass  # reply to a request sent during the start
+                output.take(reply["msg_type"], reply["content"])
                 if any(part["source"] == "ask_exit" for part in reply["content"].get("payload", ())):
                     await self.while_alive(asyncio.Event().wait())  # exit(): the kernel exits shortly
         except TimeoutError:

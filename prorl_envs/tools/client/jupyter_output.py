@@ -38,6 +38,12 @@ class KernelStatus(msgspec.Struct):
     execution_state: str
 
 
+class CellReply(msgspec.Struct):
+    """Content of an `execute_reply` message."""
+
+    status: str
+
+
 class CellOutput:
     """Bounded collection of a cell's messages.
 
@@ -68,6 +74,10 @@ class CellOutput:
                 self._write(_COLOUR.sub("", "\n".join(failure.traceback)) + "\n")
             case "status":
                 return msgspec.convert(content, KernelStatus).execution_state == "idle"
+            case "execute_reply":
+                if msgspec.convert(content, CellReply).status == "aborted":
+                    self._error = "Aborted"
+                    self._write("[this cell did not run, because an attached client's cell failed]\n")
         return False
 
     def reply(self, *, timed_out: bool, notice: str, error: str = "") -> PythonDone:

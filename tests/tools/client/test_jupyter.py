@@ -178,6 +178,13 @@ def test_output_is_bounded_and_colours_are_removed() -> None:
     assert done.error == "E"
 
 
+def test_a_cell_that_the_kernel_did_not_run_is_an_error() -> None:
+    output = CellOutput(1000)
+    assert not output.take("execute_reply", {"status": "aborted"})
+    reply = output.reply(timed_out=False, notice="")
+    assert reply.error == "Aborted" and "did not run" in reply.output
+
+
 def test_displays_are_bounded() -> None:
     output = CellOutput(1000)
     for _ in range(20):
