@@ -1,6 +1,7 @@
 """MkDocs hook (mkdocs.yml) that adds pages to the site: pages from outside docs/, pages generated from code,
 and files that pages link to. The links in the sources do not change."""
 
+import itertools
 import posixpath
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 
 import prorl_envs
 from prorl_envs.cli.main import cli
+from prorl_envs.conformance.suite import THEMES
 
 if TYPE_CHECKING:  # tests read this file without MkDocs
     from mkdocs.config.defaults import MkDocsConfig
@@ -126,6 +128,8 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
         relative = posixpath.relpath(uri, posixpath.dirname(page_uri) or ".")
         return f"{match[1]}{relative}{match[3] or ''}{match[4]}"
 
+    if page_uri == "conformance.md":
+        markdown += promises()
     return outside_fences(markdown, lambda text: LINK.sub(site_link, BADGE.sub("", text)))
 
 
@@ -185,6 +189,23 @@ def commands() -> str:
         if rows:
             lines += ["| | default | |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def promises() -> str:
+    """Generate the tables of the promises, one for each theme."""
+    lines: list[str] = []
+    for theme, parts in itertools.groupby(THEMES, lambda part: part.theme):
+        lines += [
+            "",
+            f"## {theme.capitalize()}",
+            "",
+            "| id | promise | needs | not made by |",
+            "|---|---|---|---|",
+        ]
+        for promise in itertools.chain.from_iterable(parts):
+            needs, exempt = ", ".join(promise.needs), ", ".join(promise.exempt)
+            lines.append(f"| {promise.id} | {promise.text} | {needs} | {exempt} |")
+    return "\n".join(lines) + "\n"
 
 
 def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:

@@ -328,14 +328,17 @@ def conformance(
     only: Annotated[
         str, typer.Option(help="Ids of promises, or prefixes of ids, separated by commas: PROC,FS-017.")
     ] = "",
+    list_: Annotated[bool, typer.Option("--list", help="List the promises and test none.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Test every promise of a sandbox, and report which promises this machine keeps."""
     from prorl_envs.app.run_loop import run
-    from prorl_envs.cli.commands.conformance import conformance, subject
+    from prorl_envs.cli.commands.conformance import conformance, print_promises, subject
     from prorl_envs.conformance.suite import chosen
 
     promises = chosen(filter(None, only.split(",")))
+    if list_:
+        return print_promises(promises, as_json=as_json)
     against = subject(driver, image.resolve() if image is not None else None, emulate_root=emulate_root)
     if not run(conformance(against, promises, as_json=as_json)):
         raise typer.Exit(1)

@@ -68,5 +68,7 @@ def chosen(only: Iterable[str]) -> tuple[Promise, ...]:
     names = tuple(only)
     for name in names:
         if not any(promise.id.startswith(name) for promise in PROMISES):
-            raise InputError(f"there is no promise {name!r}", hint="docs/conformance.md lists them")
+            raise InputError(
+                f"there is no promise {name!r}", hint="list them with: prorl-envs conformance --list"
+            )
     return tuple(promise for promise in PROMISES if not names or promise.id.startswith(names))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from prorl_envs.conformance.suite import PROMISES
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.api.types import Stage
 from prorl_envs.sandbox.drivers.select import DRIVERS
@@ -189,6 +190,13 @@ def test_every_user_page_is_in_the_navigation(site: ModuleType) -> None:
 def test_search_ranks_user_pages_before_decisions_and_sources(site: ModuleType) -> None:
     first, last = ("index.md", "connect.md", "troubleshooting.md"), ("decisions/sandboxes.md", "source/x.md")
     assert min(map(site.boost, first)) > site.boost("settings.md") > max(map(site.boost, last))
+
+
+def test_the_site_lists_every_promise(site: ModuleType) -> None:
+    tables = site.promises()
+    for promise in PROMISES:
+        assert f"| {promise.id} | {promise.text} | " in tables
+    assert tables.count("## File systems") == 1
 
 
 def test_links_of_pages_become_links_of_the_site(site: ModuleType) -> None:

@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.table import Table
+
 from prorl_envs.cli.output.check_table import check_table
-from prorl_envs.cli.output.console import err, out, print_json
+from prorl_envs.cli.output.console import err, out, plain, print_json
 from prorl_envs.conformance.promise import Promise
 from prorl_envs.conformance.runner import PromiseOutcome, PromiseState, run_suite
 from prorl_envs.conformance.subject import DRIVERS, Subject
@@ -23,6 +25,20 @@ def subject(driver: str, image: Path | None, *, emulate_root: bool = False) -> S
     if driver not in DRIVERS:
         raise InputError(f"there is no driver {driver!r}", hint=f"drivers: {', '.join(DRIVERS)}")
     return Subject(driver=driver, make_driver=DRIVERS[driver], image=image, emulate_root=emulate_root)
+
+
+def print_promises(promises: Sequence[Promise], *, as_json: bool = False) -> None:
+    """Print promises with what each needs, and the drivers that do not make it, without testing them."""
+    if as_json:
+        fields = ("id", "text", "needs", "exempt")
+        print_json([{name: getattr(promise, name) for name in fields} for promise in promises])
+        return
+    table = Table("id", "promise", "needs", "not made by", show_edge=False)
+    for promise in promises:
+        table.add_row(
+            *map(plain, (promise.id, promise.text, ", ".join(promise.needs), ", ".join(promise.exempt)))
+        )
+    out.print(table)
 
 
 async def conformance(against: Subject, promises: Sequence[Promise], *, as_json: bool = False) -> bool:
