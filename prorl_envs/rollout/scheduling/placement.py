@@ -4,8 +4,7 @@ A job is bound to its node from INIT until its environment is closed, since its 
 has its own pools and its own queues for RUN and EVAL. A node is chosen only for INIT.
 """
 
-import heapq
-import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -87,74 +86,18 @@ class Place:
             and self.active[Stage.INIT] < self.limits.init
         )
 
+    @property
+    def load(self) -> float:
+        """Share of the node's environments that are in use."""
+        return self.jobs_with_sandbox / self.limits.max_jobs_with_sandbox
 
-class Placement:
-    """Set of nodes, with a choice of the least loaded node that has room.
 
-    A heap orders the nodes by load: jobs with a sandbox, divided by their maximum. Outdated heap entries are
-    discarded when they reach the top. So a choice takes time logarithmic in the number of nodes.
+def least_loaded(places: Iterable[Place], avoid: str | None = None) -> Place | None:
+    """Return the least loaded node on which another job may start, or None if there is none.
+
+    Args:
+        places: all nodes.
+        avoid: name of a node that is chosen only if no other node has room.
     """
-
-    def __init__(self) -> None:
-        self.places: dict[str, Place] = {}
-        self._offers: list[tuple[float, int, str]] = []
-        self._valid: dict[str, int] = {}  # by node, the number of its current heap entry
-        self._numbers = itertools.count()
-
-    def join(self, place: Place) -> None:
-        """Add a node.
-
-        Raises:
-            ValueError: there is a node of this name.
-        """
-        if place.name in self.places:
-            raise ValueError(f"node {place.name!r} exists already")
-        self.places[place.name] = place
-        self.changed(place)
-
-    def leave(self, name: str) -> Place:
-        """Remove a node."""
-        self._valid.pop(name, None)
-        return self.places.pop(name)
-
-    def changed(self, place: Place) -> None:
-        """Update the heap after a change of a node's load or limits."""
-        if self.places.get(place.name) is not place:
-            return  # the node was removed
-        if not (place.open and place.room):
-            self._valid.pop(place.name, None)
-            return
-        number = self._valid[place.name] = next(self._numbers)
-        heapq.heappush(
-            self._offers, (place.jobs_with_sandbox / place.limits.max_jobs_with_sandbox, number, place.name)
-        )
-        if len(self._offers) > 4 * len(self.places) + 64:
-            self._offers = [offer for offer in self._offers if self._is_valid(offer)]
-            heapq.heapify(self._offers)
-
-    def best(self, avoid: str | None = None) -> Place | None:
-        """Return the least loaded node, or None if no node has room.
-
-        Args:
-            avoid: name of a node that is chosen only if no other node has room.
-        """
-        first = self._pop()
-        if first is None:
-            return None
-        chosen, second = first, None
-        if first[2] == avoid and (second := self._pop()) is not None:
-            chosen = second
-        for offer in (first, second):  # both entries stay valid until their node changes
-            if offer is not None:
-                heapq.heappush(self._offers, offer)
-        return self.places[chosen[2]]
-
-    def _pop(self) -> tuple[float, int, str] | None:
-        while self._offers:
-            offer = heapq.heappop(self._offers)
-            if self._is_valid(offer):
-                return offer
-        return None
-
-    def _is_valid(self, offer: tuple[float, int, str]) -> bool:
-        return self._valid.get(offer[2]) == offer[1]
+    with_room = (place for place in places if place.open and place.room)
+    return min(with_room, key=lambda place: (place.name == avoid, place.load), default=None)

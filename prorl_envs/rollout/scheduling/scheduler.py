@@ -30,7 +30,7 @@ from prorl_envs.rollout.api.types import JobState, Stage
 from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, FairQueue, Share
-from prorl_envs.rollout.scheduling.placement import HERE, Place, Placement, StageLimits
+from prorl_envs.rollout.scheduling.placement import HERE, Place, StageLimits, least_loaded
 
 _NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL}
 
@@ -82,9 +82,8 @@ class Scheduler:
         self.attempts = limits.attempts
         self._jobs: dict[str, _Job] = {}
         self._waiting = FairQueue()  # for INIT
-        self._nodes = Placement()
         self._here = Place(HERE, limits, open=here)
-        self._nodes.join(self._here)
+        self._places = {HERE: self._here}
         self._pause: Pause | None = None
         self._guests_waiting: dict[str, bool] = {}  # by name: True if the guest must run on this machine
         self._guests: dict[str, _Guest] = {}
@@ -101,7 +100,7 @@ class Scheduler:
     @property
     def nodes(self) -> Collection[Place]:
         """Every node, this machine first. Read-only."""
-        return self._nodes.places.values()
+        return self._places.values()
 
     @property
     def jobs_with_sandbox(self) -> int:
@@ -198,7 +197,7 @@ class Scheduler:
         if following is None:
             return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.place)]
         entry.stage = following
-        if self._nodes.places.get(entry.place.name) is not entry.place:
+        if self._places.get(entry.place.name) is not entry.place:
             return [self._start(entry, entry.place)]  # the node is lost: the stage fails at once
         entry.phase = _Phase.WAITING
         entry.place.queues[following].push(job, entry.group, entry.share)
@@ -235,7 +234,6 @@ class Scheduler:
         if entry.phase is not _Phase.CLOSING:
             raise ValueError(f"job {job} was not closing")
         entry.place.jobs_with_sandbox -= 1
-        self._nodes.changed(entry.place)
         if entry.finished:
             del self._jobs[job]
         else:
@@ -248,7 +246,6 @@ class Scheduler:
         """Change the limits of this machine. Work above a new limit still runs to completion."""
         self.attempts = limits.attempts
         self._here.limits = limits
-        self._nodes.changed(self._here)
         return self._fill(self._here)
 
     # Nodes.
@@ -259,8 +256,9 @@ class Scheduler:
         Raises:
             ValueError: there is a node of this name.
         """
-        place = Place(node, limits)
-        self._nodes.join(place)
+        if node in self._places:
+            raise ValueError(f"node {node!r} exists already")
+        place = self._places[node] = Place(node, limits)
         return self._fill(place)
 
     def admit(self, node: str, *, jobs: bool) -> list[Decision]:
@@ -269,9 +267,8 @@ class Scheduler:
         Raises:
             KeyError: there is no such node.
         """
-        place = self._nodes.places[node]
+        place = self._places[node]
         place.open = jobs
-        self._nodes.changed(place)
         return self._fill(place)
 
     def lost(self, node: str) -> list[Decision]:
@@ -286,7 +283,7 @@ class Scheduler:
             entry = self._jobs[job]
             entry.place.queues[entry.stage].remove(job, entry.group, entry.share)
             decisions += self._give_up(entry, retryable=True)
-        self._nodes.leave(node)
+        del self._places[node]
         return decisions
 
     # Guests: environments driven by an external caller. Like jobs, they count towards INIT and sandboxes.
@@ -313,7 +310,6 @@ class Scheduler:
             raise ValueError(f"guest {guest} was prepared already")
         entry.preparing = False
         entry.place.active[Stage.INIT] -= 1
-        self._nodes.changed(entry.place)
         return self._fill()
 
     def release(self, guest: str) -> list[Decision]:
@@ -324,7 +320,6 @@ class Scheduler:
             return []
         entry.place.jobs_with_sandbox -= 1
         entry.place.active[Stage.INIT] -= entry.preparing
-        self._nodes.changed(entry.place)
         return self._fill()
 
     # Steps.
@@ -334,7 +329,6 @@ class Scheduler:
         if entry.phase not in (_Phase.ACTIVE, _Phase.STOPPING):
             raise ValueError(f"job {job} was not in a stage")
         entry.place.active[entry.stage] -= 1
-        self._nodes.changed(entry.place)
         return entry
 
     def _give_up(self, entry: _Job, *, retryable: bool) -> list[Decision]:
@@ -372,21 +366,20 @@ class Scheduler:
     def _admit_guests(self, decisions: list[Decision]) -> None:
         """Admit guests in order. A guest that must run on this machine does not delay other guests."""
         for guest, here in list(self._guests_waiting.items()):
-            place = self._here if here else self._nodes.best()
+            place = self._here if here else least_loaded(self.nodes)
             if place is None or not place.room:
                 continue
             del self._guests_waiting[guest]
             self._guests[guest] = _Guest(place)
             place.jobs_with_sandbox += 1
             place.active[Stage.INIT] += 1
-            self._nodes.changed(place)
             decisions.append(AdmitExternal(guest, place.name))
 
     def _start_init(self, decisions: list[Decision]) -> None:
         """Start INIT of waiting jobs on the least loaded nodes; of a retry, on another node if possible."""
-        while self._waiting and self._nodes.best() is not None:
+        while self._waiting and least_loaded(self.nodes) is not None:
             entry = self._jobs[self._waiting.pop()]
-            place = self._nodes.best(avoid=entry.last_place.name if entry.last_place else None)
+            place = least_loaded(self.nodes, avoid=entry.last_place.name if entry.last_place else None)
             assert place is not None
             place.jobs_with_sandbox += 1
             decisions.append(self._start(entry, place))
@@ -394,5 +387,4 @@ class Scheduler:
     def _start(self, entry: _Job, place: Place) -> Start:
         entry.last_place, entry.phase = place, _Phase.ACTIVE
         place.active[entry.stage] += 1
-        self._nodes.changed(place)
         return Start(entry.id, entry.stage, entry.attempt, place.name)
