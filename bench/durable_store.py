@@ -24,8 +24,8 @@ from prorl_envs.rollout.api.types import (
     TurnRecord,
     job_id,
 )
-from prorl_envs.rollout.store.base import NewGroup, Store
-from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
+from prorl_envs.rollout.store.base import NewGroup
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore, SqlStore
 
 SAMPLES = 8
 TURNS = 10
@@ -81,7 +81,7 @@ async def rate[T](work: Callable[[T], Awaitable[object]], items: list[T], at_onc
     return len(items) / (time.perf_counter() - started)
 
 
-async def measure(name: str, store: Store, tokens: int, count: int) -> None:
+async def measure(name: str, store: SqlStore, tokens: int, count: int) -> None:
     """Print the rates of a store for submissions and results, with one caller and with 64."""
     chance = random.Random(5)
     cells = []

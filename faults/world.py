@@ -25,8 +25,7 @@ from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.rollout.store.base import Store
-from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -123,7 +122,7 @@ class World:
 
     @asynccontextmanager
     async def toys(
-        self, store: Store | None = None, clock: Clock | None = None, **settings: Any
+        self, store: SqlStore | None = None, clock: Clock | None = None, **settings: Any
     ) -> AsyncIterator[tuple[RolloutService, ToyWorld]]:
         """Started service over environments without sandboxes, for thousands of jobs."""
         service, toys = _toys(store, clock, settings)
@@ -204,7 +203,7 @@ def new_world(seed: int, scale: int) -> Iterator[World]:
 
 
 def _toys(
-    store: Store | None, clock: Clock | None, settings: dict[str, Any]
+    store: SqlStore | None, clock: Clock | None, settings: dict[str, Any]
 ) -> tuple[RolloutService, ToyWorld]:
     toys, renderer = ToyWorld(), builtin_renderer()
     families: dict[str, Family] = {"toy": toys.family()}

@@ -235,7 +235,7 @@ def test_each_part_of_a_package_is_listed(package: str) -> None:
 
 
 def test_an_import_against_the_order_is_noticed() -> None:
-    assert out_of_order("rollout", "rollout.api.types", "rollout.store.base.Store")
+    assert out_of_order("rollout", "rollout.api.types", "rollout.store.base.StoredGroup")
     assert not out_of_order("rollout", "rollout.store.base", "rollout.api.types.Result")
 
 

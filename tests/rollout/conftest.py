@@ -18,7 +18,6 @@ from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.rollout.store.base import Store
 from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.postgres import local_postgres, postgres_programs
@@ -130,7 +129,7 @@ async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., 
         *,
         model: ModelClient | None = None,
         clock: Clock | None = None,
-        kept_in: Store | None = None,
+        kept_in: SqlStore | None = None,
         **settings: Any,
     ) -> Bench:
         world = ToyWorld()

@@ -12,8 +12,7 @@ import pytest
 from prorl_envs.config import RetentionSettings
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampled, Sampling
-from prorl_envs.rollout.store.base import Store
-from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
 from prorl_envs.testing.scripted import as_message
 
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
@@ -49,7 +48,7 @@ async def test_objects_do_not_grow_with_the_jobs_done(
     # Both are full after the first jobs.
     monkeypatch.setattr("prorl_envs.rollout.store.base.KNOWN_DROPPED", KEPT)
     monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_RESULTS", JOBS // 4)
-    store: Store | None = SqliteStore(tmp_path / "store.db", max_results=KEPT) if kind == "file" else None
+    store: SqlStore | None = SqliteStore(tmp_path / "store.db", max_results=KEPT) if kind == "file" else None
     bench = await make_bench(
         model=Finishing(renderer), kept_in=store, retention=RetentionSettings(max_results=KEPT)
     )

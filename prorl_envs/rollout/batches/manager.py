@@ -21,7 +21,8 @@ from prorl_envs.rollout.batches.dynamic_sampling import BatchPlan, GroupDecision
 from prorl_envs.rollout.batches.record import Batch
 from prorl_envs.rollout.batches.worker import BatchGroups, BatchWorker, unneeded
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
-from prorl_envs.rollout.store.base import PAGE_TOKENS, Store, StoredBatch, token_count
+from prorl_envs.rollout.store.base import PAGE_TOKENS, StoredBatch, token_count
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Batches:
     """
 
     groups: BatchGroups
-    store: Store
+    store: SqlStore
     settings: ServiceSettings
     clock: Clock
     lock: asyncio.Lock

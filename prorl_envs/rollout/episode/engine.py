@@ -25,7 +25,8 @@ from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.scheduling.scheduler import Scheduler
-from prorl_envs.rollout.store.base import Store, StoredGroup
+from prorl_envs.rollout.store.base import StoredGroup
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Engine:
 
     scheduler: Scheduler
     executor: StageExecutor
-    store: Store
+    store: SqlStore
     clock: Clock
     announce: Callable[[Result], None]
     finished: Counter[JobState] = field(default_factory=Counter, init=False)

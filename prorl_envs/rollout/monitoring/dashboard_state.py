@@ -28,7 +28,7 @@ from prorl_envs.rollout.api.dashboard import (
 from prorl_envs.rollout.api.errors import QueueFull
 from prorl_envs.rollout.api.types import JobState, Result, Selection
 from prorl_envs.rollout.api.views import NodeView, StatusView
-from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqlStore
 from prorl_envs.rollout.store.statistics import deviation
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.viewer.summary import Summary
@@ -76,7 +76,7 @@ class DashboardState:
     """
 
     def __init__(
-        self, clock: Clock, store: Store, look: Callable[[], DashboardSnapshot], results: int
+        self, clock: Clock, store: SqlStore, look: Callable[[], DashboardSnapshot], results: int
     ) -> None:
         self._clock = clock
         self._store = store

@@ -7,7 +7,7 @@ from prorl_envs.rollout.api.errors import NotFound, QueueFull
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
-from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 type Quota = tuple[str, int]
 """Prefix of a tenant's ids, and the tenant's maximum number of unfinished jobs and open episodes."""
@@ -27,7 +27,7 @@ class AdmissionControl:
     queue: int
     engine: Engine
     episodes: InteractiveEpisodes
-    store: Store
+    store: SqlStore
     #: Maximum number of unfinished jobs and open episodes, by the prefix of a tenant's ids.
     quotas: Mapping[str, int] = field(default_factory=dict, init=False)
 

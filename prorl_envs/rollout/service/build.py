@@ -33,8 +33,7 @@ from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.service.status import StatusReader
-from prorl_envs.rollout.store.base import Store
-from prorl_envs.rollout.store.sqlite import MemoryStore
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqlStore
 
 #: Number of running jobs that the dashboard shows.
 SHOWN_JOBS = 50
@@ -46,7 +45,7 @@ def build_service(
     renderer: Renderer,
     model: ModelClient,
     settings: ServiceSettings | None = None,
-    store: Store | None = None,
+    store: SqlStore | None = None,
     clock: Clock | None = None,
     defaults: Mapping[str, Defaults] | None = None,
     fleet: Fleet | None = None,

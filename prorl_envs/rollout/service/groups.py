@@ -17,7 +17,8 @@ from prorl_envs.rollout.service.admission import AdmissionControl, Quota
 from prorl_envs.rollout.service.gate import ServiceGate
 from prorl_envs.rollout.service.group_views import group_view, job_view
 from prorl_envs.rollout.service.notifier import Notifier
-from prorl_envs.rollout.store.base import NewGroup, Store, StoredGroup
+from prorl_envs.rollout.store.base import NewGroup, StoredGroup
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class Groups:
     gate: ServiceGate
     environments: EnvironmentRegistry
     admission: AdmissionControl
-    store: Store
+    store: SqlStore
     engine: Engine
     leases: Leases
     notifier: Notifier

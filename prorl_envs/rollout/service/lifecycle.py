@@ -20,7 +20,7 @@ from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.recovery import plan_recovery
 from prorl_envs.rollout.service.result_feed import ResultFeed
-from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Lifecycle:
 
     gate: ServiceGate
     settings: ServiceSettings
-    store: Store
+    store: SqlStore
     engine: Engine
     groups: Groups
     batches: Batches

@@ -23,7 +23,7 @@ from prorl_envs.rollout.api.views import (
     RouterView,
     ServerAckView,
 )
-from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ModelServers:
     """
 
     model: ModelClient
-    store: Store
+    store: SqlStore
     clock: Clock
     _added: dict[str, str] = field(default_factory=dict, init=False)  # by base URL, the URL from the caller
 

@@ -18,7 +18,7 @@ from prorl_envs.clock import Clock
 from prorl_envs.config import RetentionSettings
 from prorl_envs.rollout.api.types import Selection
 from prorl_envs.rollout.api.views import ResultPage
-from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ReadTracker:
         clock: measures the time between two warnings.
     """
 
-    def __init__(self, store: Store, retention: RetentionSettings, clock: Clock) -> None:
+    def __init__(self, store: SqlStore, retention: RetentionSettings, clock: Clock) -> None:
         self._store = store
         self._retention = retention
         self._clock = clock

@@ -7,7 +7,7 @@ from prorl_envs.rollout.api.types import ALL, Result, Selection
 from prorl_envs.rollout.api.views import ResultPage
 from prorl_envs.rollout.service.notifier import EVERYTHING, Notifier
 from prorl_envs.rollout.service.read_tracker import ReadTracker
-from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class ResultFeed:
         newest: cursor of the newest stored result.
     """
 
-    store: Store
+    store: SqlStore
     readers: ReadTracker
     notifier: Notifier
     newest: int = field(default=0, init=False)

@@ -22,7 +22,7 @@ from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.status import StatusReader
-from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqlStore
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -51,7 +51,7 @@ class RolloutService:
     settings: ServiceSettings
     renderer: Renderer
     model: ModelClient
-    store: Store
+    store: SqlStore
     gate: ServiceGate
     groups: Groups
     feed: ResultFeed

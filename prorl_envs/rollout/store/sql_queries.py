@@ -43,7 +43,7 @@ class DbConnection(Protocol):
 
 
 def summaries(view: DbConnection, after: int, limit: int, only: Selection = ALL) -> list[Summary]:
-    """Return summaries of results, see `Store.summaries`."""
+    """Return summaries of results, see `SqlStore.summaries`."""
     return [
         summary_of_body(zlib.decompress(body), cursor, tokens)
         for cursor, tokens, body in bodies(view, after, limit, only)
@@ -51,7 +51,7 @@ def summaries(view: DbConnection, after: int, limit: int, only: Selection = ALL)
 
 
 def search(view: DbConnection, text: str, after: int, limit: int, only: Selection = ALL) -> SearchHits:
-    """Run one search step, see `Store.search`."""
+    """Run one search step, see `SqlStore.search`."""
     unpacked = ((cursor, zlib.decompress(body)) for cursor, _, body in bodies(view, after, limit, only))
     return search_bodies(unpacked, text, after)
 
@@ -75,7 +75,7 @@ def bodies(
 def cursors(
     view: DbConnection, after: int, up_to: int, only: Selection = ALL, *, unread: bool = False
 ) -> list[int]:
-    """Return the cursors of results, see `Store.cursors`."""
+    """Return the cursors of results, see `SqlStore.cursors`."""
     where, values = condition(only)
     if unread:
         where += " AND cursor NOT IN (SELECT cursor FROM read_results)"

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from prorl_envs.errors import FailureKind, InputError, ProrlError
 from prorl_envs.rollout.api.batches import BatchTask
-from prorl_envs.rollout.api.errors import NotFound, Unavailable
+from prorl_envs.rollout.api.errors import Conflict, CursorExpired, NotFound, Unavailable
 from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Selection, split_job_id
 from prorl_envs.rollout.store import sql_queries, sqlite_batches
 from prorl_envs.rollout.store.base import (
@@ -40,8 +40,6 @@ from prorl_envs.rollout.store.base import (
     StoredGroup,
     StoredOutcome,
     UnreadResults,
-    conflict,
-    expired,
     first_page,
     token_count,
 )
@@ -96,6 +94,7 @@ class SqlStore:
         now: returns seconds since 1970. The default is not affected by clock changes while the process runs.
     """
 
+    #: True if the data outlives the process.
     durable = True
     #: Exceptions that the connections raise if the database fails.
     errors: ClassVar[tuple[type[Exception], ...]]
@@ -147,10 +146,28 @@ class SqlStore:
             raise InputError(f"the store {name} cannot be read: {str(error).strip()}") from error
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        """Store all of these groups, or none of them.
+
+        Returns:
+            For each group, True if it is new; False if the same request is stored already.
+
+        Raises:
+            Conflict: an id is stored with another request, or occurs in `groups` with different requests.
+        """
         weight = len(groups) * _GROUP_WEIGHT
         return await self._write(partial(self._submit, groups), weight=weight, alone=True)
 
     async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
+        """Count a started attempt of a job.
+
+        Args:
+            failures: number of earlier attempts that failed. The other earlier attempts were interrupted.
+            at_once: return once the attempt is stored. Otherwise it is stored soon, with the next write. If
+                the service is killed before that, the attempt is not counted.
+
+        Raises:
+            NotFound: no such job.
+        """
         work = partial(self._started, job_id, failures)
         if at_once:
             await self._write(work, weight=0)
@@ -158,27 +175,52 @@ class SqlStore:
             self._write_with_others(work)
 
     async def record(self, result: Result) -> Result:
+        """Store the result of a job and assign its cursor. If the job has a result already, nothing is stored
+        and that result is returned. Concurrent calls return in the order of the cursors.
+
+        Raises:
+            NotFound: the job's group is not stored.
+        """
         return await self._write(partial(self._record, result), weight=token_count(result))
 
     def acknowledge(self, cursors: Collection[int]) -> None:
+        """Mark results as read, so that they may be dropped. A durable store drops only read results.
+
+        The marks are stored soon, with the next write. If the service is killed before that, the results stay
+        unread. Cursors without a stored result are ignored.
+        """
         if cursors:
             weight = _ACKNOWLEDGED_WEIGHT * len(cursors)
             self._write_with_others(partial(self._acknowledge, tuple(cursors)), weight=weight)
 
     @property
     def unread(self) -> UnreadResults:
+        """Number of unread results."""
         return self._unread
 
     async def group(self, group_id: str) -> StoredGroup:
+        """Return a group. Raises NotFound if there is no such group."""
         return await self._read(partial(self._group, group_id))
 
     async def newest(self) -> int:
+        """Return the greatest cursor; 0 if there is no result."""
         self._check_open()
         return self._recent.newest or await self._read(self._newest)
 
     async def results(
         self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
     ) -> list[Result]:
+        """Return results in the order of their cursors.
+
+        Args:
+            after: return results after this cursor; 0 starts with the oldest.
+            limit: maximum number of results.
+            max_tokens: maximum number of tokens of all results, except that one result is always returned.
+            only: filter for results.
+
+        Raises:
+            CursorExpired: results after `after` that the filter accepts are no longer stored.
+        """
         self._check_open()
         if (recent := self._recent.after(after)) is not None:
             return first_page((result for result in recent if result in only), limit, max_tokens)
@@ -187,41 +229,60 @@ class SqlStore:
     async def cursors(
         self, after: int, up_to: int, only: Selection = ALL, *, unread: bool = False
     ) -> list[int]:
+        """Return the cursors of the stored results after `after`, up to and including `up_to`. With `unread`,
+        return only cursors of unread results."""
         return await self._read(partial(sql_queries.cursors, self._view, after, up_to, only, unread=unread))
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
+        """Return summaries of results, with the arguments of `results`. Never raises CursorExpired."""
         return await self._read(partial(sql_queries.summaries, self._view, after, limit, only))
 
     async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> SearchHits:
+        """Run one step of a text search, over at most `limit` results after the cursor `after`. A result is a
+        hit if one of its strings contains the text."""
         return await self._read(partial(sql_queries.search, self._view, text, after, limit, only))
 
     async def result(self, job_id: str) -> Result:
+        """Return the result of a job. Raises NotFound for unknown and unfinished jobs and dropped results."""
         return await self._read(partial(self._result, job_id))
 
     async def unfinished(self) -> list[StoredGroup]:
+        """Return the incomplete groups, oldest first. A restarted service resumes them."""
         return await self._read(self._unfinished)
 
     async def open_batch(self, batch: StoredBatch) -> None:
+        """Store a new batch, whose id is unused, and assign its carried groups to it.
+
+        Raises:
+            Conflict: the id of a stored group has the form of the batch's group ids, `<id>/<index>`.
+        """
         await self._write(partial(sqlite_batches.insert, self._db, batch))
 
     async def extend_batch(
         self, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
     ) -> None:
+        """Append tasks to a batch's stream, the first of them at the index `first`."""
         await self._write(partial(sqlite_batches.extend, self._db, batch_id, first, tasks, closed=closed))
 
     async def cancel_batch(self, batch_id: str) -> int:
+        """Mark a batch as cancelled. Returns the cursor of the newest result at that time."""
         return await self._write(partial(sqlite_batches.cancel, self._db, batch_id))
 
     async def drop_batch(self, batch_id: str) -> None:
+        """Delete a batch, but not its groups. They are then stored as long as their results."""
         await self._write(partial(sqlite_batches.drop, self._db, batch_id))
 
     async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
+        """Return every batch with its groups, oldest first. A batch's groups are stored as long as the batch,
+        even if their results are dropped."""
         return await self._read(self._batches)
 
     async def put_value(self, name: str, value: str) -> None:
+        """Store a value under a name, in place of the previous value, for a restarted service."""
         await self._write(partial(self._put_value, name, value))
 
     async def get_value(self, name: str) -> str | None:
+        """Return the value stored under a name, or None."""
         return await self._read(partial(self._get_value, name))
 
     async def aclose(self) -> None:
@@ -378,7 +439,7 @@ class SqlStore:
             text = request.model_dump_json().encode()
             known = new[request.id][1] if request.id in new else self._request(request.id)
             if known is not None and not _same(known, text):
-                raise conflict(request.id)
+                raise Conflict(f"group {request.id!r} is known with another request", hint="use a new id")
             fresh.append(known is None)
             if known is None:
                 new[request.id] = group, text
@@ -608,7 +669,11 @@ class SqlStore:
         with self._view:  # both queries see the same snapshot
             self._view.execute("BEGIN")
             if after > 0 and (dropped := newest_dropped(self._view, after, only)):
-                raise expired(dropped, after)
+                raise CursorExpired(
+                    f"results after {after}, up to {dropped}, are no longer kept",
+                    hint="another reader has read them, or the store is in memory; 0 reads from the oldest "
+                    "kept result",
+                )
             # The sizes are read first, so that rows that do not fit into the page are not read.
             sizes = self._view.execute(
                 f"SELECT cursor, tokens FROM results WHERE cursor > ?{where} ORDER BY cursor LIMIT ?",

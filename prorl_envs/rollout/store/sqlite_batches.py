@@ -4,19 +4,17 @@ error that refuses a request is raised before anything is written."""
 import json
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
+from prorl_envs.rollout.api.errors import Conflict
 from prorl_envs.rollout.api.types import split_job_id
-from prorl_envs.rollout.store.base import StoredBatch, batch_conflict
-from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS
+from prorl_envs.rollout.store.base import StoredBatch
+from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS, DbConnection
 from prorl_envs.rollout.store.sqlite_schema import deflate
 
-if TYPE_CHECKING:
-    from prorl_envs.rollout.store.sql_queries import DbConnection
 
-
-def insert(db: "DbConnection", batch: StoredBatch) -> None:
+def insert(db: DbConnection, batch: StoredBatch) -> None:
     """Insert a new batch."""
     request = batch.request
     # ":" follows "9" in ASCII, so this range of the index has all ids of the form `<id>/<index>`.
@@ -24,7 +22,7 @@ def insert(db: "DbConnection", batch: StoredBatch) -> None:
         "SELECT id FROM groups WHERE id >= ? AND id < ?", (f"{request.id}/0", f"{request.id}/:")
     )
     if any(split_job_id(row[0])[0] == request.id for row in candidates.fetchall()):
-        raise batch_conflict(request.id)
+        raise Conflict(f"there is a group {request.id}/<index> already", hint="use a new id for the batch")
     unset = _unset_fields(request) | {
         "tasks": {i: _unset_fields(task) for i, task in enumerate(request.tasks)}
     }
@@ -38,9 +36,7 @@ def insert(db: "DbConnection", batch: StoredBatch) -> None:
     )
 
 
-def extend(
-    db: "DbConnection", batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
-) -> None:
+def extend(db: DbConnection, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool) -> None:
     """Append tasks to a batch, the first of them at the index `first`."""
     [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
     rows = [
@@ -51,14 +47,14 @@ def extend(
     db.execute("UPDATE batches SET closed = ? WHERE number = ?", (closed, number))
 
 
-def cancel(db: "DbConnection", batch_id: str) -> int:
+def cancel(db: DbConnection, batch_id: str) -> int:
     """Store the cancellation of a batch. Return the cursor of the newest result."""
     newest: int = db.execute("SELECT coalesce(max(cursor), 0) FROM results").fetchone()[0]
     db.execute("UPDATE batches SET cancelled_at = ? WHERE id = ?", (newest, batch_id))
     return newest
 
 
-def drop(db: "DbConnection", batch_id: str) -> None:
+def drop(db: DbConnection, batch_id: str) -> None:
     """Delete a batch, and those of its groups that have no stored results any more."""
     [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
     db.execute("DELETE FROM batch_tasks WHERE number = ?", (number,))
@@ -71,7 +67,7 @@ def drop(db: "DbConnection", batch_id: str) -> None:
     db.execute("UPDATE groups SET batch_id = NULL WHERE batch_id = ?", (batch_id,))
 
 
-def read(db: "DbConnection") -> list[StoredBatch]:
+def read(db: DbConnection) -> list[StoredBatch]:
     """Return every batch, oldest first."""
     batches = []
     rows = db.execute(

@@ -93,9 +93,6 @@ _OF_SEVERAL_MACHINES = frozenset(
 
 _STORE_HINT = "--store, or service.store: a file on a local disk, a PostgreSQL database, or memory"
 
-#: Window in bytes of the small compressor. Content up to this size gains nothing from a larger window.
-_SMALL_WINDOW = 8192
-
 
 def lock(path: Path) -> int:
     """Lock a store, and return the descriptor that holds the lock. The kernel releases the lock when the
@@ -268,12 +265,11 @@ def rename_batch_fields(request: bytes) -> bytes:
 
 def pack(result: Result) -> tuple[bytes | None, ...]:
     """Return the columns `body`, `ids`, `loss_mask` and `logprobs` of a result. `body` omits the arrays."""
-    body = body_of(result)
-    trajectory = result.trajectory
+    body, trajectory = deflate(body_of(result)), result.trajectory
     if trajectory is None:
-        return (deflate(body), None, None, None)
+        return (body, None, None, None)
     return (
-        deflate(body),
+        body,
         _pack_integers(trajectory.ids),
         _pack_integers(trajectory.loss_mask),
         _pack_reals(trajectory.logprobs),
@@ -281,15 +277,8 @@ def pack(result: Result) -> tuple[bytes | None, ...]:
 
 
 def deflate(data: bytes) -> bytes:
-    """Compress data quickly; `zlib.decompress` reads the result.
-
-    The default compressor first clears a quarter of a megabyte of memory, which takes longer than compressing
-    a few kilobytes. So small content uses a compressor with a small window.
-    """
-    if len(data) > _SMALL_WINDOW:
-        return zlib.compress(data, 1)
-    small = zlib.compressobj(1, wbits=_SMALL_WINDOW.bit_length() - 1, memLevel=6)
-    return small.compress(data) + small.flush()
+    """Compress data quickly; `zlib.decompress` reads the result."""
+    return zlib.compress(data, 1)
 
 
 def unpack(row: Sequence[Any]) -> Result:

@@ -10,9 +10,9 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.types import GroupRequest, Result, Selection
-from prorl_envs.rollout.store.base import NewGroup, Store
+from prorl_envs.rollout.store.base import NewGroup
 from prorl_envs.rollout.store.read_only import StoredEpisodes
-from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore, SqlStore
 from prorl_envs.rollout.store.summaries import summarise
 from tests.viewer.conftest import result
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 ROW = {"id": "fix-it", "instruction": "Do."}
 
 
-async def keep(store: Store, *results: Result) -> list[Result]:
+async def keep(store: SqlStore, *results: Result) -> list[Result]:
     """Store results, and mark them as read with the next write."""
     groups = dict.fromkeys(one.group_id for one in results)
     await store.submit(
@@ -99,7 +99,7 @@ async def test_a_file_that_is_not_a_store_is_one_clear_error(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 async def test_both_stores_summarise_and_search_equally(kind: str, tmp_path: Path) -> None:
-    store: Store = (
+    store: SqlStore = (
         MemoryStore(max_results=5) if kind == "memory" else SqliteStore(tmp_path / "s", max_results=5)
     )
     await keep(store, result_with_text("alice/g/0", "gone"))

@@ -22,10 +22,10 @@ from prorl_envs.rollout.api.types import (
     Trajectory,
     job_id,
 )
-from prorl_envs.rollout.store.base import NewGroup, Store, StoredBatch, UnreadResults
-from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
+from prorl_envs.rollout.store.base import NewGroup, StoredBatch, UnreadResults
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore, SqlStore
 
-STORES: dict[str, Callable[..., Store]] = {
+STORES: dict[str, Callable[..., SqlStore]] = {
     "memory": lambda _, **bounds: MemoryStore(**bounds),
     "sqlite": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
     "sqlite, read back": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
@@ -34,7 +34,7 @@ STORES: dict[str, Callable[..., Store]] = {
 pytestmark = pytest.mark.anyio
 
 
-type MakeStore = Callable[..., Store]
+type MakeStore = Callable[..., SqlStore]
 
 
 @pytest.fixture(params=[*STORES, "postgres"])
@@ -42,12 +42,12 @@ async def make_store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[MakeStore]:
     """Make a store with the given bounds."""
-    made: list[Store] = []
+    made: list[SqlStore] = []
     if request.param == "sqlite, read back":
         monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_RESULTS", 0)
     url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
 
-    def make(**bounds: Any) -> Store:
+    def make(**bounds: Any) -> SqlStore:
         if url:
             from prorl_envs.rollout.store.postgres import PostgresStore
 
@@ -62,7 +62,7 @@ async def make_store(
 
 
 @pytest.fixture
-def store(make_store: MakeStore) -> Store:
+def store(make_store: MakeStore) -> SqlStore:
     return make_store()
 
 
@@ -91,19 +91,19 @@ def result(group_id: str = "g", sample: int = 0, reward: float | None = 1.0, tok
     )
 
 
-async def read(store: Store, new: Result) -> int:
+async def read(store: SqlStore, new: Result) -> int:
     """Store a result, and mark it as read with the next write. Return its cursor."""
     cursor = (await store.record(new)).cursor
     store.acknowledge([cursor])
     return cursor
 
 
-async def test_submission_is_idempotent(store: Store) -> None:
+async def test_submission_is_idempotent(store: SqlStore) -> None:
     assert await store.submit([group("a"), group("b")]) == [True, True]
     assert await store.submit([group("b"), group("c"), group("c")]) == [False, True, False]
 
 
-async def test_an_id_with_other_content_is_a_conflict_and_nothing_is_stored(store: Store) -> None:
+async def test_an_id_with_other_content_is_a_conflict_and_nothing_is_stored(store: SqlStore) -> None:
     await store.submit([group("a")])
     with pytest.raises(Conflict, match="'a'"):
         await store.submit([group("new"), group("a", samples=3)])
@@ -113,7 +113,7 @@ async def test_an_id_with_other_content_is_a_conflict_and_nothing_is_stored(stor
         await store.submit([group("twice"), group("twice", metadata={"other": 1})])
 
 
-async def test_results_are_returned_in_the_order_they_were_recorded(store: Store) -> None:
+async def test_results_are_returned_in_the_order_they_were_recorded(store: SqlStore) -> None:
     await store.submit([group("g", samples=5)])
     cursors = [(await store.record(result(sample=i))).cursor for i in (3, 1, 4, 0, 2)]
     assert cursors == sorted(cursors)
@@ -124,7 +124,7 @@ async def test_results_are_returned_in_the_order_they_were_recorded(store: Store
     assert await store.results(cursors[-1] + 100, 10) == []
 
 
-async def test_concurrent_records_return_in_the_order_of_the_cursors(store: Store) -> None:
+async def test_concurrent_records_return_in_the_order_of_the_cursors(store: SqlStore) -> None:
     await store.submit([group("g", samples=300)])
     known: list[int] = []
 
@@ -137,7 +137,7 @@ async def test_concurrent_records_return_in_the_order_of_the_cursors(store: Stor
     assert known == list(range(1, 301))
 
 
-async def test_a_batch_is_kept_with_its_groups(store: Store) -> None:
+async def test_a_batch_is_kept_with_its_groups(store: SqlStore) -> None:
     await store.open_batch(
         StoredBatch(BatchRequest(id="a", groups=1, stream_open=True), "tenant", closed=False)
     )
@@ -158,7 +158,7 @@ async def test_a_batch_is_kept_with_its_groups(store: Store) -> None:
     assert (batch, carried.request.id, carried.batch_id) == (carrying, "a/0", "b")
 
 
-async def test_a_batch_does_not_take_the_ids_of_groups(store: Store) -> None:
+async def test_a_batch_does_not_take_the_ids_of_groups(store: SqlStore) -> None:
     await store.submit([group("a/12"), group("b/c/0"), group("b/x"), group("b/01")])
     with pytest.raises(Conflict, match="a/<index>"):
         await store.open_batch(StoredBatch(BatchRequest(id="a", groups=1), "a"))
@@ -185,7 +185,7 @@ async def test_the_groups_of_a_batch_stay_as_long_as_it_does(make_store: MakeSto
         await store.group("a/2")
 
 
-async def test_the_first_result_of_a_job_is_kept(store: Store) -> None:
+async def test_the_first_result_of_a_job_is_kept(store: SqlStore) -> None:
     await store.submit([group()])
     first = await store.record(result(reward=0.25))
     again = await store.record(result(reward=0.75))
@@ -193,7 +193,7 @@ async def test_the_first_result_of_a_job_is_kept(store: Store) -> None:
     assert [r.reward for r in await store.results(0, 10)] == [0.25]
 
 
-async def test_a_result_is_found_by_its_job(store: Store) -> None:
+async def test_a_result_is_found_by_its_job(store: SqlStore) -> None:
     await store.submit([group("a/b")])
     kept = await store.record(result("a/b", 1, None))
     assert await store.result("a/b/1") == kept
@@ -202,7 +202,7 @@ async def test_a_result_is_found_by_its_job(store: Store) -> None:
             await store.result(unknown)
 
 
-async def test_a_group_has_the_outcomes_of_its_jobs(store: Store) -> None:
+async def test_a_group_has_the_outcomes_of_its_jobs(store: SqlStore) -> None:
     await store.submit([group()])
     assert [g.request.id for g in await store.unfinished()] == ["g"]
     await store.record(result(sample=1, reward=None))
@@ -216,12 +216,12 @@ async def test_a_group_has_the_outcomes_of_its_jobs(store: Store) -> None:
     assert await store.unfinished() == []
 
 
-async def test_a_result_of_an_unknown_group_is_refused(store: Store) -> None:
+async def test_a_result_of_an_unknown_group_is_refused(store: SqlStore) -> None:
     with pytest.raises(NotFound):
         await store.record(result("nobody"))
 
 
-async def test_concurrent_results_have_different_cursors(store: Store) -> None:
+async def test_concurrent_results_have_different_cursors(store: SqlStore) -> None:
     await store.submit([group(samples=50)])
     recorded = await asyncio.gather(*(store.record(result(sample=i)) for i in range(50)))
     assert len({r.cursor for r in recorded}) == 50
@@ -251,7 +251,7 @@ async def test_kept_tokens_are_bounded_but_the_newest_result_is_kept(make_store:
         assert kept == [[0], [0, 1], [1, 2], [3]][sample]
 
 
-async def test_the_tokens_of_a_page_are_bounded_but_it_has_at_least_one_result(store: Store) -> None:
+async def test_the_tokens_of_a_page_are_bounded_but_it_has_at_least_one_result(store: SqlStore) -> None:
     await store.submit([group(samples=4)])
     for sample, tokens in enumerate((500, 40, 60, 1)):
         await store.record(result(sample=sample, tokens=tokens))
@@ -260,7 +260,7 @@ async def test_the_tokens_of_a_page_are_bounded_but_it_has_at_least_one_result(s
     assert [r.sample for r in await store.results(1, 10, max_tokens=101)] == [1, 2, 3]
 
 
-async def test_attempts_are_counted_until_there_is_a_result(store: Store) -> None:
+async def test_attempts_are_counted_until_there_is_a_result(store: SqlStore) -> None:
     await store.submit([group()])
     for job, failures in (("g/1", 0), ("g/1", 1), ("g/0", 0)):
         await store.started(job, failures)
@@ -274,12 +274,12 @@ async def test_attempts_are_counted_until_there_is_a_result(store: Store) -> Non
             await store.started(unknown)
 
 
-async def test_requests_are_equal_for_any_order_of_their_keys(store: Store) -> None:
+async def test_requests_are_equal_for_any_order_of_their_keys(store: SqlStore) -> None:
     await store.submit([group(metadata={"a": 1, "b": 2})])
     assert await store.submit([group(metadata={"b": 2, "a": 1})]) == [False]
 
 
-async def test_a_refused_write_does_not_undo_concurrent_ones(store: Store) -> None:
+async def test_a_refused_write_does_not_undo_concurrent_ones(store: SqlStore) -> None:
     await store.submit([group("a")])
     outcomes = await asyncio.gather(
         store.submit([group("b")]),
@@ -294,7 +294,7 @@ async def test_a_refused_write_does_not_undo_concurrent_ones(store: Store) -> No
     assert [g.request.id for g in await store.unfinished()] == ["a", "b"]
 
 
-async def test_a_reader_can_filter_results(store: Store) -> None:
+async def test_a_reader_can_filter_results(store: SqlStore) -> None:
     await store.submit([group("a"), group("b", environment="other"), group("c")])
     for group_id, environment, reward in (
         ("a", "toy", 1.0),
@@ -321,11 +321,11 @@ async def test_a_reader_can_filter_results(store: Store) -> None:
     assert await cursors(groups={"none"}) == []
 
 
-async def test_the_newest_cursor_of_an_empty_store_is_0(store: Store) -> None:
+async def test_the_newest_cursor_of_an_empty_store_is_0(store: SqlStore) -> None:
     assert await store.newest() == 0
 
 
-async def dropped_in_turn(store: Store, *jobs: tuple[str, int, str]) -> None:
+async def dropped_in_turn(store: SqlStore, *jobs: tuple[str, int, str]) -> None:
     """Store and read results in a store that keeps only one result."""
     for name, environment in sorted({(name, environment) for name, _, environment in jobs}):
         await store.submit([group(name, samples=9, environment=environment)])
@@ -388,7 +388,7 @@ async def test_results_that_were_dropped_long_ago_expire_the_cursors_of_all(
     assert [r.job_id for r in await store.results(3, 10, only=mine)] == ["alice/a/0"]
 
 
-async def test_unread_results_are_counted(store: Store) -> None:
+async def test_unread_results_are_counted(store: SqlStore) -> None:
     await store.submit([group(samples=3)])
     for sample, tokens in enumerate((40, 2, 0)):
         await store.record(result(sample=sample, tokens=tokens))
@@ -401,7 +401,7 @@ async def test_unread_results_are_counted(store: Store) -> None:
     assert store.unread == UnreadResults(1, 2), "a repeated result is not another one"
 
 
-async def test_a_reader_finds_the_cursors_of_its_results(store: Store) -> None:
+async def test_a_reader_finds_the_cursors_of_its_results(store: SqlStore) -> None:
     await store.submit([group("a", samples=3), group("b")])
     for new in (result("a"), result("b"), result("a", 1), result("a", 2)):
         await store.record(new)
