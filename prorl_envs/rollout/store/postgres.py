@@ -96,7 +96,6 @@ class PostgresStore(SqlStore):
     """
 
     errors = (psycopg.Error,)
-    _fast_statements = False
 
     def __init__(self, url: str, **bounds: Any) -> None:
         name = _name(url)

@@ -55,11 +55,8 @@ _TRIM_ROWS, _MAX_TRIMS = 16, 64
 _NOTHING_READ = (math.inf, math.inf, math.inf)
 #: Number of drops after which the oldest rows of `dropped_results` are removed. A row takes some 60 bytes.
 _FORGET_EVERY = 1_000
-#: Weight of one acknowledged result, and maximum number of acknowledged results in one statement.
-_ACKNOWLEDGED_WEIGHT, _ACKNOWLEDGED_AT_ONCE = 16.0, 500
-#: Maximum weight of a transaction that runs on the event loop (some 3 ms), and weight of a submitted group. A
-#: weight of 1 is the time to pack one token.
-_MAX_LOOP_WEIGHT, _GROUP_WEIGHT = 16_384, 1_024
+#: Maximum number of acknowledged results in one statement.
+_ACKNOWLEDGED_AT_ONCE = 500
 #: Seconds for which a write without a waiting caller waits for other writes, to share their transaction, and
 #: seconds before it is tried again after its transaction failed.
 _JOIN_S, _RETRY_S = 0.05, 1.0
@@ -71,8 +68,6 @@ class _Write:
 
     work: Callable[[], Any]
     future: asyncio.Future[Any] | None
-    weight: float
-    alone: bool
 
 
 class SqlStore:
@@ -98,8 +93,6 @@ class SqlStore:
     durable = True
     #: Exceptions that the connections raise if the database fails.
     errors: ClassVar[tuple[type[Exception], ...]]
-    #: True if executing a statement takes no longer than passing it to a thread.
-    _fast_statements: ClassVar[bool]
 
     def __init__(
         self,
@@ -133,7 +126,6 @@ class SqlStore:
         self._dropped, self._drops = 0, 0
         self._recent = Recent()
         self._waiting: list[_Write] = []
-        self._deferred = False  # the last transaction deferred writes in favour of separate ones
         self._committing: asyncio.Future[None] | None = None  # done when no caller waits for a write
         self._timer: asyncio.TimerHandle | None = None  # start of a transaction that no caller waits for
         self._closed = False
@@ -154,8 +146,7 @@ class SqlStore:
         Raises:
             Conflict: an id is stored with another request, or occurs in `groups` with different requests.
         """
-        weight = len(groups) * _GROUP_WEIGHT
-        return await self._write(partial(self._submit, groups), weight=weight, alone=True)
+        return await self._write(partial(self._submit, groups))
 
     async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
         """Count a started attempt of a job.
@@ -170,7 +161,7 @@ class SqlStore:
         """
         work = partial(self._started, job_id, failures)
         if at_once:
-            await self._write(work, weight=0)
+            await self._write(work)
         else:
             self._write_with_others(work)
 
@@ -181,7 +172,7 @@ class SqlStore:
         Raises:
             NotFound: the job's group is not stored.
         """
-        return await self._write(partial(self._record, result), weight=token_count(result))
+        return await self._write(partial(self._record, result))
 
     def acknowledge(self, cursors: Collection[int]) -> None:
         """Mark results as read, so that they may be dropped. A durable store drops only read results.
@@ -190,8 +181,7 @@ class SqlStore:
         unread. Cursors without a stored result are ignored.
         """
         if cursors:
-            weight = _ACKNOWLEDGED_WEIGHT * len(cursors)
-            self._write_with_others(partial(self._acknowledge, tuple(cursors)), weight=weight)
+            self._write_with_others(partial(self._acknowledge, tuple(cursors)))
 
     @property
     def unread(self) -> UnreadResults:
@@ -298,25 +288,19 @@ class SqlStore:
 
     # Between the event loop and the threads.
 
-    async def _write[T](self, work: Callable[[], T], *, weight: float = math.inf, alone: bool = False) -> T:
+    async def _write[T](self, work: Callable[[], T]) -> T:
         """Run `work` in the next transaction. Returns once the transaction is on the disk. If the caller is
-        cancelled while it waits, the write may or may not happen.
-
-        Args:
-            weight: estimated cost, see `_MAX_LOOP_WEIGHT`.
-            alone: do not share the transaction with other writes that callers wait for, so that this write is
-                fast. The others are deferred to the next transaction, but not again.
-        """
+        cancelled while it waits, the write may or may not happen."""
         self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Write(work, future, weight, alone))
+        self._waiting.append(_Write(work, future))
         self._commit_soon()
         return await future
 
-    def _write_with_others(self, work: Callable[[], Any], *, weight: float = 0.0) -> None:
+    def _write_with_others(self, work: Callable[[], Any]) -> None:
         """Run `work` in a transaction that starts soon. Run it again later if the database fails."""
         self._check_open()
-        self._waiting.append(_Write(work, None, weight, alone=False))
+        self._waiting.append(_Write(work, None))
         self._commit_later()
 
     def _commit_soon(self) -> None:
@@ -338,22 +322,13 @@ class SqlStore:
         """Start a transaction with the waiting writes."""
         loop = asyncio.get_running_loop()
         batch, self._waiting = self._waiting, []
-        if not self._deferred and any(write.alone for write in batch):
-            self._waiting = [write for write in batch if write.future is not None and not write.alone]
-            batch = [write for write in batch if write.future is None or write.alone]
-        self._deferred = bool(self._waiting)
 
         def notify_loop(done: Future[list[Any]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(self._committed, batch, done)
 
         works = [write.work for write in batch]
-        run = partial(self._transaction, works)
-        # After each statement a thread waits for the interpreter lock, and taking the lock delays the event
-        # loop. So light statements run here, and the thread only commits.
-        if self._fast_statements and sum(write.weight for write in batch) <= _MAX_LOOP_WEIGHT:
-            run = partial(self._finish, self._begin(works))
-        self._writer.submit(run).add_done_callback(notify_loop)
+        self._writer.submit(self._transaction, works).add_done_callback(notify_loop)
 
     def _committed(self, batch: Sequence[_Write], done: Future[list[Any]]) -> None:
         """Resolve the futures of a finished transaction, and start the next one if writes are waiting."""
@@ -398,26 +373,15 @@ class SqlStore:
         hint = "accepted jobs are not lost; is the disk full, or the database locked or down?"
         return Unavailable(f"{self._name} cannot be {action}: {str(error).strip()}", hint=hint)
 
-    # The following methods run in the writing thread, or on the event loop while that thread is idle. They
-    # refuse a request before they write anything, so the other writes of the transaction remain valid.
+    # The following methods run in the writing thread. They refuse a request before they write anything, so
+    # the other writes of the transaction remain valid.
 
     def _transaction(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        return self._finish(self._begin(works))
-
-    def _begin(self, works: Sequence[Callable[[], Any]]) -> list[Any] | BaseException:
-        """Begin a transaction and run `works`. Return their outcomes, or an error that needs a rollback."""
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            return [_value_or_refusal(work) for work in works]
-        except BaseException as error:  # noqa: BLE001 - `_finish` raises it
-            return error
-
-    def _finish(self, outcomes: list[Any] | BaseException) -> list[Any]:
-        """Commit or roll back the transaction. Return the outcomes, or raise the error."""
+        """Run `works` in a transaction, and return their outcomes."""
         try:
             with self._db:  # commits, or rolls back if an error is raised
-                if isinstance(outcomes, BaseException):
-                    raise outcomes
+                self._db.execute("BEGIN IMMEDIATE")
+                outcomes = [_value_or_refusal(work) for work in works]
                 for _ in range(_MAX_TRIMS):  # later transactions drop the remaining results
                     if not self._more_to_drop:
                         break
@@ -722,7 +686,6 @@ class SqliteStore(SqlStore):
     """
 
     errors = (sqlite3.Error,)
-    _fast_statements = True
 
     def __init__(self, path: Path, **bounds: Any) -> None:
         self.path = path.resolve()
@@ -742,7 +705,6 @@ class MemoryStore(SqlStore):
 
     durable = False
     errors = (sqlite3.Error,)
-    _fast_statements = False  # all statements run in one thread, since reads use the same connection
 
     def __init__(self, **bounds: Any) -> None:
         db = open_in_memory()

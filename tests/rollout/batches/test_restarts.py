@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sqlite3
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -67,8 +68,8 @@ class Photographed(SqliteStore):
         super()._commit()
         self._waiting += others
 
-    def _finish(self, outcomes: list[Any] | BaseException) -> list[Any]:
-        done = super()._finish(outcomes)
+    def _transaction(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+        done = super()._transaction(works)
         self.pictures.append(self.path.with_name(f"picture{len(self.pictures)}.db"))
         self._photograph(self.pictures[-1])
         return done

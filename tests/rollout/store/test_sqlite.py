@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import sqlite3
-import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
@@ -205,18 +204,7 @@ async def test_a_full_disk_refuses_writes_and_keeps_accepted_ones(tmp_path: Path
         assert (await store.record(result("a", 1))).cursor == kept.cursor + 1
 
 
-async def test_light_work_runs_in_the_loop_and_the_rest_in_a_thread(tmp_path: Path) -> None:
-    here = threading.get_ident()
-    async with opened(tmp_path / "store.db") as store:
-        light = [store._write(threading.get_ident, weight=weight) for weight in (0, 10_000)]
-        assert await asyncio.gather(*light) == [here, here]
-        # Together they are more than the limit for the loop.
-        heavy = [store._write(threading.get_ident, weight=10_000) for _ in range(2)]
-        heavy.append(store._write(threading.get_ident))
-        assert here not in await asyncio.gather(*heavy)
-
-
-async def test_light_work_that_fails_rolls_back_its_transaction(tmp_path: Path) -> None:
+async def test_work_that_fails_rolls_back_its_transaction(tmp_path: Path) -> None:
     def fail() -> None:
         raise sqlite3.OperationalError("out of luck")
 
@@ -224,7 +212,7 @@ async def test_light_work_that_fails_rolls_back_its_transaction(tmp_path: Path) 
         await store.submit([group()])
         await store.record(result())
         both = await asyncio.gather(
-            store.record(result(sample=1)), store._write(fail, weight=0), return_exceptions=True
+            store.record(result(sample=1)), store._write(fail), return_exceptions=True
         )
         assert all(isinstance(error, Unavailable) and "out of luck" in str(error) for error in both)
         assert [found.sample for found in await store.results(0, 10)] == [0]
