@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 
 from prorl_envs.clock import Clock
@@ -23,20 +22,15 @@ from prorl_envs.rollout.api.dashboard import (
     JobLine,
     Percentiles,
     SandboxesView,
-    SummaryPage,
 )
 from prorl_envs.rollout.api.errors import QueueFull
-from prorl_envs.rollout.api.types import JobState, Result, Selection
+from prorl_envs.rollout.api.types import JobState, Result
 from prorl_envs.rollout.api.views import NodeView, StatusView
 from prorl_envs.rollout.store.sqlite import SqlStore
 from prorl_envs.rollout.store.statistics import deviation
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.viewer.summary import Summary
 
-#: Maximum number of summaries in memory, each for results since the start and for results from before it.
-MAX_SUMMARIES = 20_000
-#: Number of summaries per read from the store.
-PAGE = 500
 #: Seconds of a bucket, and number of buckets.
 BUCKET_S, BUCKETS = 10.0, 60
 #: Number of last results, and of last calls, that percentiles are computed from.
@@ -70,28 +64,26 @@ class DashboardState:
 
     Args:
         clock: measures time.
-        store: has the results from before the start.
+        store: has the results.
         look: returns the parts of a `DashboardView` that are not about results.
-        results: number of results that the store keeps; at most this many summaries are kept.
     """
 
-    def __init__(
-        self, clock: Clock, store: SqlStore, look: Callable[[], DashboardSnapshot], results: int
-    ) -> None:
+    def __init__(self, clock: Clock, store: SqlStore, look: Callable[[], DashboardSnapshot]) -> None:
         self._clock = clock
         self._store = store
         self._look = look
-        self._recent: deque[Summary] = deque(maxlen=min(MAX_SUMMARIES, results))
+        self._recent: deque[Summary] = deque(maxlen=LAST_RESULTS)
         self._buckets: dict[int, Bucket] = {}
         self._calls: deque[float] = deque(maxlen=LAST_CALLS)
         self._tools: deque[float] = deque(maxlen=LAST_CALLS)
-        self._earlier: list[Summary] = []  # of results from before the start
-        self._reading = asyncio.Lock()
-        self._start: int | None = None  # cursor of the first result since the start
-        self._read_to, self._all_read = 0, False
         self._streams = 0
         self._cached: tuple[float, DashboardView] | None = None  # time in seconds, and the view
         self._closed = asyncio.Event()
+
+    async def load(self) -> None:
+        """Read the summaries of the last results from before the start."""
+        newest = await self._store.newest()
+        self._recent.extend(await self._store.summaries(newest - LAST_RESULTS, LAST_RESULTS))
 
     def observe(self, result: Result) -> None:
         """Count a stored result."""
@@ -110,22 +102,6 @@ class DashboardState:
             if turn.tools_s:
                 self._tools.append(turn.tools_s)
 
-    async def page(self, after: int, limit: int, only: Selection) -> SummaryPage:
-        """Return summaries after a cursor, of results since the start and of the last results before it.
-
-        Args:
-            after: a cursor; 0 starts with the oldest known result.
-            limit: maximum number of summaries.
-            only: selects results by the prefix of their group id. Its other fields are ignored.
-        """
-        async with self._reading:
-            await self._read_on(after, limit, only)
-        known = chain(self._earlier, self._since_start() if self._all_read else ())
-        found = [summary for summary in known if summary.cursor > after]
-        selected = list(islice((each for each in found if each.group_id.startswith(only.prefix)), limit))
-        last = found if len(selected) < limit else selected  # without a full page, all of `found` was read
-        return SummaryPage(summaries=selected, next=last[-1].cursor if last else after)
-
     def since(self, after: int, limit: int) -> list[Summary]:
         """Return the newest summaries after a cursor, oldest first."""
         fresh: list[Summary] = []
@@ -140,28 +116,6 @@ class DashboardState:
         """Cursor of the newest summary."""
         return self._recent[-1].cursor if self._recent else 0
 
-    async def _read_on(self, after: int, limit: int, only: Selection) -> None:
-        """Read results from before the start from the store, until `limit` summaries are found."""
-        if self._start is None:
-            self._start = self._recent[0].cursor if self._recent else await self._store.newest() + 1
-            self._read_to = max(0, self._start - 1 - MAX_SUMMARIES)
-
-        def count_selected(found: Iterable[Summary]) -> int:
-            return sum(each.cursor > after and each.group_id.startswith(only.prefix) for each in found)
-
-        missing = limit - count_selected(self._earlier)
-        while missing > 0 and not self._all_read:
-            page = await self._store.summaries(self._read_to, PAGE)
-            fresh = [summary for summary in page if summary.cursor < self._start]
-            self._earlier += fresh
-            self._all_read = len(fresh) < PAGE
-            self._read_to = fresh[-1].cursor if fresh else self._read_to
-            missing -= count_selected(fresh)
-
-    def _since_start(self) -> Iterator[Summary]:
-        """Return the summaries since the start that were not read from the store."""
-        return (each for each in self._recent if self._start is None or each.cursor >= self._start)
-
     # Views.
 
     def view(self, *, fresh_s: float = 0.5) -> DashboardView:
@@ -173,8 +127,7 @@ class DashboardState:
 
     def _view(self, now: float) -> DashboardView:
         snapshot = self._look()
-        newest_first = chain(reversed(self._recent), reversed(self._earlier))
-        last = list(islice(newest_first, LAST_RESULTS))
+        last = list(reversed(self._recent))
         rewards = [summary.reward for summary in last if summary.reward is not None]
         bucket = int(now // BUCKET_S)
         return DashboardView(

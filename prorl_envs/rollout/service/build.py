@@ -100,7 +100,7 @@ def build_service(
             running=live_jobs.running(SHOWN_JOBS),
         )
 
-    dashboard = DashboardState(clock, store, snapshot, settings.retention.max_results)
+    dashboard = DashboardState(clock, store, snapshot)
     connections = ConnectionCounts()
     metrics = Metrics(
         ScrapeCollector(

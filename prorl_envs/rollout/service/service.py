@@ -71,6 +71,7 @@ class RolloutService:
         return self.gate.state
 
     async def start(self) -> None:
+        await self.dashboard.load()
         await self.lifecycle.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:

@@ -30,6 +30,8 @@ from prorl_envs.viewer.markdown import markdown_of
 
 #: Maximum number of summaries in one event. Clients request missing ones from `/v1/summaries`.
 MAX_EVENT_SUMMARIES = 500
+#: Number of newest results that `/v1/summaries` lists, and maximum number of summaries in one response.
+MAX_SUMMARIES, PAGE = 20_000, 500
 _EVENTS = "text/event-stream"
 
 type _Unfinished = Literal["queued", "init", "run", "eval"]
@@ -110,10 +112,12 @@ def _add_state(app: FastAPI, service: RolloutService) -> None:
         after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
         limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     ) -> Response:
-        """Return summaries of results since the service started, and of the last results before that. `next`
-        is the cursor for the next request."""
-        found = await dashboard.page(after, limit, Selection(prefix=caller.prefix))
-        body = msgspec.json.encode({"summaries": found.summaries, "next": found.next})
+        """Return summaries of the last 20,000 stored results, at most 500 at once. `next` is the cursor for
+        the next request."""
+        after = max(after, await service.store.newest() - MAX_SUMMARIES)
+        only = Selection(prefix=caller.prefix)
+        found = await service.store.summaries(after, min(limit, PAGE), only=only)
+        body = msgspec.json.encode({"summaries": found, "next": found[-1].cursor if found else after})
         return Response(body, media_type="application/json")
 
     @app.patch("/v1/limits")
