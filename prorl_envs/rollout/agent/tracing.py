@@ -1,12 +1,11 @@
 """OpenTelemetry traces: a job, its stages, and in RUN every model call and tool call.
 
-Without an OpenTelemetry SDK this module only checks once per stage for an SDK. Attribute names follow
-https://opentelemetry.io/docs/specs/semconv/gen-ai/ if it has a fitting name. Spans contain no prompt, output
-or task text, since traces are sent to other systems than results are.
+Attribute names follow https://opentelemetry.io/docs/specs/semconv/gen-ai/ if it has a fitting name. Spans
+contain no prompt, output or task text, since traces are sent to other systems than results are.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from opentelemetry import trace
@@ -25,25 +24,15 @@ _tracer = trace.get_tracer("prorl_envs", __version__)
 #: Job of the current asyncio task, for log lines; "" outside of a job.
 current_job: ContextVar[str] = ContextVar("current_job", default="")
 
-#: Span used without tracing; the API's own no-op span costs 50 us.
-_NO_SPAN: AbstractContextManager[Span] = nullcontext(trace.INVALID_SPAN)
 
-#: True if tracing was active when this task's stage started; None outside of stages.
-_stage_traced: ContextVar[bool | None] = ContextVar("stage_traced", default=None)
-
-
-def _sdk_is_active() -> bool:
-    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-
-
-def _traced() -> bool:
-    cached = _stage_traced.get()
-    return _sdk_is_active() if cached is None else cached
-
-
-def _open_span(name: str) -> AbstractContextManager[Span]:
-    """Open a span. It is the current span while the block runs."""
-    return _tracer.start_as_current_span(name) if _traced() else _NO_SPAN
+@contextmanager
+def _job_named(job: str) -> Iterator[None]:
+    """Set `current_job` while the block runs."""
+    reset = current_job.set(job)
+    try:
+        yield
+    finally:
+        current_job.reset(reset)
 
 
 def begin_job(job: str, environment: str, task: str) -> Span:
@@ -66,24 +55,9 @@ def end_job(span: Span, state: JobState, reward: float | None, attempts: int) ->
 @contextmanager
 def in_stage(job: str, span: Span, stage: Stage, attempt: int) -> Iterator[Span]:
     """Open the span of a stage while the stage runs in this task."""
-    with (
-        _stage_context(job),
-        trace.use_span(span) if _traced() else nullcontext(),
-        _open_span(stage) as stage_span,
-    ):
+    with _job_named(job), trace.use_span(span), _tracer.start_as_current_span(stage) as stage_span:
         stage_span.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
         yield stage_span
-
-
-@contextmanager
-def _stage_context(job: str) -> Iterator[None]:
-    """Set the context variables of this module while a stage of the job runs."""
-    job_reset, traced_reset = current_job.set(job), _stage_traced.set(_sdk_is_active())
-    try:
-        yield
-    finally:
-        _stage_traced.reset(traced_reset)
-        current_job.reset(job_reset)
 
 
 def carried() -> dict[str, str]:
@@ -97,7 +71,7 @@ def carried() -> dict[str, str]:
 def continued(job: str, headers: dict[str, str]) -> Iterator[None]:
     """Use the span of another machine, from `carried`, as parent. Tasks created in the block inherit it."""
     span = trace.get_current_span(_propagator.extract(headers, context=Context()))
-    with _stage_context(job), trace.use_span(span):
+    with _job_named(job), trace.use_span(span):
         yield
 
 
@@ -107,14 +81,10 @@ def note_failure(span: Span, failure: Failure) -> None:
     span.set_status(Status(StatusCode.ERROR))
 
 
-def model_call(prompt_tokens: int) -> AbstractContextManager[Span]:
-    """Open a span while a model server samples one turn."""
-    return _model_call(prompt_tokens) if _traced() else _NO_SPAN
-
-
 @contextmanager
-def _model_call(prompt_tokens: int) -> Iterator[Span]:
-    with _open_span("model_call") as span:
+def model_call(prompt_tokens: int) -> Iterator[Span]:
+    """Open a span while a model server samples one turn."""
+    with _tracer.start_as_current_span("model_call") as span:
         span.set_attribute("gen_ai.operation.name", "text_completion")
         span.set_attribute("gen_ai.usage.input_tokens", prompt_tokens)
         yield span
@@ -128,14 +98,10 @@ def note_sampled(span: Span, sampled: Sampled) -> None:
     span.set_attribute("prorl.weight_version", sampled.weight_version)
 
 
-def tool_call(call: ToolCall, known: bool) -> AbstractContextManager[Span]:
-    """Open a span while a tool runs. An unknown tool name, invented by the model, is not recorded."""
-    return _tool_call(call, known) if _traced() else _NO_SPAN
-
-
 @contextmanager
-def _tool_call(call: ToolCall, known: bool) -> Iterator[Span]:
-    with _open_span("tool_call") as span:
+def tool_call(call: ToolCall, known: bool) -> Iterator[Span]:
+    """Open a span while a tool runs. An unknown tool name, invented by the model, is not recorded."""
+    with _tracer.start_as_current_span("tool_call") as span:
         span.set_attribute("gen_ai.operation.name", "execute_tool")
         span.set_attribute("gen_ai.tool.name", call.name if known else "unknown")
         yield span
