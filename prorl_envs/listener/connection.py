@@ -8,12 +8,13 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import httptools
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
+
+if TYPE_CHECKING:
+    from prorl_envs.listener.listener import HttpListener
 
 #: Maximum bytes of a head, of a body's trailers, and between two chunks of a body; maximum lines of a head.
 HEAD_BYTES, HEAD_LINES = 64 * 1024, 128
@@ -64,28 +65,10 @@ class _Phase(Enum):
     IDLE = auto()
 
 
-class ConnectionOwner(Protocol):
-    """Interface of the listener to its connections."""
-
-    config: uvicorn.Config
-    state: ServerState
-    limits: ConnectionLimits
-    #: Connections without a request, the longest waiting first.
-    waiting: "dict[BoundedConnection, None]"
-
-    def set_date(self) -> None: ...
-
-    def mark_waiting(self, connection: "BoundedConnection") -> None: ...
-
-    def remove(self, connection: "BoundedConnection") -> None: ...
-
-    def count_closed(self, reason: str) -> None: ...
-
-
 class BoundedConnection(HttpToolsProtocol):
     """HTTP connection. `_unparsed` counts the bytes since the parser last reported progress."""
 
-    def __init__(self, listener: ConnectionOwner) -> None:
+    def __init__(self, listener: "HttpListener") -> None:
         super().__init__(listener.config, listener.state, {})
         self._listener = listener
         self._phase = _Phase.HEAD

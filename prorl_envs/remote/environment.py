@@ -7,7 +7,7 @@ module depends only on the protocol, and imports nothing from NeMo Gym.
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
@@ -16,6 +16,7 @@ from prorl_envs.env.responses import output_items
 from prorl_envs.env.sandboxed import Phase
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError, ToolError
 from prorl_envs.remote.http import HttpReply, RemoteConnection, RemoteUnavailable, Unanswered
+from prorl_envs.remote.servers import RunningServer
 from prorl_envs.remote.task import NemoTask, read_row
 from prorl_envs.remote.verdict import VerifierUnavailable, read_verdict
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
@@ -26,37 +27,11 @@ MAX_ANSWER_BYTES = 64 * 2**20
 SEED_PAUSES_S = (0.2, 1.0, 3.0)
 
 
-class Server(Protocol):
-    """Server of a collection's episodes, with the limits of requests.
-
-    Attributes:
-        finish_tool: tool whose call finishes an episode; "" if an answer without a call finishes it.
-        fail_on_500: True if an internal error of a tool fails the episode. Otherwise the model receives it.
-        seed_s, call_s, verify_s: timeouts in seconds of each kind of request.
-        tool_bytes: maximum number of bytes of a tool's answer that the model receives.
-    """
-
-    finish_tool: str
-    fail_on_500: bool
-    seed_s: float
-    call_s: float
-    verify_s: float
-    tool_bytes: int
-
-    async def connection(self, clock: Clock) -> RemoteConnection:
-        """Return a connection for one episode. If this process runs the server, start it if necessary.
-
-        Raises:
-            RolloutFailure: the server does not start.
-        """
-        ...
-
-
 class NemoEnvironment(Environment[NemoTask]):
     """Episode on a resources server. Subclasses set the server."""
 
     task_type: ClassVar[type[Task]] = NemoTask
-    server: ClassVar[Server]
+    server: ClassVar[RunningServer]
     clock: ClassVar[Clock] = SystemClock()
 
     def __init__(self, node: Node) -> None:
@@ -111,7 +86,7 @@ class NemoEnvironment(Environment[NemoTask]):
                 "/verify", body, seconds=self.server.verify_s, max_bytes=MAX_ANSWER_BYTES
             )
         except Unanswered as error:
-            raise VerifierUnavailable(f"the server returned no verdict: {error.reason}") from error
+            raise VerifierUnavailable(f"the server returned no verdict: {error}") from error
         except TimeoutError as error:
             raise GraderError(f"the server returned no verdict in {self.server.verify_s:g} s") from error
         return read_verdict(reply, task.row)
@@ -131,7 +106,7 @@ class NemoEnvironment(Environment[NemoTask]):
                     "/seed_session", task.row, seconds=self.server.seed_s, max_bytes=MAX_ANSWER_BYTES
                 )
             except Unanswered as error:
-                problem = error.reason
+                problem = str(error)
             except TimeoutError as error:
                 message = f"the server did not open the session in {self.server.seed_s:g} s"
                 raise RemoteUnavailable(message) from error
@@ -157,7 +132,7 @@ class NemoEnvironment(Environment[NemoTask]):
                 f"/{call.name}", call.arguments, seconds=seconds, max_bytes=self.server.tool_bytes
             )
         except Unanswered as error:
-            raise ToolError(f"{call.name}: {error.reason}", hint="see the server's log") from error
+            raise ToolError(f"{call.name}: {error}", hint="see the server's log") from error
         except TimeoutError:
             text = f"[the call was ended after {seconds:g} s]"
             return ToolResult(text=text, ok=False, data={"timed_out": True}, duration_s=seconds)
@@ -207,7 +182,7 @@ def _tool_result(reply: HttpReply, seconds: float) -> ToolResult:
     return ToolResult(text=text, ok=ok, data={"status": reply.status}, duration_s=seconds)
 
 
-def nemo_family(name: str, server: Server) -> type[NemoEnvironment]:
+def nemo_family(name: str, server: RunningServer) -> type[NemoEnvironment]:
     """Return the environment class of a collection whose episodes run on `server`.
 
     Raises:

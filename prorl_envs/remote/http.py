@@ -24,17 +24,7 @@ class RemoteUnavailable(EnvironmentFault):
 
 
 class Unanswered(Exception):
-    """Error: a request got no usable answer.
-
-    Args:
-        reason: description of the problem.
-        sent: True if the server may have acted on the request.
-    """
-
-    def __init__(self, reason: str, *, sent: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.sent = sent
+    """Error: a request got no usable answer. The message describes the problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +102,17 @@ class RemoteConnection:
             async with self._clock.timeout(seconds):
                 return await self._post(path, content, max_bytes)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise Unanswered(f"{self.url} cannot be reached: {error!r}", sent=False) from error
+            raise Unanswered(f"{self.url} cannot be reached: {error!r}") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise Unanswered(f"{self.url} broke the connection: {error!r}", sent=True) from error
+            raise Unanswered(f"{self.url} broke the connection: {error!r}") from error
 
     async def _post(self, path: str, content: bytes, max_bytes: int) -> HttpReply:
         headers = {"Content-Type": "application/json"}
         async with self._http.stream("POST", path, content=content, headers=headers) as response:
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise Unanswered("the answer is compressed, which was not requested", sent=True)
+                raise Unanswered("the answer is compressed, which was not requested")
             if sum(len(c.name) + len(c.value or "") for c in self._http.cookies.jar) > MAX_COOKIE_BYTES:
-                raise Unanswered(f"the server's cookies take more than {MAX_COOKIE_BYTES} bytes", sent=True)
+                raise Unanswered(f"the server's cookies take more than {MAX_COOKIE_BYTES} bytes")
             read = bytearray()
             async for chunk in response.aiter_raw():
                 read += chunk

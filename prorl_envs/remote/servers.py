@@ -43,11 +43,15 @@ _LINE_BYTES = 16 * 1024
 
 @dataclass(slots=True, kw_only=True)
 class RunningServer:
-    """External resources server. For the other fields see `environment.Server`.
+    """External resources server, with the limits of requests.
 
     Args:
         url: base URL of the server.
+        finish_tool: tool whose call finishes an episode; "" if an answer without a call finishes it.
+        fail_on_500: True if an internal error of a tool fails the episode. Otherwise the model receives it.
         connect_s: timeout in seconds for connecting.
+        seed_s, call_s, verify_s: timeouts in seconds of each kind of request.
+        tool_bytes: maximum number of bytes of a tool's answer that the model receives.
     """
 
     url: str = ""
@@ -61,7 +65,11 @@ class RunningServer:
     _tls: Any = None
 
     async def connection(self, clock: Clock) -> RemoteConnection:
-        """Return a connection for one episode."""
+        """Return a connection for one episode. If this process runs the server, start it if necessary.
+
+        Raises:
+            RolloutFailure: the server does not start.
+        """
         if self._tls is None:
             self._tls = httpx.create_ssl_context(trust_env=False)
         return RemoteConnection(self.url, connect_s=self.connect_s, tls=self._tls, clock=clock)

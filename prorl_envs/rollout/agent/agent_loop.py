@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypedDict, Unpack
 
 from prorl_envs.clock import Clock
-from prorl_envs.env.base import Message, Prompt
+from prorl_envs.env.base import Environment, Message, Prompt
 from prorl_envs.errors import ModelError
 from prorl_envs.model.routing.pause_gate import ActiveTimeout, HeldTime
 from prorl_envs.model.tokens.context import Context
@@ -34,7 +34,7 @@ from prorl_envs.rollout.agent import loop_limits, tracing
 from prorl_envs.rollout.agent.fair_yield import LoopFairness
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import AgentLimits, StopReason, Trajectory
-from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
+from prorl_envs.tools.types import ToolCall, ToolSpec
 
 _CUT = (
     "Your answer was cut off after {tokens} tokens, before a tool call was complete. "
@@ -68,15 +68,6 @@ class Record(Protocol):
     def tools_s(self) -> float: ...
 
     def trajectory(self) -> Trajectory | None: ...
-
-
-class ToolHost(Protocol):
-    """Methods of an environment that the loop uses."""
-
-    @property
-    def finish_tool(self) -> str: ...
-
-    async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult: ...
 
 
 @dataclass(slots=True)
@@ -145,7 +136,7 @@ class Agent:
 
     async def play(
         self,
-        environment: ToolHost,
+        environment: Environment[Any],
         prompt: Prompt,
         transcript: Transcript,
         **settings: Unpack[EpisodeSettings],
@@ -169,7 +160,7 @@ class Agent:
 
     async def begin(
         self,
-        environment: ToolHost,
+        environment: Environment[Any],
         prompt: Prompt,
         transcript: Transcript,
         **settings: Unpack[EpisodeSettings],
@@ -198,7 +189,7 @@ class AgentLoop:
     def __init__(
         self,
         agent: Agent,
-        environment: ToolHost,
+        environment: Environment[Any],
         prompt: Prompt,
         prompt_ids: Sequence[int],
         transcript: Transcript,

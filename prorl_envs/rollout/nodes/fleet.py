@@ -97,7 +97,7 @@ class Fleet:
         return [_view(node, places.get(node.name)) for node in self.nodes]
 
     def heartbeats(self) -> dict[str, dict[str, float]]:
-        """Return the last usage of each connected node by name, see `NodeUsage`."""
+        """Return the last usage of each connected node by name, see `NodeHandle.usage`."""
         return {node.name: node.usage for node in self._nodes.values() if node.usage}
 
     # Requests of the engine.

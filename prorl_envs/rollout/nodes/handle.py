@@ -7,7 +7,7 @@ RUN. All arguments and results can be pickled.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from prorl_envs.errors import ModelError
@@ -177,17 +177,6 @@ class Hold:
     resample: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class NodeUsage:
-    """Current resource usage of a node.
-
-    Args:
-        values: the fields of `env.node.NodeUse`, and the process's `pid`, `cpu_s` and `memory` (bytes).
-    """
-
-    values: Mapping[str, float] = field(default_factory=dict)
-
-
 class NodeHandle(Protocol):
     """The head's access to one node. Every method raises `NodeLost` if the node is gone.
 
@@ -244,8 +233,9 @@ class NodeHandle(Protocol):
         """
         ...
 
-    async def usage(self) -> NodeUsage:
-        """Return the node's resource usage. A node that does not answer in time is considered lost."""
+    async def usage(self) -> dict[str, float]:
+        """Return the fields of `env.node.NodeUse`, and the process's `pid`, `cpu_s` and `memory` (bytes). A
+        node that does not answer in time is considered lost."""
         ...
 
     async def shutdown(self) -> None:

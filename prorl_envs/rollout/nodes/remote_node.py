@@ -57,7 +57,7 @@ class RemoteNode:
 
     Attributes:
         reason: reason why the node was lost, or "".
-        usage: values of the last heartbeat, see `NodeUsage`.
+        usage: values of the last heartbeat, see `NodeHandle.usage`.
         orders: numbers of the attempts on the node; `finished`: number of attempts that were closed there.
     """
 
@@ -161,7 +161,7 @@ class RemoteNode:
 
     async def _heartbeats(self) -> None:
         while True:
-            self.usage = dict((await self._in_time(self.call(self.handle.usage()))).values)
+            self.usage = await self._in_time(self.call(self.handle.usage()))
             await self.clock.sleep(self.terms.heartbeat_s)
 
     async def _route_all(self) -> None:

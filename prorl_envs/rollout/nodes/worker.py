@@ -26,7 +26,6 @@ from prorl_envs.rollout.episode.worker import Worker
 from prorl_envs.rollout.nodes.handle import (
     Hold,
     NodeInfo,
-    NodeUsage,
     RoutingRequest,
     ServerChoice,
     StageOrder,
@@ -171,11 +170,11 @@ class NodeWorker:
         """See `NodeHandle.stop_turn`."""
         await self._model.stop_turn(turn, call, error)
 
-    async def usage(self) -> NodeUsage:
+    async def usage(self) -> dict[str, float]:
         """See `NodeHandle.usage`."""
         self._called_at = self._clock.monotonic()
         process = {"pid": os.getpid(), "cpu_s": time.process_time(), "memory": _resident_bytes()}
-        return NodeUsage({**asdict(self._resources.node.use), **process})
+        return {**asdict(self._resources.node.use), **process}
 
     async def shutdown(self) -> None:
         """See `NodeHandle.shutdown`. Idempotent."""
