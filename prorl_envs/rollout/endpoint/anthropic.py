@@ -57,7 +57,6 @@ class Messages:
     joins = False
 
     def open(self, data: bytes) -> Body:
-        """See `Shape.open`."""
         body = parse_body(data, _Request)
         choice = body.tool_choice
         none = isinstance(choice, Mapping) and choice.get("type") == "none"
@@ -70,11 +69,9 @@ class Messages:
         return Body(items, b"[]" if none else bytes(body.tools), request)
 
     def item(self, item: Any) -> Sequence[Message]:
-        """See `Shape.item`."""
         return _messages(check_object(item, "messages"))
 
     def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
-        """See `Shape.tools`."""
         items = () if raw_tools is None else objects(raw_tools, "tools")
         # Tools without a schema run on Anthropic's own servers.
         return [
@@ -84,7 +81,6 @@ class Messages:
         ]
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
-        """See `Shape.write`."""
         turn = answer.turn
         content: list[JsonObject] = []
         if turn.reasoning:
@@ -103,11 +99,9 @@ class Messages:
         }
 
     def stream(self, request: EndpointRequest, number: int) -> "MessagesStream":
-        """See `Shape.stream`."""
         return MessagesStream(_head(number, request))
 
     def error(self, refusal: RequestRefused) -> JsonObject:
-        """See `Shape.error`."""
         kind = _KINDS.get(refusal.reason, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 
@@ -121,21 +115,17 @@ class MessagesStream:
         self._open = ""
 
     def begin(self) -> bytes:
-        """See `AnswerStream.begin`."""
         usage = {"input_tokens": 0, "output_tokens": 0}
         return _event({"type": "message_start", "message": {**self._head, "content": [], "usage": usage}})
 
     def reasoning(self, text: str) -> bytes:
-        """See `AnswerStream.reasoning`."""
         started = self._switch({"type": "thinking", "thinking": "", "signature": ""})
         return started + self._delta({"type": "thinking_delta", "thinking": text})
 
     def content(self, text: str) -> bytes:
-        """See `AnswerStream.content`."""
         return self._switch({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": text})
 
     def end(self, answer: EndpointAnswer) -> bytes:
-        """See `AnswerStream.end`."""
         events = b""
         if not answer.turn.tool_calls and self._open != "text":
             events += self._switch({"type": "text", "text": ""})
@@ -149,7 +139,6 @@ class MessagesStream:
         return events + _event({"type": "message_stop"})
 
     def fail(self, refusal: RequestRefused) -> bytes:
-        """See `AnswerStream.fail`."""
         return _event(Messages().error(refusal))
 
     def _switch(self, block: JsonObject) -> bytes:

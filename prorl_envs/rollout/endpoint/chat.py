@@ -53,7 +53,6 @@ class ChatCompletions:
     joins = False
 
     def open(self, data: bytes) -> Body:
-        """See `Shape.open`."""
         body = parse_body(data, _Request)
         if body.n not in (None, 1):
             raise RequestRefused(RefusalReason.INVALID, "n: only one answer per request is supported")
@@ -70,11 +69,9 @@ class ChatCompletions:
         return Body([bytes(item) for item in body.messages], tools, request)
 
     def item(self, item: Any) -> Sequence[Message]:
-        """See `Shape.item`."""
         return [_message(check_object(item, "messages"))]
 
     def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
-        """See `Shape.tools`."""
         tools = []
         for item in () if raw_tools is None else objects(raw_tools, "tools"):
             function = item.get("function")
@@ -84,7 +81,6 @@ class ChatCompletions:
         return tools
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
-        """See `Shape.write`."""
         turn = answer.turn
         message: JsonObject = {"role": "assistant", "content": turn.content or None, "refusal": None}
         if turn.reasoning:
@@ -98,11 +94,9 @@ class ChatCompletions:
         return {**head, "choices": [choice], "usage": _usage(answer)}
 
     def stream(self, request: EndpointRequest, number: int) -> "ChatStream":
-        """See `Shape.stream`."""
         return ChatStream(request, _head("chat.completion.chunk", number, request))
 
     def error(self, refusal: RequestRefused) -> JsonObject:
-        """See `Shape.error`."""
         return openai_error(refusal)
 
 
@@ -114,19 +108,15 @@ class ChatStream:
         self._head = head
 
     def begin(self) -> bytes:
-        """See `AnswerStream.begin`."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def reasoning(self, text: str) -> bytes:
-        """See `AnswerStream.reasoning`."""
         return self._chunk({"reasoning_content": text})
 
     def content(self, text: str) -> bytes:
-        """See `AnswerStream.content`."""
         return self._chunk({"content": text})
 
     def end(self, answer: EndpointAnswer) -> bytes:
-        """See `AnswerStream.end`."""
         events = b""
         if answer.turn.tool_calls:
             calls = [{"index": i, **openai_call(call)} for i, call in enumerate(answer.turn.tool_calls)]
@@ -137,7 +127,6 @@ class ChatStream:
         return events + b"data: [DONE]\n\n"
 
     def fail(self, refusal: RequestRefused) -> bytes:
-        """See `AnswerStream.fail`."""
         return sse(openai_error(refusal))
 
     def _chunk(self, delta: JsonObject, finish: str | None = None) -> bytes:

@@ -61,7 +61,6 @@ class Responses:
     joins = True
 
     def open(self, data: bytes) -> Body:
-        """See `Shape.open`."""
         body = parse_body(data, _Request)
         if body.previous_response_id is not None:
             raise RequestRefused(
@@ -84,12 +83,10 @@ class Responses:
         return Body([as_item("system", body.instructions), *items], tools, request)
 
     def item(self, item: Any) -> Sequence[Message]:
-        """See `Shape.item`."""
         message = _read(check_object(item, "input"))
         return [] if message is None else [message]
 
     def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
-        """See `Shape.tools`."""
         tools = []
         for item in () if raw_tools is None else objects(raw_tools, "tools"):
             if item.get("type") == "function":
@@ -99,15 +96,12 @@ class Responses:
         return tools
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
-        """See `Shape.write`."""
         return _response(_head(request, answer.number), answer, _items(answer, _free(request)))
 
     def stream(self, request: EndpointRequest, number: int) -> "ResponsesStream":
-        """See `Shape.stream`."""
         return ResponsesStream(_head(request, number), number, _free(request))
 
     def error(self, refusal: RequestRefused) -> JsonObject:
-        """See `Shape.error`."""
         return openai_error(refusal)
 
 
@@ -124,25 +118,21 @@ class ResponsesStream:
         self._text = ""
 
     def begin(self) -> bytes:
-        """See `AnswerStream.begin`."""
         return self._event("response.created", response=self._head) + self._event(
             "response.in_progress", response=self._head
         )
 
     def reasoning(self, text: str) -> bytes:
-        """See `AnswerStream.reasoning`."""
         events = self._switch("reasoning")
         self._text += text
         return events + self._event("response.reasoning_text.delta", delta=text, **self._place())
 
     def content(self, text: str) -> bytes:
-        """See `AnswerStream.content`."""
         events = self._switch("message")
         self._text += text
         return events + self._event("response.output_text.delta", delta=text, logprobs=[], **self._place())
 
     def end(self, answer: EndpointAnswer) -> bytes:
-        """See `AnswerStream.end`."""
         events = b"" if self._has_output(answer) else self._switch("message")
         events += self._close()
         for index, call in enumerate(answer.turn.tool_calls):
@@ -151,7 +141,6 @@ class ResponsesStream:
         return events + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: RequestRefused) -> bytes:
-        """See `AnswerStream.fail`."""
         error = {"code": "server_error", "message": refusal.message}
         failed = {**self._head, "status": "failed", "error": error, "output": self._done}
         return self._event("response.failed", response=failed)

@@ -61,7 +61,6 @@ class Worker:
                 return await self._timed(job, stage, stages.evaluate(job), limits.eval_s)
 
     async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
-        """See `StageExecutor.step`."""
         if request is None:
             work = caller_steps.render(job, self.agent)
         else:

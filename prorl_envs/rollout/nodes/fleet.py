@@ -103,13 +103,11 @@ class Fleet:
     # Requests of the engine.
 
     async def perform(self, job: Job, stage: Stage) -> Failure | None:
-        """See `StageExecutor.perform`."""
         if job.node == HERE:
             return await self._local.perform(job, stage)
         return await self._perform(job, stage)
 
     async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
-        """See `StageExecutor.step`."""
         if job.node == HERE:
             return await self._local.step(job, request)
         return await self._perform(job, Stage.RUN, caller=True, step=request)
@@ -141,7 +139,6 @@ class Fleet:
         return outcome.failure
 
     async def collect(self, job: Job) -> None:
-        """See `StageExecutor.collect`."""
         order = self._orders.get(id(job))
         if order is None or order.complete:
             return

@@ -67,7 +67,6 @@ class RoutedModel:
         conversation: Conversation | None = None,
         on_partial: OnPartial | None = None,
     ) -> Sampled:
-        """See `RoutedModelClient.generate`."""
 
         async def part(ids: Sequence[int], remaining: Sampling, listener: OnPartial | None) -> Sampled:
             answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
@@ -80,7 +79,6 @@ class RoutedModel:
         return self._gate.closed_s()
 
     def forget(self, session: str) -> None:
-        """See `RoutedModelClient.forget`."""
         self._request(SessionClosed(session))
 
     async def aclose(self) -> None:
@@ -91,7 +89,6 @@ class RoutedModel:
     # Calls of the head: see `NodeHandle`.
 
     def hold(self, hold: Hold) -> None:
-        """See `NodeHandle.hold`."""
         self._resample = hold.resample
         if hold.closed:
             self._gate.close()
@@ -99,7 +96,6 @@ class RoutedModel:
             self._gate.open()
 
     async def routing(self) -> list[RoutingRequest]:
-        """See `NodeHandle.routing`."""
         await self._requested.wait()
         self._requested.clear()
         requests, self._requests = self._requests, []

@@ -97,7 +97,6 @@ class NodeWorker:
         return len(self._attempts)
 
     async def prepare(self, terms: Terms) -> NodeInfo:
-        """See `NodeHandle.prepare`."""
         self._resources = opened = await self._stack.enter_async_context(self._open(terms))
         self._model = RoutedModel(opened.connect, self._clock)
         self._stack.push_async_callback(self._model.aclose)
@@ -114,7 +113,6 @@ class NodeWorker:
         return NodeInfo(__version__, self._limits, sorted(opened.families), fingerprint(opened.renderer))
 
     async def perform(self, order: StageOrder) -> StageOutcome:
-        """See `NodeHandle.perform`."""
         try:
             attempt = self._attempts.get(order.order) or self._new_attempt(order)
         except InputError as error:
@@ -135,7 +133,6 @@ class NodeWorker:
         return StageOutcome(job.active_s[order.stage] - seconds_before, failure, report)
 
     async def interrupt(self, order: int) -> bool:
-        """See `NodeHandle.interrupt`."""
         attempt = self._attempts.get(order)
         if attempt is None or attempt.stage is None:
             return False
@@ -145,25 +142,20 @@ class NodeWorker:
         return True
 
     async def collect(self, order: int) -> AttemptReport | None:
-        """See `NodeHandle.collect`."""
         attempt = self._attempts.get(order)
         return attempt.job.attempt.report() if attempt is not None else None
 
     async def close(self, order: int) -> bool:
-        """See `NodeHandle.close`."""
         attempt = self._attempts.pop(order, None)
         return attempt is None or await self._worker.close(attempt.job)
 
     async def hold(self, hold: Hold) -> None:
-        """See `NodeHandle.hold`."""
         self._model.hold(hold)
 
     async def routing(self) -> list[RoutingRequest]:
-        """See `NodeHandle.routing`."""
         return await self._model.routing()
 
     async def sample(self, turn: int, call: int, server: ServerChoice) -> TurnOutcome:
-        """See `NodeHandle.sample`."""
         return await self._model.sample(turn, call, server)
 
     async def stop_turn(self, turn: int, call: int, error: ModelError | None = None) -> None:
@@ -171,7 +163,6 @@ class NodeWorker:
         await self._model.stop_turn(turn, call, error)
 
     async def usage(self) -> dict[str, float]:
-        """See `NodeHandle.usage`."""
         self._called_at = self._clock.monotonic()
         process = {"pid": os.getpid(), "cpu_s": time.process_time(), "memory": _resident_bytes()}
         return {**asdict(self._resources.node.use), **process}
