@@ -5,19 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from pydantic import BaseModel, ConfigDict
-
+from prorl_envs.rollout.api.types import WireModel
 from prorl_envs.viewer.summary import Summary
 
 #: A sample with at least this reward solved its task.
 SOLVED = 1.0
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Statistics(_Model):
+class Statistics(WireModel):
     """Statistics of a set of results.
 
     Args:
@@ -44,7 +39,7 @@ class Statistics(_Model):
     sampled_tokens: int
 
 
-class RunSummary(_Model):
+class RunSummary(WireModel):
     """Content of `summary.json`.
 
     Args:
@@ -65,7 +60,7 @@ class RunSummary(_Model):
     environments: dict[str, Statistics]
 
 
-class TaskComparison(_Model):
+class TaskComparison(WireModel):
     """Mean rewards of one task in two runs."""
 
     environment: str
@@ -78,7 +73,7 @@ class TaskComparison(_Model):
         return self.after - self.before
 
 
-class Comparison(_Model):
+class Comparison(WireModel):
     """Comparison of two runs task by task.
 
     Args:

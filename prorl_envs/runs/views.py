@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.api.types import GroupRequest, WireModel
 from prorl_envs.rollout.client.result_files import GROUPS, RESULTS
 from prorl_envs.runs.folder import RUN, SUMMARY, RunDescription, read_description, run_groups
 from prorl_envs.runs.statistics import RunSummary, Statistics, by_environment, statistics_of
@@ -16,11 +16,7 @@ from prorl_envs.viewer.index import Index
 from prorl_envs.viewer.summary import Summary
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RunOverview(_Model):
+class RunOverview(WireModel):
     """State of a run.
 
     Args:
@@ -40,7 +36,7 @@ class RunOverview(_Model):
     environments: dict[str, Statistics]
 
 
-class RunLine(_Model):
+class RunLine(WireModel):
     """Run in a list of runs.
 
     Args:

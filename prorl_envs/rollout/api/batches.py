@@ -5,12 +5,12 @@ groups that a trainer can learn from, and stops when it has enough.
 """
 
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.api.types import AgentLimits, BatchId, JobId, Lease, checked_json
+from prorl_envs.rollout.api.types import AgentLimits, BatchId, JobId, JsonFields, Lease, WireModel
 
 #: Maximum number of tasks in one request.
 MAX_ROWS = 10_000
@@ -18,11 +18,7 @@ MAX_ROWS = 10_000
 _ROUTES = ("/groups", "/tasks", "/results")
 
 
-class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class BatchTask(_Wire):
+class BatchTask(WireModel):
     """One row of the task stream. Missing fields take the batch's values.
 
     Args:
@@ -31,19 +27,14 @@ class BatchTask(_Wire):
         metadata: returned with the group and its results; overrides the batch's metadata.
     """
 
-    task: dict[str, Any]
+    task: JsonFields
     environment: str | None = Field(default=None, min_length=1, max_length=100)
     sampling: Sampling | None = None
     limits: AgentLimits | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("task", "metadata")
-    @classmethod
-    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return checked_json(value)
+    metadata: JsonFields = Field(default_factory=dict)
 
 
-class GroupFilter(_Wire):
+class GroupFilter(WireModel):
     """Filter for informative groups: their rewards differ and are within these bounds.
 
     Args:
@@ -62,7 +53,7 @@ class GroupFilter(_Wire):
         return self
 
 
-class BatchRequest(_Wire):
+class BatchRequest(WireModel):
     """Request for `groups` informative groups.
 
     Args:
@@ -114,12 +105,7 @@ class BatchRequest(_Wire):
     weight: float = Field(default=1.0, ge=0.01, le=100, allow_inf_nan=False)
     priority: int = Field(default=0, ge=-100, le=100)
     lease_s: Lease = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("metadata")
-    @classmethod
-    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return checked_json(value)
+    metadata: JsonFields = Field(default_factory=dict)
 
     @field_validator("id")
     @classmethod
@@ -141,7 +127,7 @@ class BatchRequest(_Wire):
         return self
 
 
-class BatchTasks(_Wire):
+class BatchTasks(WireModel):
     """Tasks to append to the stream.
 
     Args:
@@ -169,7 +155,7 @@ class BatchState(StrEnum):
         return self is not BatchState.RUNNING
 
 
-class BatchView(_Wire):
+class BatchView(WireModel):
     """Progress of a batch.
 
     Args:
@@ -211,13 +197,13 @@ class BatchView(_Wire):
     weight_version: int | None
 
 
-class BatchList(_Wire):
+class BatchList(WireModel):
     """Batches, in the order of their submission."""
 
     batches: list[BatchView]
 
 
-class SelectedGroup(_Wire):
+class SelectedGroup(WireModel):
     """Informative group, ready for training.
 
     Args:
@@ -241,7 +227,7 @@ class SelectedGroup(_Wire):
     weight_version: int | None
 
 
-class SelectedGroups(_Wire):
+class SelectedGroups(WireModel):
     """Informative groups of a batch, in the order of decision. More may follow until `state` is final."""
 
     state: BatchState

@@ -2,19 +2,15 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from prorl_envs.rollout.api.batches import BatchView
-from prorl_envs.rollout.api.types import JobState
+from prorl_envs.rollout.api.types import JobState, WireModel
 from prorl_envs.rollout.api.views import NodeView, StatusView
 from prorl_envs.viewer.summary import Summary
 
 
-class _View(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SummaryPage(_View):
+class SummaryPage(WireModel):
     """Result summaries, in the order of their cursors.
 
     Args:
@@ -25,7 +21,7 @@ class SummaryPage(_View):
     next: int
 
 
-class SearchPage(_View):
+class SearchPage(WireModel):
     """One step of a search.
 
     Args:
@@ -37,7 +33,7 @@ class SearchPage(_View):
     next: int
 
 
-class JobLine(_View):
+class JobLine(WireModel):
     """Unfinished job.
 
     Args:
@@ -65,7 +61,7 @@ class JobLine(_View):
     memory_bytes: int | None = None
 
 
-class JobPage(_View):
+class JobPage(WireModel):
     """Unfinished jobs. Jobs with a running stage come first.
 
     Args:
@@ -76,13 +72,13 @@ class JobPage(_View):
     total: int
 
 
-class TokenTexts(_View):
+class TokenTexts(WireModel):
     """Text of each token, by row of the trajectory, forks first."""
 
     rows: list[list[str]]
 
 
-class MarkdownTrees(_View):
+class MarkdownTrees(WireModel):
     """Parsed texts.
 
     Args:
@@ -93,7 +89,7 @@ class MarkdownTrees(_View):
     messages: list[list[list[Any] | None]]
 
 
-class LimitsRequest(_View):
+class LimitsRequest(WireModel):
     """Limits of concurrent work on the service's own machine. Missing fields keep their value.
 
     Args:
@@ -111,7 +107,7 @@ class LimitsRequest(_View):
     attempts: int | None = Field(default=None, ge=1, le=10)
 
 
-class Percentiles(_View):
+class Percentiles(WireModel):
     """Median, 90th and 99th percentile of durations in seconds, and the number of measurements."""
 
     p50: float
@@ -120,7 +116,7 @@ class Percentiles(_View):
     count: int
 
 
-class Bucket(_View):
+class Bucket(WireModel):
     """Jobs that finished within ten seconds: their number by state, and their sampled tokens."""
 
     done: int = 0
@@ -129,7 +125,7 @@ class Bucket(_View):
     sampled: int = 0
 
 
-class SandboxesView(_View):
+class SandboxesView(WireModel):
     """Sandboxes of the service's own machine.
 
     Args:
@@ -160,7 +156,7 @@ class SandboxesView(_View):
     memory_used_bytes: int | None
 
 
-class GroupLine(_View):
+class GroupLine(WireModel):
     """Finished samples of a group, of which at least one finished recently.
 
     Args:
@@ -175,7 +171,7 @@ class GroupLine(_View):
     std: float | None
 
 
-class DashboardView(_View):
+class DashboardView(WireModel):
     """Current state of the service, and its finished jobs of the last ten minutes.
 
     Args:

@@ -4,13 +4,10 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     FiniteFloat,
     Tag,
-    field_validator,
     model_validator,
 )
 
@@ -20,9 +17,10 @@ from prorl_envs.rollout.api.types import (
     Failure,
     GroupRequest,
     JobId,
+    JsonFields,
     Result,
     StopReason,
-    checked_json,
+    WireModel,
 )
 
 #: Maximum number of token ids in one step: far more than any context has.
@@ -33,11 +31,7 @@ MAX_CALLS = 64
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class EpisodeRequest(_Wire):
+class EpisodeRequest(WireModel):
     """Request for an interactive episode.
 
     Args:
@@ -53,16 +47,11 @@ class EpisodeRequest(_Wire):
 
     id: JobId
     environment: str = Field(min_length=1, max_length=100)
-    task: dict[str, Any]
+    task: JsonFields
     sampling: Sampling = Sampling()
     limits: AgentLimits = AgentLimits()
     idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     endpoint: bool = False
-
-    @field_validator("task")
-    @classmethod
-    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return checked_json(value)
 
     def as_group(self) -> GroupRequest:
         """Return the same request as a group with one sample."""
@@ -75,13 +64,13 @@ class EpisodeRequest(_Wire):
         )
 
 
-class _Step(_Wire):
+class _Step(WireModel):
     step: int | None = Field(
         default=None, ge=0, description="Number of this step. A repeated step is not run twice."
     )
 
 
-class CallRequest(_Wire):
+class CallRequest(WireModel):
     """Tool call that the caller parsed from its model's answer."""
 
     id: str = Field(default="", max_length=200)
@@ -160,7 +149,7 @@ class EpisodeState(StrEnum):
         return self in (EpisodeState.WAITING, EpisodeState.INIT, EpisodeState.RUN, EpisodeState.EVAL)
 
 
-class PromptView(_Wire):
+class PromptView(WireModel):
     """Initial prompt of an episode.
 
     Args:
@@ -174,7 +163,7 @@ class PromptView(_Wire):
     ids: list[int]
 
 
-class StepView(_Wire):
+class StepView(WireModel):
     """Outcome of a step.
 
     Args:
@@ -191,7 +180,7 @@ class StepView(_Wire):
     stop_reason: StopReason | None
 
 
-class EpisodeView(_Wire):
+class EpisodeView(WireModel):
     """Interactive episode.
 
     Args:
@@ -214,7 +203,7 @@ class EpisodeView(_Wire):
     result: Result | None
 
 
-class EndpointView(_Wire):
+class EndpointView(WireModel):
     """Model endpoint for an agent.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.types import Sampling, VersionSpan
@@ -29,16 +29,21 @@ BatchId = Annotated[str, Field(min_length=1, max_length=180, pattern=_ID)]
 Lease = Annotated[float | None, Field(ge=1, le=86_400)]
 
 
-class _Wire(BaseModel):
+class WireModel(BaseModel):
+    """Base of requests and responses."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def checked_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the value unchanged. For validators: raises ValueError if it cannot be sent as JSON."""
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
     # The text of the problem is not shown: it may quote characters that UTF-8 cannot encode.
     if json_problem(value):
         raise ValueError("not JSON: it contains a NaN, an infinity or a lone surrogate")
     return value
+
+
+#: Object that can be sent as JSON.
+JsonFields = Annotated[dict[str, Any], AfterValidator(_check_json)]
 
 
 def job_id(group_id: str, sample: int) -> str:
@@ -89,7 +94,7 @@ class StopReason(StrEnum):
     LOOP = "loop"
 
 
-class AgentLimits(_Wire):
+class AgentLimits(WireModel):
     """Limits of the agent loop.
 
     Args:
@@ -118,7 +123,7 @@ class AgentLimits(_Wire):
     eval_s: float = Field(default=900.0, gt=0, le=86_400)
 
 
-class GroupRequest(_Wire):
+class GroupRequest(WireModel):
     """Request for `samples` jobs of one task.
 
     Args:
@@ -133,20 +138,15 @@ class GroupRequest(_Wire):
 
     id: JobId
     environment: str = Field(min_length=1, max_length=100)
-    task: dict[str, Any]
+    task: JsonFields
     samples: int = Field(default=1, ge=1, le=1024)
     sampling: Sampling = Sampling()
     limits: AgentLimits = AgentLimits()
     lease_s: Lease = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("task", "metadata")
-    @classmethod
-    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return checked_json(value)
+    metadata: JsonFields = Field(default_factory=dict)
 
 
-class Failure(_Wire):
+class Failure(WireModel):
     """Reason why there is no reward.
 
     Args:
@@ -163,7 +163,7 @@ class Failure(_Wire):
     retryable: bool = False
 
 
-class TurnRecord(_Wire):
+class TurnRecord(WireModel):
     """One model call within the trajectory.
 
     Args:
@@ -193,7 +193,7 @@ class TurnRecord(_Wire):
     token_exact: bool = True
 
 
-class Trajectory(_Wire):
+class Trajectory(WireModel):
     """Row of the token ledger: exactly the tokens that the model read and wrote. Most episodes are one row.
 
     Args:
@@ -220,7 +220,7 @@ class Trajectory(_Wire):
     shared_prefix_len: int = 0
 
 
-class Timings(_Wire):
+class Timings(WireModel):
     """Seconds that a job was active or waited.
 
     Args:
@@ -239,7 +239,7 @@ class Timings(_Wire):
     held_s: float = 0.0
 
 
-class Result(_Wire):
+class Result(WireModel):
     """Result of one job. `reward` is a number only if a grader returned it.
 
     Args:
@@ -331,7 +331,7 @@ def upgrade_result(result: dict[str, Any]) -> dict[str, Any]:
     } | {"version": RESULT_VERSION}
 
 
-class GroupStatistics(_Wire):
+class GroupStatistics(WireModel):
     """Statistics of a finished group's rewards.
 
     Args:

@@ -3,18 +3,14 @@
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.types import ServerHealth
-from prorl_envs.rollout.api.types import GroupStatistics, JobState, Result
+from prorl_envs.rollout.api.types import GroupStatistics, JobState, Result, WireModel
 
 
-class _View(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class JobView(_View):
+class JobView(WireModel):
     """State of a job.
 
     Args:
@@ -32,13 +28,13 @@ class JobView(_View):
     cursor: int | None = None
 
 
-class JobToken(_View):
+class JobToken(WireModel):
     """Bearer token for one job."""
 
     token: str
 
 
-class GroupView(_View):
+class GroupView(WireModel):
     """State of a group.
 
     Args:
@@ -57,13 +53,13 @@ class GroupView(_View):
     batch_id: str | None = None
 
 
-class GroupList(_View):
+class GroupList(WireModel):
     """Groups, in the order of the request."""
 
     groups: list[GroupView]
 
 
-class ResultPage(_View):
+class ResultPage(WireModel):
     """Results in the order of their cursors.
 
     Args:
@@ -74,7 +70,7 @@ class ResultPage(_View):
     next: int
 
 
-class AcknowledgeRequest(_View):
+class AcknowledgeRequest(WireModel):
     """Request to mark results as read.
 
     Args:
@@ -90,7 +86,7 @@ class AcknowledgeRequest(_View):
     states: list[Literal["done", "failed", "cancelled"]] = Field(default=[], max_length=3)
 
 
-class PoolView(_View):
+class PoolView(WireModel):
     """Pool of one stage: active jobs, the limit of active jobs, waiting jobs."""
 
     limit: int
@@ -98,13 +94,13 @@ class PoolView(_View):
     waiting: int
 
 
-class LoginView(_View):
+class LoginView(WireModel):
     """One-time login link for a browser: path and query, below the service's URL."""
 
     path: str
 
 
-class ModelServerView(_View):
+class ModelServerView(WireModel):
     """Model server.
 
     Args:
@@ -130,7 +126,7 @@ class ModelServerView(_View):
     limit: int | None = None
 
 
-class ModelServerList(_View):
+class ModelServerList(WireModel):
     """List of the model servers.
 
     Args:
@@ -141,7 +137,7 @@ class ModelServerList(_View):
     paused: bool = False
 
 
-class NodeView(_View):
+class NodeView(WireModel):
     """Node: a further machine that runs jobs.
 
     Args:
@@ -164,13 +160,13 @@ class NodeView(_View):
     sandboxes: int = 0
 
 
-class NodeList(_View):
+class NodeList(WireModel):
     """Connected nodes in the order in which they joined, then the nodes that were lost last."""
 
     nodes: list[NodeView]
 
 
-class RouterView(_View):
+class RouterView(WireModel):
     """Statistics of the router of model calls since the start.
 
     Args:
@@ -200,7 +196,7 @@ class RouterView(_View):
     waiting: bool = False
 
 
-class ModelServerRequest(_View):
+class ModelServerRequest(WireModel):
     """Request to add a model server.
 
     Args:
@@ -213,7 +209,7 @@ class ModelServerRequest(_View):
     protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"] | None = None
 
 
-class PauseRequest(_View):
+class PauseRequest(WireModel):
     """Request to hold model calls while weights change.
 
     Args:
@@ -228,7 +224,7 @@ class PauseRequest(_View):
     wait_s: float = Field(default=0.0, ge=0, le=3600, allow_inf_nan=False)
 
 
-class ResumeRequest(_View):
+class ResumeRequest(WireModel):
     """Request to resume model calls.
 
     Args:
@@ -238,7 +234,7 @@ class ResumeRequest(_View):
     weight_version: str = Field(default="", max_length=200)
 
 
-class ServerAckView(_View):
+class ServerAckView(WireModel):
     """Acknowledgement of a pause or resume by one model server.
 
     Args:
@@ -251,7 +247,7 @@ class ServerAckView(_View):
     problem: str = ""
 
 
-class PauseView(_View):
+class PauseView(WireModel):
     """State of a pause of model calls.
 
     Args:
@@ -268,7 +264,7 @@ class PauseView(_View):
     acknowledgements: list[ServerAckView]
 
 
-class StatusView(_View):
+class StatusView(WireModel):
     """Current state of the service.
 
     Args:
@@ -310,7 +306,7 @@ class StatusView(_View):
     router: RouterView | None = None
 
 
-class EnvironmentView(_View):
+class EnvironmentView(WireModel):
     """Environment: a family of tasks.
 
     Args:
@@ -326,15 +322,15 @@ class EnvironmentView(_View):
     sampling: dict[str, Any] = Field(default_factory=dict)
 
 
-class EnvironmentList(_View):
+class EnvironmentList(WireModel):
     environments: list[EnvironmentView]
 
 
-class Health(_View):
+class Health(WireModel):
     status: str
 
 
-class ErrorDetail(_View):
+class ErrorDetail(WireModel):
     """Error.
 
     Args:
@@ -347,7 +343,7 @@ class ErrorDetail(_View):
     hint: str = ""
 
 
-class ErrorBody(_View):
+class ErrorBody(WireModel):
     """Body of every unsuccessful response."""
 
     error: ErrorDetail

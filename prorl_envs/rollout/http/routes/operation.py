@@ -3,22 +3,20 @@
 from typing import Annotated
 
 from fastapi import FastAPI, Query
-from pydantic import BaseModel, ConfigDict
 
 from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.api.types import WireModel
 from prorl_envs.rollout.api.views import Pause, StatusView
 from prorl_envs.rollout.service.service import RolloutService
 
 
-class ServicePauseRequest(BaseModel):
+class ServicePauseRequest(WireModel):
     """Request to pause a service.
 
     Args:
         mode: `hold`: no stage starts; a running stage finishes, and its job then waits with its sandbox.
             `finish`: no INIT starts; jobs that have started run to completion.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Pause = Pause.HOLD
 
