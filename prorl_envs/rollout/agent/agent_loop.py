@@ -7,7 +7,6 @@ parses sampled text to find tool calls, and never tokenises this text again.
 
 import asyncio
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,8 +40,6 @@ _CUT = (
     "Be brief and call one tool."
 )
 
-#: Number of rendered prompts that are cached: more than the number of groups that start at the same time.
-_PROMPTS = 64
 #: Number of ids at the end of a prompt that are enough to see whether the reasoning starts in the prompt.
 _PROMPT_END = 16
 
@@ -119,20 +116,9 @@ class Agent:
     pooled: RoutedModelClient | None = field(init=False, repr=False)
     #: Passed before each computation of an episode that takes longer than a request to the service.
     fairness: LoopFairness = field(default_factory=LoopFairness, init=False, repr=False)
-    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
-    _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.pooled = self.model if isinstance(self.model, RoutedModelClient) else None
-
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt. They are cached, since the samples of a group share a prompt."""
-        key = json.dumps([list(prompt.messages), [tool.to_openai() for tool in prompt.tools]])
-        ids = self._prompts.pop(key, None) or self.renderer.prompt(prompt.messages, prompt.tools)
-        self._prompts[key] = ids
-        if len(self._prompts) > _PROMPTS:
-            self._prompts.popitem(last=False)
-        return ids
 
     async def play(
         self,
@@ -166,9 +152,8 @@ class Agent:
         **settings: Unpack[EpisodeSettings],
     ) -> "AgentLoop":
         """Return a loop that has rendered its prompt and taken no turn. Arguments: see `play`."""
-        # The lock lets the first sample of a group render the prompt, and the others use the cache.
-        async with self._rendering:
-            ids = await run_in_thread_if_long(_characters(prompt.messages), partial(self.prompt_ids, prompt))
+        render = partial(self.renderer.prompt, prompt.messages, prompt.tools)
+        ids = await run_in_thread_if_long(_characters(prompt.messages), render)
         return AgentLoop(self, environment, prompt, ids, transcript, **settings)
 
     def forget(self, session: str) -> None:
