@@ -41,7 +41,7 @@ _CUT = (
 )
 
 #: Number of ids at the end of a prompt that are enough to see whether the reasoning starts in the prompt.
-_PROMPT_END = 16
+PROMPT_END = 16
 
 
 class Record(Protocol):
@@ -256,7 +256,7 @@ class AgentLoop:
         """Parse an answer and run its tool calls."""
         await self.agent.fairness.through()
         prompt_length = len(self.context) - len(sampled.ids)
-        prompt_end = self.context[max(0, prompt_length - _PROMPT_END) : prompt_length]
+        prompt_end = self.context[max(0, prompt_length - PROMPT_END) : prompt_length]
         answer = self.agent.renderer.parse(sampled.ids, self.tools, prompt_ids=prompt_end)
         self.transcript.messages.append(assistant_message(self.agent.renderer, answer, sampled))
         if reason := self._stop_without_calls(answer, sampled):

@@ -16,14 +16,11 @@ from prorl_envs.errors import InputError
 from prorl_envs.model.tokens.context import Context
 from prorl_envs.model.tokens.continuation import Append, next_prompt
 from prorl_envs.model.types import AssistantTurn, Reasoning, Renderer, Sampled
-from prorl_envs.rollout.agent.agent_loop import assistant_message, openai_call
+from prorl_envs.rollout.agent.agent_loop import PROMPT_END, assistant_message, openai_call
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import Trajectory
 from prorl_envs.rollout.endpoint.conversation_key import key_of, key_of_tools, keys_of
 from prorl_envs.tools.types import ToolCall, ToolSpec
-
-#: Number of ids at the end of a prompt that are enough to see whether the reasoning starts in the prompt.
-PROMPT_END = 16
 
 
 @dataclass(slots=True, eq=False)

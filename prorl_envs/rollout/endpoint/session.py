@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from prorl_envs.errors import InputError, ModelError
-from prorl_envs.model.types import Conversation, Partial, RoutedModelClient, Sampled, Sampling
+from prorl_envs.model.types import Conversation, Partial, Sampled, Sampling
 from prorl_envs.rollout.agent import tracing
-from prorl_envs.rollout.agent.agent_loop import Agent, Transcript, check_sampled, run_in_thread_if_long
+from prorl_envs.rollout.agent.agent_loop import (
+    PROMPT_END,
+    Agent,
+    Transcript,
+    check_sampled,
+    run_in_thread_if_long,
+)
 from prorl_envs.rollout.api.types import AgentLimits, StopReason
 from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser, LiveAnswer
-from prorl_envs.rollout.endpoint.recording import PROMPT_END, Pending, Recording
+from prorl_envs.rollout.endpoint.recording import Pending, Recording
 from prorl_envs.rollout.endpoint.request_cache import RequestCache
 from prorl_envs.rollout.endpoint.types import EndpointAnswer, EndpointRequest, RefusalReason, RequestRefused
 
@@ -253,9 +259,9 @@ class ModelSession:
         return sampled
 
     async def _generate(self, pending: Pending, sampling: Sampling, live: LiveAnswer) -> Sampled:
-        model = self._agent.model
-        if not isinstance(model, RoutedModelClient):
-            return await model.generate(pending.ids, sampling, session=self._session)
+        model = self._agent.pooled
+        if model is None:
+            return await self._agent.model.generate(pending.ids, sampling, session=self._session)
         conversation = Conversation(pending.messages, pending.tools)
         with self._transcript.held.counting(model.paused_s):
             return await model.generate(
