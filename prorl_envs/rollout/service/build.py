@@ -32,7 +32,6 @@ from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.rollout.service.status import StatusReader
 from prorl_envs.rollout.store.sqlite import MemoryStore, SqlStore
 
 #: Number of running jobs that the dashboard shows.
@@ -86,12 +85,11 @@ def build_service(
     batches = Batches(groups, store, settings, clock, gate.lock)
 
     memory = SandboxMemory(clock, node.memory)
-    status = StatusReader(gate, engine, admission, episodes, feed, model_servers, clock)
     live_jobs = LiveJobs(engine, memory.look, clock)
 
     def snapshot() -> DashboardSnapshot:
         return DashboardSnapshot(
-            status=status.read(),
+            status=service.status(),
             attempts_limit=scheduler.attempts,
             use=node.use,
             memory=memory.look(),
@@ -102,11 +100,15 @@ def build_service(
 
     dashboard = DashboardState(clock, store, snapshot)
     connections = ConnectionCounts()
-    metrics = Metrics(
-        ScrapeCollector(
-            status.read, lambda: node.use, batches.views, lambda: store.unread, fleet, connections
-        )
+    scraped = ScrapeCollector(
+        lambda: service.status(),
+        lambda: node.use,
+        batches.views,
+        lambda: store.unread,
+        fleet,
+        connections,
     )
+    metrics = Metrics(scraped)
 
     groups.reserve(batches.owns)
     leases.on_expiry("groups", groups.cancel)
@@ -128,7 +130,7 @@ def build_service(
         (dashboard, memory, notifier),
         clock,
     )
-    return RolloutService(
+    service = RolloutService(
         settings=settings,
         renderer=renderer,
         model=model,
@@ -142,8 +144,9 @@ def build_service(
         model_servers=model_servers,
         fleet=fleet,
         live_jobs=live_jobs,
-        status_reader=status,
         dashboard=dashboard,
         metrics=metrics,
         connections=connections,
+        clock=clock,
     )
+    return service
