@@ -4,7 +4,7 @@ from its result, so that their cost does not depend on the number of scrapes.
 Names and types follow https://prometheus.io/docs/practices/naming/.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -52,51 +52,37 @@ class Metrics:
 
     def __init__(self, current: Collector) -> None:
         self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(name, help_text, labels, registry=registry)
+
+        def histogram(
+            name: str, help_text: str, *labels: str, buckets: Sequence[float] = _SECONDS
+        ) -> Histogram:
+            return Histogram(name, help_text, labels, buckets=buckets, registry=registry)
+
+        family = "environment"
         decided = "Decided groups of batches, by verdict and by the reason why a group is not informative."
-        self._groups = Counter(
-            "prorl_batch_groups_decided", decided, ["verdict", "reason"], registry=registry
-        )
-        family = ["environment"]
-        self._results = Counter(
-            "prorl_results", "Finished jobs, by final state.", [*family, "state"], registry=registry
-        )
-        self._failures = Counter(
-            "prorl_failures",
-            "Results without a reward, by the boundary that failed and the stage.",
-            [*family, "kind", "stage"],
-            registry=registry,
-        )
-        self._stops = Counter(
-            "prorl_agent_stops", "Agent loops, by stop reason.", [*family, "reason"], registry=registry
-        )
-        self._rewards = Summary("prorl_reward", "Rewards that graders gave.", family, registry=registry)
-        self._queued = _seconds(
-            "prorl_job_queued_seconds", "Seconds that a job waited for its stages.", family, registry
-        )
-        self._stages = _seconds(
-            "prorl_job_stage_seconds", "Seconds that a job spent in a stage.", [*family, "stage"], registry
-        )
-        self._calls = _seconds(
-            "prorl_model_call_seconds", "Seconds of one call of a model server.", ["server"], registry
-        )
-        self._tools = _seconds(
-            "prorl_turn_tools_seconds", "Seconds of the tool calls of one turn.", family, registry
-        )
-        self._turns = Histogram(
-            "prorl_job_turns", "Model calls of a job.", family, buckets=_TURNS, registry=registry
-        )
-        self._length = Histogram(
-            "prorl_job_tokens", "Tokens of a trajectory.", family, buckets=_TOKENS, registry=registry
-        )
-        self._tokens = Counter(
-            "prorl_trajectory_tokens",
-            "Tokens in results, by origin: sampled by the model, or observed by it.",
-            [*family, "origin"],
-            registry=registry,
-        )
-        self._drift = Counter(
-            "prorl_drift_tokens", "Prompt tokens that differed from the recorded ones.", registry=registry
-        )
+        self._groups = counter("prorl_batch_groups_decided", decided, "verdict", "reason")
+        self._results = counter("prorl_results", "Finished jobs, by final state.", family, "state")
+        failures = "Results without a reward, by the boundary that failed and the stage."
+        self._failures = counter("prorl_failures", failures, family, "kind", "stage")
+        self._stops = counter("prorl_agent_stops", "Agent loops, by stop reason.", family, "reason")
+        self._rewards = Summary("prorl_reward", "Rewards that graders gave.", [family], registry=registry)
+        queued = "Seconds that a job waited for its stages."
+        self._queued = histogram("prorl_job_queued_seconds", queued, family)
+        in_stage = "Seconds that a job spent in a stage."
+        self._stages = histogram("prorl_job_stage_seconds", in_stage, family, "stage")
+        calls = "Seconds of one call of a model server."
+        self._calls = histogram("prorl_model_call_seconds", calls, "server")
+        tools = "Seconds of the tool calls of one turn."
+        self._tools = histogram("prorl_turn_tools_seconds", tools, family)
+        self._turns = histogram("prorl_job_turns", "Model calls of a job.", family, buckets=_TURNS)
+        self._length = histogram("prorl_job_tokens", "Tokens of a trajectory.", family, buckets=_TOKENS)
+        tokens = "Tokens in results, by origin: sampled by the model, or observed by it."
+        self._tokens = counter("prorl_trajectory_tokens", tokens, family, "origin")
+        drift = "Prompt tokens that differed from the recorded ones."
+        self._drift = counter("prorl_drift_tokens", drift)
         registry.register(current)
         ProcessCollector(registry=registry)
 
@@ -144,10 +130,6 @@ class Metrics:
                 calls[turn.server] = self._calls.labels(turn.server)
             calls[turn.server].observe(turn.model_s)
             tools.observe(turn.tools_s)
-
-
-def _seconds(name: str, help_text: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, help_text, labels, buckets=_SECONDS, registry=registry)
 
 
 @dataclass(eq=False)
