@@ -9,7 +9,6 @@ from prorl_envs.listener.connection import ConnectionCounts
 from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.agent.agent_loop import Agent
 from prorl_envs.rollout.batches.leases import Leases
-from prorl_envs.rollout.batches.manager import Batches
 from prorl_envs.rollout.episode.defaults import Defaults
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
@@ -22,6 +21,7 @@ from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.scheduling.scheduler import Scheduler
 from prorl_envs.rollout.service.admission import AdmissionControl
+from prorl_envs.rollout.service.batches import Batches
 from prorl_envs.rollout.service.gate import ServiceGate
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
@@ -82,7 +82,7 @@ def build_service(
     )
     admission = AdmissionControl(settings.queue, engine, episodes, store)
     groups = Groups(gate, registry, admission, store, engine, leases, notifier)
-    batches = Batches(groups, store, settings, clock, gate.lock)
+    batches = Batches(groups, settings, clock)
 
     memory = SandboxMemory(clock, node.memory)
     live_jobs = LiveJobs(engine, memory.look, clock)

@@ -48,10 +48,6 @@ class Groups:
         """Refuse groups with an id for which `reserved` returns True, except groups of batches."""
         self._reserved = reserved
 
-    def check_open(self) -> None:
-        """See `ServiceGate.check_open`."""
-        self.gate.check_open()
-
     async def submit(
         self, requests: Sequence[GroupRequest], *, quota: Quota | None = None
     ) -> list[GroupView]:

@@ -11,9 +11,9 @@ from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.rollout.api.dashboard import LimitsRequest
 from prorl_envs.rollout.api.views import Pause
-from prorl_envs.rollout.batches.manager import Batches
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.service.batches import Batches
 from prorl_envs.rollout.service.gate import ServiceGate, ServiceState
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes

@@ -11,11 +11,11 @@ from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.api.interactive import EpisodeRequest, EpisodeView
 from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Selection, Stage
 from prorl_envs.rollout.api.views import GroupView, JobView, Pause, PoolView, ResultPage, StatusView
-from prorl_envs.rollout.batches.manager import Batches
 from prorl_envs.rollout.monitoring.dashboard_state import DashboardState
 from prorl_envs.rollout.monitoring.metrics import Metrics
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.service.admission import Quota
+from prorl_envs.rollout.service.batches import Batches
 from prorl_envs.rollout.service.gate import ServiceGate, ServiceState
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes

@@ -5,16 +5,28 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+import msgspec
+
 from prorl_envs.rollout.api.types import ALL, Selection
-from prorl_envs.rollout.store.summaries import SearchHits, search_bodies
+from prorl_envs.rollout.store.summaries import SearchHits
+from prorl_envs.viewer.episodes import holds, needles
 from prorl_envs.viewer.summary import Summary, summary_of_body
 
 #: Maximum number of rows in memory at once.
 _ROWS = 100
+#: Approximate maximum of bytes that one step of a search reads.
+STEP = 16 << 20
 #: SQL condition: no result of the group is stored any more.
 WITHOUT_RESULTS = (
     "NOT EXISTS (SELECT 1 FROM jobs JOIN results USING (cursor) WHERE jobs.number = groups.number)"
 )
+
+
+class _JobId(msgspec.Struct):
+    job_id: str
+
+
+_JOB_ID = msgspec.json.Decoder(_JobId)
 
 
 class Rows(Protocol):
@@ -52,8 +64,15 @@ def summaries(view: DbConnection, after: int, limit: int, only: Selection = ALL)
 
 def search(view: DbConnection, text: str, after: int, limit: int, only: Selection = ALL) -> SearchHits:
     """Run one search step, see `SqlStore.search`."""
-    unpacked = ((cursor, zlib.decompress(body)) for cursor, _, body in bodies(view, after, limit, only))
-    return search_bodies(unpacked, text, after)
+    patterns, jobs, searched_bytes = needles(text), [], 0
+    for cursor, _, packed in bodies(view, after, limit, only):
+        body = zlib.decompress(packed)
+        after, searched_bytes = cursor, searched_bytes + len(body)
+        if holds(body, patterns):
+            jobs.append(_JOB_ID.decode(body).job_id)
+        if searched_bytes >= STEP:
+            break
+    return SearchHits(jobs, after)
 
 
 def bodies(

@@ -6,18 +6,14 @@ state, so they can be computed again at any time, also after a restart.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from prorl_envs.clock import Clock
-from prorl_envs.env.base import Task
 from prorl_envs.rollout.api.errors import QueueFull, Unavailable
 from prorl_envs.rollout.api.types import job_id
 from prorl_envs.rollout.batches.dynamic_sampling import BatchPlan, PlannedGroup
-from prorl_envs.rollout.batches.leases import Leases
 from prorl_envs.rollout.batches.record import Batch, group_request
-from prorl_envs.rollout.episode.environments import EnvironmentRegistry
-from prorl_envs.rollout.scheduling.fair_queue import Share
+from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.store.base import NewGroup
 
 log = logging.getLogger(__name__)
@@ -26,55 +22,6 @@ log = logging.getLogger(__name__)
 CHUNK = 64
 #: Seconds before a failed start of groups is tried again if the store is unavailable.
 PAUSE_S = 1.0
-
-
-class Capacity(Protocol):
-    """Admission control, as batches use it."""
-
-    def remaining_for(self, name: str) -> int:
-        """Return the number of jobs that the tenant of this id may still submit."""
-        ...
-
-    def quota_of(self, name: str) -> tuple[str, int] | None:
-        """Return the prefix of the tenant's ids and its quota of unfinished jobs; None if it has no quota."""
-        ...
-
-
-class BatchGroups(Protocol):
-    """Interface to the service's groups, as batches use it."""
-
-    leases: Leases
-    environments: EnvironmentRegistry
-
-    @property
-    def admission(self) -> Capacity: ...
-
-    def check_open(self) -> None:
-        """Check that the service accepts work.
-
-        Raises:
-            Unavailable: the service accepts no work.
-        """
-        ...
-
-    async def accept(
-        self,
-        groups: Sequence[NewGroup],
-        tasks: Sequence[Task],
-        *,
-        share: Share,
-        on_stored: Callable[[], None],
-    ) -> object:
-        """Store groups, call `on_stored`, and start their jobs.
-
-        Raises:
-            QueueFull, Unavailable: nothing was stored.
-        """
-        ...
-
-    async def cancel_jobs(self, jobs: Iterable[str]) -> None:
-        """Cancel jobs. Returns once their results are stored."""
-        ...
 
 
 class BatchWorker:
@@ -86,7 +33,7 @@ class BatchWorker:
         on_start: called with the id of each started group, and its batch.
     """
 
-    def __init__(self, groups: BatchGroups, clock: Clock, on_start: Callable[[str, Batch], None]) -> None:
+    def __init__(self, groups: Groups, clock: Clock, on_start: Callable[[str, Batch], None]) -> None:
         self._groups = groups
         self._clock = clock
         self._on_start = on_start
@@ -137,7 +84,7 @@ class BatchWorker:
             await self._groups.cancel_jobs(jobs)
         indices = batch.plan.to_start()
         try:
-            self._groups.check_open()
+            self._groups.gate.check_open()
         except Unavailable:  # the batch is blocked until the service accepts work again
             self._blocked[batch.id] = batch
             return

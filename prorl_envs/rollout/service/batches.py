@@ -19,8 +19,9 @@ from prorl_envs.rollout.api.views import ResultPage
 from prorl_envs.rollout.batches import record
 from prorl_envs.rollout.batches.dynamic_sampling import BatchPlan, GroupDecision, SampleOutcome
 from prorl_envs.rollout.batches.record import Batch
-from prorl_envs.rollout.batches.worker import BatchGroups, BatchWorker, unneeded
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
+from prorl_envs.rollout.service.batch_worker import BatchWorker, unneeded
+from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.store.base import PAGE_TOKENS, StoredBatch, token_count
 from prorl_envs.rollout.store.sqlite import SqlStore
 
@@ -32,18 +33,16 @@ class Batches:
     """All stored batches.
 
     Args:
-        groups: groups of the service.
-        store: stores batches, groups and results.
+        groups: groups of the service. Their store also stores the batches. The lock of their gate is held while
+            batches change, so that submissions of callers happen before or after a change.
         settings: limits of batches.
         clock: measures waiting times.
-        lock: held while batches change, so that submissions of callers happen before or after a change.
     """
 
-    groups: BatchGroups
-    store: SqlStore
+    groups: Groups
     settings: ServiceSettings
     clock: Clock
-    lock: asyncio.Lock
+    store: SqlStore = field(init=False)
     _observers: list[Callable[[GroupDecision], None]] = field(default_factory=list, init=False)
     _batches: dict[str, Batch] = field(default_factory=dict, init=False)
     _owners: dict[str, Batch] = field(default_factory=dict, init=False)  # by group id
@@ -52,6 +51,7 @@ class Batches:
     _worker: BatchWorker = field(init=False)
 
     def __post_init__(self) -> None:
+        self.store = self.groups.store
         self._worker = BatchWorker(self.groups, self.clock, self._owners.__setitem__)
 
     def on_decision(self, observe: Callable[[GroupDecision], None]) -> None:
@@ -241,13 +241,13 @@ class Batches:
     # Changes that hold the lock. Each runs in its own task, so that a disconnected caller does not cancel it.
 
     async def _submit(self, request: BatchRequest, quota: tuple[str, int] | None) -> None:
-        async with self.lock:
+        async with self.groups.gate.lock:
             known = self._batches.get(request.id)
             if known is not None:
                 if known.request != request:
                     raise Conflict(f"batch {request.id!r} is known with another request", hint="use a new id")
                 return
-            self.groups.check_open()
+            self.groups.gate.check_open()
             for prefix, limit in (("", self.settings.batches), *([quota] if quota else [])):
                 if (running := self._running(prefix)) >= limit:
                     raise QueueFull(
@@ -267,7 +267,7 @@ class Batches:
             await self._drop_oldest()
 
     async def _extend(self, batch_id: str, body: BatchTasks) -> None:
-        async with self.lock:
+        async with self.groups.gate.lock:
             batch = self._batch(batch_id)
             stored = batch.stored
             known = batch.rows[body.first : body.first + len(body.tasks)]
@@ -289,7 +289,7 @@ class Batches:
             self._changed(batch)
 
     async def _cancel(self, batch_id: str) -> None:
-        async with self.lock:
+        async with self.groups.gate.lock:
             batch = self._batch(batch_id)
             plan = batch.plan
             if batch.stored.cancelled_at is None and (plan.carriable or not plan.state.over):
