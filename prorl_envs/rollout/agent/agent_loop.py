@@ -416,7 +416,8 @@ def _characters(messages: Sequence[Message]) -> int:
 
 
 async def run_in_thread_if_long[T](characters: int, work: Callable[[], T]) -> T:
-    """Run `work`, which tokenises this number of characters; in a thread if it takes milliseconds."""
+    """Run `work`, which parses or tokenises this number of characters; in a thread if it takes
+    milliseconds."""
     return work() if characters < LONG else await asyncio.to_thread(work)
 
 

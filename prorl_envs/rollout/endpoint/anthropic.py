@@ -11,14 +11,11 @@ import msgspec
 from prorl_envs.env.base import Message
 from prorl_envs.rollout.endpoint.chat import call_of, sse
 from prorl_envs.rollout.endpoint.types import (
-    NULL,
-    Body,
     EndpointAnswer,
     EndpointRequest,
     RefusalReason,
     RequestRefused,
-    as_item,
-    check_object,
+    conversation,
     objects,
     parse_body,
     text_field,
@@ -42,9 +39,9 @@ _KINDS: Mapping[RefusalReason, str] = {
 class _Request(msgspec.Struct):
     """Fields of a request that are used."""
 
-    messages: list[msgspec.Raw]
-    system: msgspec.Raw = NULL
-    tools: msgspec.Raw = NULL
+    messages: list[Any]
+    system: Any = None
+    tools: Any = None
     tool_choice: Any = None
     stream: Any = None
     max_tokens: Any = None
@@ -54,31 +51,19 @@ class _Request(msgspec.Struct):
 class Messages:
     """Implements `Shape`."""
 
-    joins = False
-
-    def open(self, data: bytes) -> Body:
+    def read(self, data: bytes) -> EndpointRequest:
         body = parse_body(data, _Request)
         choice = body.tool_choice
         none = isinstance(choice, Mapping) and choice.get("type") == "none"
-        request = EndpointRequest(
+        items = objects([{"role": "system", "content": body.system}, *body.messages], "messages")
+        return EndpointRequest(
+            messages=conversation(message for item in items for message in _messages(item)),
+            tools=() if none else _tools(body.tools),
             max_tokens=token_limit(max_tokens=body.max_tokens),
             stream=body.stream is True,
             model=str(body.model or "")[:200],
+            size=len(data),
         )
-        items = [as_item("system", body.system), *map(bytes, body.messages)]
-        return Body(items, b"[]" if none else bytes(body.tools), request)
-
-    def item(self, item: Any) -> Sequence[Message]:
-        return _messages(check_object(item, "messages"))
-
-    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
-        items = () if raw_tools is None else objects(raw_tools, "tools")
-        # Tools without a schema run on Anthropic's own servers.
-        return [
-            tool(item.get("name"), item.get("description"), item["input_schema"])
-            for item in items
-            if item.get("input_schema") is not None
-        ]
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         turn = answer.turn
@@ -162,6 +147,15 @@ class MessagesStream:
 
 def _event(data: JsonObject) -> bytes:
     return sse(data, data["type"])
+
+
+def _tools(items: Any) -> Sequence[ToolSpec]:
+    # Tools without a schema run on Anthropic's own servers.
+    return [
+        tool(item.get("name"), item.get("description"), item["input_schema"])
+        for item in (() if items is None else objects(items, "tools"))
+        if item.get("input_schema") is not None
+    ]
 
 
 def _messages(item: Mapping[str, Any]) -> list[Message]:

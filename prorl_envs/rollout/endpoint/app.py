@@ -10,10 +10,12 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from prorl_envs.rollout.agent.agent_loop import run_in_thread_if_long
 from prorl_envs.rollout.endpoint.anthropic import Messages
 from prorl_envs.rollout.endpoint.chat import ChatCompletions
 from prorl_envs.rollout.endpoint.incremental_parse import LiveAnswer
@@ -97,7 +99,7 @@ class EndpointApp:
         if session.reason is not None:
             raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {session.reason}")
         data = await _body(receive, session.bounds)
-        request = await session.request_cache.read(shape, data)
+        request = await run_in_thread_if_long(len(data), partial(shape.read, data))
         if path.endswith("/count_tokens"):
             await _respond(send, 200, {"input_tokens": session.count_tokens(request)})
             return

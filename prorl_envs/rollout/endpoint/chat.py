@@ -12,13 +12,11 @@ import msgspec
 from prorl_envs.env.base import Message
 from prorl_envs.rollout.agent.agent_loop import openai_call
 from prorl_envs.rollout.endpoint.types import (
-    NULL,
-    Body,
     EndpointAnswer,
     EndpointRequest,
     RefusalReason,
     RequestRefused,
-    check_object,
+    conversation,
     objects,
     parse_body,
     text_field,
@@ -36,8 +34,8 @@ _KNOWN_ROLES = ("system", "user", "assistant", "tool")
 class _Request(msgspec.Struct):
     """Fields of a request that are used."""
 
-    messages: list[msgspec.Raw]
-    tools: msgspec.Raw = NULL
+    messages: list[Any]
+    tools: Any = None
     tool_choice: Any = None
     n: Any = None
     stream: Any = None
@@ -50,35 +48,22 @@ class _Request(msgspec.Struct):
 class ChatCompletions:
     """Implements `Shape`."""
 
-    joins = False
-
-    def open(self, data: bytes) -> Body:
+    def read(self, data: bytes) -> EndpointRequest:
         body = parse_body(data, _Request)
         if body.n not in (None, 1):
             raise RequestRefused(RefusalReason.INVALID, "n: only one answer per request is supported")
         options = body.stream_options
-        request = EndpointRequest(
+        return EndpointRequest(
+            messages=conversation(map(_message, objects(body.messages, "messages"))),
+            tools=() if body.tool_choice == "none" else _tools(body.tools),
             max_tokens=token_limit(
                 max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens
             ),
             stream=body.stream is True,
             usage=isinstance(options, Mapping) and options.get("include_usage") is True,
             model=str(body.model or "")[:200],
+            size=len(data),
         )
-        tools = b"[]" if body.tool_choice == "none" else bytes(body.tools)
-        return Body([bytes(item) for item in body.messages], tools, request)
-
-    def item(self, item: Any) -> Sequence[Message]:
-        return [_message(check_object(item, "messages"))]
-
-    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
-        tools = []
-        for item in () if raw_tools is None else objects(raw_tools, "tools"):
-            function = item.get("function")
-            if item.get("type") != "function" or not isinstance(function, Mapping):
-                raise RequestRefused(RefusalReason.INVALID, "tools: only functions are supported")
-            tools.append(tool(function.get("name"), function.get("description"), function.get("parameters")))
-        return tools
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         turn = answer.turn
@@ -144,6 +129,16 @@ def openai_error(refusal: RequestRefused) -> JsonObject:
     """Return a refusal as an error of OpenAI's interfaces."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {"error": {"message": refusal.message, "type": kind, "param": None, "code": refusal.reason.value}}
+
+
+def _tools(items: Any) -> Sequence[ToolSpec]:
+    tools = []
+    for item in () if items is None else objects(items, "tools"):
+        function = item.get("function")
+        if item.get("type") != "function" or not isinstance(function, Mapping):
+            raise RequestRefused(RefusalReason.INVALID, "tools: only functions are supported")
+        tools.append(tool(function.get("name"), function.get("description"), function.get("parameters")))
+    return tools
 
 
 def _message(item: Mapping[str, Any]) -> Message:

@@ -86,21 +86,13 @@ class Recording:
 
     # Requests and answers.
 
-    def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        keys: Sequence[bytes] = (),
-        tools_key: bytes = b"",
-    ) -> Pending:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Pending:
         """Return the prompt of a request. Changes nothing, so it may run in a thread.
-
-        Args: see `EndpointRequest`.
 
         Raises:
             InputError: the chat template refuses the conversation.
         """
-        keys, tools_key = keys or keys_of(messages), tools_key or key_of_tools(tools)
+        keys, tools_key = keys_of(messages), key_of_tools(tools)
         for index, state in self._recorded_answers(messages, keys, tools_key):
             conversation = [*state.messages, *map(self._with_model_ids, messages[index + 1 :])]
             known = len(state.messages)
@@ -110,14 +102,6 @@ class Recording:
         return Pending(
             Context(self.renderer.prompt(conversation, tools)), conversation, tools, tools_key, keys[-1], None
         )
-
-    def new_text(self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes) -> int:
-        """Return the number of characters in a request that must be tokenised.
-
-        Args: see `EndpointRequest`.
-        """
-        known = next((index for index, _ in self._recorded_answers(messages, keys, tools_key)), -1)
-        return sum(len(message["content"]) for message in messages[known + 1 :])
 
     def _recorded_answers(
         self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes

@@ -14,14 +14,11 @@ import msgspec
 from prorl_envs.env.base import Message
 from prorl_envs.rollout.endpoint.chat import call_of, openai_error, sse
 from prorl_envs.rollout.endpoint.types import (
-    NULL,
-    Body,
     EndpointAnswer,
     EndpointRequest,
     RefusalReason,
     RequestRefused,
-    as_item,
-    check_object,
+    conversation,
     objects,
     parse_body,
     text_field,
@@ -44,9 +41,9 @@ _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant"
 class _Request(msgspec.Struct):
     """Fields of a request that are used."""
 
-    input: list[msgspec.Raw] | str
-    instructions: msgspec.Raw = NULL
-    tools: msgspec.Raw = NULL
+    input: list[Any] | str
+    instructions: Any = None
+    tools: Any = None
     tool_choice: Any = None
     stream: Any = None
     max_output_tokens: Any = None
@@ -58,9 +55,7 @@ class _Request(msgspec.Struct):
 class Responses:
     """Implements `Shape`."""
 
-    joins = True
-
-    def open(self, data: bytes) -> Body:
+    def read(self, data: bytes) -> EndpointRequest:
         body = parse_body(data, _Request)
         if body.previous_response_id is not None:
             raise RequestRefused(
@@ -69,31 +64,17 @@ class Responses:
             )
         if body.background is True:
             raise RequestRefused(RefusalReason.INVALID, "background: not supported")
-        request = EndpointRequest(
+        items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+        all_items = [{"role": "system", "content": body.instructions}, *items]
+        messages = filter(None, map(_read, objects(all_items, "input")))
+        return EndpointRequest(
+            messages=conversation(messages, joins=True),
+            tools=() if body.tool_choice == "none" else _tools(body.tools),
             max_tokens=token_limit(max_output_tokens=body.max_output_tokens),
             stream=body.stream is True,
             model=str(body.model or "")[:200],
+            size=len(data),
         )
-        text_or_items = body.input
-        if isinstance(text_or_items, str):
-            items = [as_item("user", text_or_items)]
-        else:
-            items = [bytes(item) for item in text_or_items]
-        tools = b"[]" if body.tool_choice == "none" else bytes(body.tools)
-        return Body([as_item("system", body.instructions), *items], tools, request)
-
-    def item(self, item: Any) -> Sequence[Message]:
-        message = _read(check_object(item, "input"))
-        return [] if message is None else [message]
-
-    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
-        tools = []
-        for item in () if raw_tools is None else objects(raw_tools, "tools"):
-            if item.get("type") == "function":
-                tools.append(tool(item.get("name"), item.get("description"), item.get("parameters")))
-            elif item.get("type") == "custom":
-                tools.append(tool(item.get("name"), item.get("description"), _FREE))
-        return tools
 
     def write(self, answer: EndpointAnswer, request: EndpointRequest) -> JsonObject:
         return _response(_head(request, answer.number), answer, _items(answer, _free(request)))
@@ -200,6 +181,16 @@ class ResponsesStream:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._sequence += 1
         return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+
+
+def _tools(items: Any) -> Sequence[ToolSpec]:
+    tools = []
+    for item in () if items is None else objects(items, "tools"):
+        if item.get("type") == "function":
+            tools.append(tool(item.get("name"), item.get("description"), item.get("parameters")))
+        elif item.get("type") == "custom":
+            tools.append(tool(item.get("name"), item.get("description"), _FREE))
+    return tools
 
 
 def _read(item: Mapping[str, Any]) -> Message | None:

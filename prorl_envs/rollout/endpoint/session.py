@@ -19,7 +19,6 @@ from prorl_envs.rollout.agent.agent_loop import (
 from prorl_envs.rollout.api.types import AgentLimits, StopReason
 from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser, LiveAnswer
 from prorl_envs.rollout.endpoint.recording import Pending, Recording
-from prorl_envs.rollout.endpoint.request_cache import RequestCache
 from prorl_envs.rollout.endpoint.types import EndpointAnswer, EndpointRequest, RefusalReason, RequestRefused
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,6 @@ class ModelSession:
         self.key = KEY_PREFIX + secrets.token_urlsafe(32)
         self.bounds = bounds
         self.recording = Recording(agent.renderer, agent.reasoning)
-        self.request_cache = RequestCache()
         #: Set once a limit is reached. Then no further call is answered.
         self.exhausted = asyncio.Event()
         #: Reason why no further call is answered, or None.
@@ -146,8 +144,7 @@ class ModelSession:
         """
         self._check_size(request)
         try:
-            arguments = (request.messages, request.tools, request.keys, request.tools_key)
-            return len(self.recording.prompt(*arguments).ids)
+            return len(self.recording.prompt(request.messages, request.tools).ids)
         except InputError as error:
             raise RequestRefused(RefusalReason.INVALID, str(error)) from error
 
@@ -222,10 +219,9 @@ class ModelSession:
 
     async def _pending(self, request: EndpointRequest) -> Pending:
         self._check_size(request)
-        arguments = (request.messages, request.tools, request.keys, request.tools_key)
         try:
-            new = self.recording.new_text(request.messages, request.keys, request.tools_key)
-            return await run_in_thread_if_long(new, partial(self.recording.prompt, *arguments))
+            render = partial(self.recording.prompt, request.messages, request.tools)
+            return await run_in_thread_if_long(request.size, render)
         except InputError as error:
             raise RequestRefused(RefusalReason.INVALID, str(error)) from error
 

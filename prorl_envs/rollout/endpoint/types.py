@@ -1,7 +1,7 @@
 """Common types of the endpoint's interfaces: requests, answers, refusals."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -13,8 +13,6 @@ from prorl_envs.model.types import AssistantTurn, FinishReason
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 NOT_JSON = "the body is not a JSON object"
-#: Value of a missing field.
-NULL = msgspec.Raw(b"null")
 #: Replaces content other than text: images, documents, sound.
 OMITTED = "[omitted: the model only reads text]"
 
@@ -76,7 +74,6 @@ class EndpointRequest:
         usage: a stream includes the token counts, if this is optional in the interface.
         model: name of the model in the request; returned, but otherwise ignored.
         size: size of the request in bytes.
-        keys, tools_key: keys of messages and tools, see `conversation_key`; empty if unknown.
     """
 
     messages: Sequence[Message] = ()
@@ -86,23 +83,6 @@ class EndpointRequest:
     usage: bool = True
     model: str = ""
     size: int = 0
-    keys: Sequence[bytes] = ()
-    tools_key: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Request whose conversation is not parsed yet.
-
-    Args:
-        items: items of the conversation, each as JSON.
-        tools: available tools as JSON.
-        request: all other fields.
-    """
-
-    items: Sequence[bytes]
-    tools: bytes
-    request: EndpointRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,32 +131,11 @@ class AnswerStream(Protocol):
 class Shape(Protocol):
     """Wire format of one vendor's interface."""
 
-    @property
-    def joins(self) -> bool:
-        """True if consecutive items of the model form one message."""
-        ...
-
-    def open(self, data: bytes) -> Body:
-        """Parse a request except for its conversation and tools.
+    def read(self, data: bytes) -> EndpointRequest:
+        """Parse a request.
 
         Raises:
             RequestRefused: the request is malformed, or needs an unsupported feature.
-        """
-        ...
-
-    def item(self, item: Any) -> Sequence[Message]:
-        """Return the messages in one item of the conversation.
-
-        Raises:
-            RequestRefused: the item is malformed.
-        """
-        ...
-
-    def tools(self, raw_tools: Any) -> Sequence[ToolSpec]:
-        """Return the available tools.
-
-        Raises:
-            RequestRefused: a tool is not supported.
         """
         ...
 
@@ -212,13 +171,44 @@ def parse_body[BodyT](data: bytes, kind: type[BodyT]) -> BodyT:
         raise RequestRefused(RefusalReason.INVALID, NOT_JSON) from None
 
 
-def as_item(role: str, content: msgspec.Raw | str) -> bytes:
-    """Return content from outside a request's conversation, such as instructions, as an item in JSON.
+def conversation(messages: Iterable[Message], *, joins: bool = False) -> list[Message]:
+    """Return messages in a form that chat templates accept: system messages at the start are joined, later
+    ones become user messages, and tool results contain the name of their tool.
 
     Args:
-        content: JSON, or a text.
+        messages: messages of a request. They may be changed.
+        joins: True if consecutive messages of the model are joined to one.
+
+    Raises:
+        RequestRefused: the last message is the model's or a system message.
     """
-    return msgspec.json.encode({"role": role, "content": content})
+    result: list[Message] = []
+    names: dict[str, str] = {}  # tool names by call id
+    for message in messages:
+        role = message["role"]
+        last_role = result[-1]["role"] if result else ""
+        if role == "system" and (len(result) > 1 or last_role not in ("", "system")):
+            role = message["role"] = "user"
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if role == "tool" and (name := names.get(message["tool_call_id"])):
+            message["name"] = name
+        if role == last_role and (role == "system" or (role == "assistant" and joins)):
+            _join(result[-1], message)
+        else:
+            result.append(message)
+    if not result or result[-1]["role"] in ("system", "assistant"):
+        raise RequestRefused(
+            RefusalReason.INVALID,
+            "the last message must be a user's or a tool's; prefilled answers are not supported",
+        )
+    return result
+
+
+def _join(last: Message, message: Message) -> None:
+    between = "\n\n" if message["role"] == "system" else ""
+    last["content"] += between + message["content"]
+    if calls := message.get("tool_calls"):
+        last.setdefault("tool_calls", []).extend(calls)
 
 
 def text_of(content: Any, where: str) -> str:

@@ -33,7 +33,7 @@ class Batches:
     """All stored batches.
 
     Args:
-        groups: groups of the service. Their store also stores the batches. The lock of their gate is held while
+        groups: groups of the service. Their store has the batches too. The lock of their gate is held while
             batches change, so that submissions of callers happen before or after a change.
         settings: limits of batches.
         clock: measures waiting times.

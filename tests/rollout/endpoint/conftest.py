@@ -16,8 +16,8 @@ from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
 from prorl_envs.rollout.api.types import AgentLimits, Trajectory
 from prorl_envs.rollout.endpoint.app import EndpointApp
 from prorl_envs.rollout.endpoint.harness_run import INSIDE
-from prorl_envs.rollout.endpoint.request_cache import MessageList
 from prorl_envs.rollout.endpoint.session import EndpointLimits, ModelSession
+from prorl_envs.rollout.endpoint.types import conversation
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -126,9 +126,5 @@ def check_rows(rows: Sequence[Trajectory]) -> None:
 
 
 def validated(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages that a request's `MessageList` contains after validation."""
-    dialogue = MessageList()
-    for number, message in enumerate(messages):
-        dialogue.add(message, number)
-    dialogue.check_end()
-    return dialogue.messages
+    """Return the messages of a request in the form that chat templates accept."""
+    return conversation(dict(message) for message in messages)
