@@ -87,6 +87,8 @@ def build_service(
     memory = SandboxMemory(clock, node.memory)
     live_jobs = LiveJobs(engine, memory.look, clock)
 
+    service: RolloutService  # created last, from all other parts
+
     def snapshot() -> DashboardSnapshot:
         return DashboardSnapshot(
             status=service.status(),
