@@ -1,20 +1,5 @@
 """Errors of the service: the same types on both sides of the wire.
 
-    ProrlError
-    ├── InputError
-    │   ├── Conflict        the id is taken by another request
-    │   ├── OutOfOrder      the episode's state does not allow the request
-    │   ├── NotFound        no such job, group or route
-    │   ├── CursorExpired   some results after the cursor are no longer kept
-    │   ├── Unauthorized    the bearer token is missing or wrong
-    │   ├── Forbidden       the token is valid, but does not permit the request
-    │   ├── TooLarge        the request body is over the limit
-    │   └── WrongMethod     the route does not support the HTTP method
-    ├── Retryable           the same request may succeed later
-    │   ├── QueueFull       the queue or a quota is full
-    │   └── Unavailable     the service is stopping, or cannot be reached
-    └── ServerFault         the service has a bug
-
 Over HTTP, only the name in the field `type` is sent. The client looks it up in the fixed table `WIRE_ERRORS`,
 and never imports or creates a class that a server names.
 """

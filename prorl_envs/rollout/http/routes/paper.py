@@ -33,7 +33,6 @@ from prorl_envs.rollout.api.types import (
 from prorl_envs.rollout.api.views import ErrorBody, ModelServerRequest
 from prorl_envs.rollout.http.routes.paper_sources import environment_of
 from prorl_envs.rollout.service.gate import ServiceState
-from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.strict_json import json_problem
 
@@ -124,7 +123,7 @@ def add_paper_routes(app: FastAPI, service: RolloutService, sources: Mapping[str
         headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
         return JSONResponse({"detail": error.detail}, error.status, headers)
 
-    _add_routes(app, _Paper(service, sources), service.model_servers)
+    _add_routes(app, _Paper(service, sources), service)
 
 
 def _error_responses() -> dict[int | str, dict[str, Any]]:
@@ -135,7 +134,8 @@ def _error_responses() -> dict[int | str, dict[str, Any]]:
     return {status: {"model": model, "description": text} for status, text in described.items()}
 
 
-def _add_routes(app: FastAPI, paper: "_Paper", servers: ModelServers) -> None:
+def _add_routes(app: FastAPI, paper: "_Paper", service: RolloutService) -> None:
+    servers = service.model_servers
     described: dict[str, Any] = {"tags": ["paper"], "responses": _error_responses()}
 
     @app.post("/start", **described)
@@ -159,7 +159,7 @@ def _add_routes(app: FastAPI, paper: "_Paper", servers: ModelServers) -> None:
     async def paper_process(body: ProcessRequest, background: BackgroundTasks) -> dict[str, Any]:
         """Run one rollout and return its result. The result is marked as read once it is sent."""
         result, answer = await paper.process(body)
-        background.add_task(paper.read, result)
+        background.add_task(service.feed.read, result)
         return answer
 
     @app.post("/cancel", **described)
@@ -226,9 +226,6 @@ class _Paper:
         self._check_running()
         with _paper_errors():
             await self._service.cancel_group(_group_id(name))
-
-    async def read(self, result: Result) -> None:
-        await self._service.feed.read(result)
 
     async def process(self, body: ProcessRequest) -> tuple[Result, dict[str, Any]]:
         self._check_running()
