@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection, Sequence
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -127,12 +126,7 @@ class RolloutClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def submit(self, groups: Sequence[GroupRequest]) -> list[GroupView]:

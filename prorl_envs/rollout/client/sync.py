@@ -15,7 +15,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, Self, cast
 
 from prorl_envs.rollout.client.client import RolloutClient
@@ -95,12 +94,7 @@ class SyncRolloutClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _run(self, ready: threading.Event) -> None:
