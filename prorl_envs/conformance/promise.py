@@ -2,13 +2,17 @@
 
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 if TYPE_CHECKING:
+    from prorl_envs.conformance.box import Probe
     from prorl_envs.conformance.world import PromiseContext
 
 type Keep = Callable[["PromiseContext"], Awaitable[None]]
+#: Test that needs only one sandbox.
+type BoxTest = Callable[["Probe"], Awaitable[None]]
 
 #: Needs of promises, besides names of programs.
 IMAGE, NO_IMAGE, PYTHON, SESSION = "an image", "no image", "a working Python", "a Python session"
@@ -46,6 +50,16 @@ def same(found: object, promised: object) -> None:
         raise PromiseBroken(f"found {str(found)[:500]!r}, promised {str(promised)[:500]!r}")
 
 
+@contextmanager
+def raises(kind: type[Exception], violation: str) -> Iterator[None]:
+    """Raise PromiseBroken with the message `violation` unless the block raises an error of this kind."""
+    try:
+        yield
+    except kind:
+        return
+    raise PromiseBroken(violation)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
     """Property that every sandbox has.
@@ -68,44 +82,89 @@ class Promise:
     harmful: bool = False
 
 
-class Promises:
-    """Promises of one theme, in order."""
+class PromiseOptions(TypedDict, total=False):
+    """Optional fields of `Promise`."""
 
-    def __init__(self, theme: str) -> None:
+    needs: tuple[str, ...]
+    exempt: Mapping[str, str]
+    harmful: bool
+
+
+class Promises:
+    """Promises of one theme, in order.
+
+    Args:
+        exempt: see `Promise`; the default for the promises of the theme.
+    """
+
+    def __init__(self, theme: str, *, exempt: Mapping[str, str] | None = None) -> None:
         self.theme = theme
+        self._exempt = exempt or {}
         self._promises: list[Promise] = []
 
     def __iter__(self) -> Iterator[Promise]:
         return iter(self._promises)
 
-    def add(
-        self,
-        id_: str,
-        text: str,
-        *,
-        needs: tuple[str, ...] = (),
-        exempt: Mapping[str, str] | None = None,
-        harmful: bool = False,
-    ) -> Callable[[Keep], Keep]:
+    def add(self, id_: str, text: str, **options: Unpack[PromiseOptions]) -> Callable[[Keep], Keep]:
         """Add the decorated function as a promise: see `Promise`."""
 
         def add(keep: Keep) -> Keep:
-            self._promises.append(
-                Promise(id=id_, text=text, keep=keep, needs=needs, exempt=exempt or {}, harmful=harmful)
-            )
+            options.setdefault("exempt", self._exempt)
+            self._promises.append(Promise(id=id_, text=text, keep=keep, **options))
             return keep
 
         return add
 
-    def probe(
+    def fresh(
         self,
         id_: str,
         text: str,
-        code: str,
         *,
-        machine: str = "",
-        harmful: bool = False,
-        needs: tuple[str, ...] = (),
+        fields: Mapping[str, Any] | None = None,
+        **options: Unpack[PromiseOptions],
+    ) -> Callable[[BoxTest], BoxTest]:
+        """Add the decorated function as a promise. It is called with a fresh sandbox.
+
+        Args:
+            fields: fields of its `SandboxSpec`. If `needs` names PYTHON, it has a working Python too.
+        """
+        python = PYTHON in options.get("needs", ())
+
+        def add(test: BoxTest) -> BoxTest:
+            async def keep(world: "PromiseContext") -> None:
+                async with world.fresh(python=python, **(fields or {})) as box:
+                    await test(box)
+
+            self.add(id_, text, **options)(keep)
+            return test
+
+        return add
+
+    def shell(
+        self, id_: str, text: str, *, needs: tuple[str, ...] = ("bash",)
+    ) -> Callable[[BoxTest], BoxTest]:
+        """Add the decorated function as a promise. It is called with new tools on the shared sandbox."""
+
+        def add(test: BoxTest) -> BoxTest:
+            async def keep(world: "PromiseContext") -> None:
+                async with world.shell() as box:
+                    await test(box)
+
+            self.add(id_, text, needs=needs)(keep)
+            return test
+
+        return add
+
+    def script(self, id_: str, text: str, script: str, **options: Unpack[PromiseOptions]) -> None:
+        """Add a promise that a script of `/bin/sh` prints nothing; see `Probe.nothing`."""
+
+        async def keep(world: "PromiseContext") -> None:
+            await world.box.nothing(script)
+
+        self.add(id_, text, **options)(keep)
+
+    def probe(
+        self, id_: str, text: str, code: str, *, machine: str = "", **options: Unpack[PromiseOptions]
     ) -> None:
         """Add a promise that a program in Python prints nothing; see `Probe.nothing_in_python`.
 
@@ -121,4 +180,5 @@ class Promises:
                 raise PromiseSkipped(f"not written for {os.uname().machine}")
             await world.python_box.nothing_in_python(code)
 
-        self.add(id_, text, needs=(PYTHON, *needs), exempt=NOT_LOCAL, harmful=harmful)(keep)
+        options["needs"] = (PYTHON, *options.get("needs", ()))
+        self.add(id_, text, **options)(keep)

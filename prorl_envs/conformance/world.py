@@ -5,7 +5,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Set
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import node_local_base, remove_tree
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
@@ -97,36 +98,55 @@ class PromiseContext:
         self, *, python: bool = False, driver: Driver | None = None, **fields: Any
     ) -> AsyncIterator[Probe]:
         """Start a sandbox with tools for the caller alone. `fields` are those of `SandboxSpec`."""
-        sandbox = await (driver or self.driver).start(self.spec(python=python, **fields))
+        spec = self.spec(python=python, **fields)
+        async with self.started(spec, driver=driver, python=sys.executable if python else "") as box:
+            yield box
+
+    @asynccontextmanager
+    async def started(
+        self,
+        spec: SandboxSpec,
+        *,
+        driver: Driver | None = None,
+        snapshot: Snapshot | None = None,
+        python: str = "",
+    ) -> AsyncIterator[Probe]:
+        """Start a sandbox with tools. `python` is the path of its Python."""
+        sandbox = await (driver or self.driver).start(spec, snapshot=snapshot)
         try:
-            tools = await Toolbox.open(sandbox, limits=LIMITS)
-            try:
-                yield Probe(sandbox, tools, sys.executable if python else "")
-            finally:
-                await tools.aclose()
+            async with self.tools(sandbox) as tools:
+                yield Probe(sandbox, tools, python)
         finally:
             await sandbox.close()
 
     @asynccontextmanager
-    async def shell(self) -> AsyncIterator[Probe]:
-        """Open a toolbox for the caller alone on the shared sandbox."""
-        tools = await Toolbox.open(self.box.sandbox, limits=LIMITS)
-        try:
-            yield Probe(self.box.sandbox, tools)
-        finally:
-            await tools.aclose()
-
-    @asynccontextmanager
-    async def session(self, engine: PythonEngine = PythonEngine.FORKED) -> AsyncIterator[Toolbox]:
-        """Open a toolbox with a new Python session on a shared sandbox."""
-        # A fresh kernel takes up to 0.3 s for its first traceback, which ends an interrupted cell.
-        limits = ToolLimits() if engine is PythonEngine.KERNEL else LIMITS
-        box = self.python_box
-        tools = await Toolbox.open(box.sandbox, python=engine, limits=limits, interpreter=box.python)
+    async def tools(
+        self,
+        sandbox: Sandbox,
+        *,
+        python: PythonEngine = PythonEngine.NONE,
+        limits: ToolLimits = LIMITS,
+        interpreter: str = "python3",
+    ) -> AsyncIterator[Toolbox]:
+        """Open a toolbox on a sandbox: see `Toolbox.open`."""
+        tools = await Toolbox.open(sandbox, python=python, limits=limits, interpreter=interpreter)
         try:
             yield tools
         finally:
             await tools.aclose()
+
+    @asynccontextmanager
+    async def shell(self) -> AsyncIterator[Probe]:
+        """Open a toolbox for the caller alone on the shared sandbox."""
+        async with self.tools(self.box.sandbox) as tools:
+            yield Probe(self.box.sandbox, tools)
+
+    def session(self, engine: PythonEngine = PythonEngine.FORKED) -> AbstractAsyncContextManager[Toolbox]:
+        """Open a toolbox with a new Python session on a shared sandbox."""
+        # A fresh kernel takes up to 0.3 s for its first traceback, which ends an interrupted cell.
+        limits = ToolLimits() if engine is PythonEngine.KERNEL else LIMITS
+        box = self.python_box
+        return self.tools(box.sandbox, python=engine, limits=limits, interpreter=box.python)
 
     @asynccontextmanager
     async def own_driver(self) -> AsyncIterator[tuple[Driver, Path]]:
@@ -177,19 +197,6 @@ class PromiseContext:
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-
-    async def tools(self, sandbox: Sandbox) -> Toolbox:
-        """Open a toolbox on a sandbox of the caller, who closes both."""
-        return await Toolbox.open(sandbox, limits=LIMITS)
-
-    @asynccontextmanager
-    async def tools_on(self, box: Probe) -> AsyncIterator[Toolbox]:
-        """Open another toolbox on the sandbox of `box`."""
-        tools = await self.tools(box.sandbox)
-        try:
-            yield tools
-        finally:
-            await tools.aclose()
 
     async def appears(self, path: Path) -> None:
         """Wait for a file that a sandbox creates. Raise PromiseBroken if it does not appear."""

@@ -6,7 +6,7 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxLimit
 from prorl_envs.sandbox.base import SandboxLimits
 
-promises = Promises("resources held by descriptors")
+promises = Promises("resources held by descriptors", exempt=NOT_LOCAL)
 
 _SMALL = SandboxLimits(memory_bytes=128 << 20, processes=64, open_files=8192, disk_bytes=64 << 20)
 _TIMEOUT_S = 120.0
@@ -14,7 +14,7 @@ _TIMEOUT_S = 120.0
 _TOO_MANY = ("share", "holds the most")
 
 
-async def _is_killed(world: PromiseContext, code: str, *reasons: str) -> None:
+async def _is_killed(world: PromiseContext, code: str, reasons: tuple[str, ...]) -> None:
     """Check that the sandbox is killed, for one of these reasons."""
     async with world.fresh(python=True) as box:
         try:
@@ -36,88 +36,50 @@ async def _is_stopped(world: PromiseContext, code: str) -> None:
         expect(done.exit_code == -9, f"it ended otherwise: {done.output[-500:]!r}")
 
 
-@promises.add(
+def _add(id_: str, text: str, name: str, *reasons: str) -> None:
+    """Add a promise about an attack: the sandbox is killed for one of these reasons. Without reasons, killing
+    the program is enough.
+    """
+
+    async def keep(world: PromiseContext) -> None:
+        await (_is_killed(world, attack(name), reasons) if reasons else _is_stopped(world, attack(name)))
+
+    promises.add(id_, text, needs=(PYTHON,), harmful=True)(keep)
+
+
+_add(
     "HOLD-001",
     "A sandbox that takes more than its share of the user's epoll watches is killed.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
+    "epoll watches",
+    *_TOO_MANY,
 )
-async def watches(world: PromiseContext) -> None:
-    await _is_killed(world, attack("epoll watches"), *_TOO_MANY)
-
-
-@promises.add(
+_add(
     "HOLD-002",
     "A sandbox that keeps more than its share of descriptors in flight is killed.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
+    "descriptors in flight",
+    *_TOO_MANY,
 )
-async def in_flight(world: PromiseContext) -> None:
-    await _is_killed(world, attack("descriptors in flight"), *_TOO_MANY)
-
-
-@promises.add(
-    "HOLD-003",
-    "Memory files whose descriptors are in flight count as memory.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
-)
-async def memory_in_flight(world: PromiseContext) -> None:
-    await _is_stopped(world, attack("memory files in flight"))
-
-
-@promises.add(
+_add("HOLD-003", "Memory files whose descriptors are in flight count as memory.", "memory files in flight")
+_add(
     "HOLD-004",
     "Memory files count as memory whatever the numbers of their descriptors.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
+    "memory files at high descriptors",
 )
-async def high_descriptors(world: PromiseContext) -> None:
-    await _is_stopped(world, attack("memory files at high descriptors"))
-
-
-@promises.add(
+_add(
     "HOLD-005",
     "Unlinked files count towards the disk limit while their descriptors are in flight.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
+    "unlinked files in flight",
 )
-async def disk_in_flight(world: PromiseContext) -> None:
-    await _is_stopped(world, attack("unlinked files in flight"))
-
-
-@promises.add(
-    "HOLD-006",
-    "Unlinked files count towards the disk limit while they are mapped.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
+_add(
+    "HOLD-006", "Unlinked files count towards the disk limit while they are mapped.", "unlinked files mapped"
 )
-async def disk_mapped(world: PromiseContext) -> None:
-    await _is_stopped(world, attack("unlinked files mapped"))
-
-
-@promises.add(
-    "HOLD-007",
-    "A process's memory still counts after its first thread has exited.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
-)
-async def first_thread_ended(world: PromiseContext) -> None:
-    await _is_stopped(world, attack("first thread ended"))
+_add("HOLD-007", "A process's memory still counts after its first thread has exited.", "first thread ended")
 
 
 @promises.add(
     "HOLD-008",
     "Tools of a sandbox work while another has the most descriptors in flight; further sandboxes start.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
     harmful=True,
 )
 async def neighbours(world: PromiseContext) -> None:
@@ -145,12 +107,9 @@ time.sleep({HELD_S})
                 same((await third.bash("echo on")).text, "on\n")
 
 
-@promises.add(
+_add(
     "HOLD-009",
     "A sandbox that hides descriptors in flight is killed.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
+    "descriptors that cannot be seen",
+    "hidden descriptors in flight",
 )
-async def hidden_in_flight(world: PromiseContext) -> None:
-    await _is_killed(world, attack("descriptors that cannot be seen"), "hidden descriptors in flight")

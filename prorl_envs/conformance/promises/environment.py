@@ -2,6 +2,7 @@
 
 import os
 
+from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.host import SECRET, marked
 from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, PYTHON, SESSION, Promises, expect, same
 from prorl_envs.conformance.promises.end import Victim
@@ -18,14 +19,14 @@ _EXPORTED = (
 )
 
 
-@promises.add(
+@promises.fresh(
     "ENV-001",
     "The environment has the spec's variables and the customary names, and nothing else.",
     exempt={"local": "marks its processes by variables"},
+    fields={"env": {"GIVEN": "1"}},
 )
-async def exact(world: PromiseContext) -> None:
-    async with world.fresh(env={"GIVEN": "1"}) as box:
-        same(set((await box.sh(_EXPORTED)).split()) - CUSTOMARY, {"GIVEN"})
+async def exact(box: Probe) -> None:
+    same(set((await box.sh(_EXPORTED)).split()) - CUSTOMARY, {"GIVEN"})
 
 
 @promises.add("ENV-002", "Values with any text arrive unchanged.")
@@ -36,10 +37,13 @@ async def any_text(world: PromiseContext) -> None:
         same(done.output.decode(), f"{value}|")
 
 
-@promises.add("ENV-003", "The spec's variables override the defaults.")
-async def defaults(world: PromiseContext) -> None:
-    async with world.fresh(env={"HOME": "/tmp", "TERM": "vt100", "PAGER": "less"}) as box:
-        same(await box.sh("echo $HOME $TERM $PAGER"), "/tmp vt100 less")
+@promises.fresh(
+    "ENV-003",
+    "The spec's variables override the defaults.",
+    fields={"env": {"HOME": "/tmp", "TERM": "vt100", "PAGER": "less"}},
+)
+async def defaults(box: Probe) -> None:
+    same(await box.sh("echo $HOME $TERM $PAGER"), "/tmp vt100 less")
 
 
 @promises.add("ENV-004", "A call's own variables exist only during that call.")
@@ -131,15 +135,19 @@ async def descriptors(world: PromiseContext) -> None:
             expect(not any(target.startswith("socket:") for target in targets), f"a socket is in {targets}")
 
 
-@promises.add("ENV-009", "The host name is the spec's, in the kernel and in /etc.", exempt=NOT_LOCAL)
-async def hostname(world: PromiseContext) -> None:
-    async with world.fresh(hostname="node7.test") as box:
-        script = 'read a < /proc/sys/kernel/hostname; read b < /etc/hostname; echo "$a $b"'
-        same(await box.sh(script), "node7.test node7.test")
-        expect(
-            "node7.test" in await box.sh("while read -r line; do echo $line; done < /etc/hosts"),
-            "not in /etc/hosts",
-        )
+@promises.fresh(
+    "ENV-009",
+    "The host name is the spec's, in the kernel and in /etc.",
+    exempt=NOT_LOCAL,
+    fields={"hostname": "node7.test"},
+)
+async def hostname(box: Probe) -> None:
+    script = 'read a < /proc/sys/kernel/hostname; read b < /etc/hostname; echo "$a $b"'
+    same(await box.sh(script), "node7.test node7.test")
+    expect(
+        "node7.test" in await box.sh("while read -r line; do echo $line; done < /etc/hosts"),
+        "not in /etc/hosts",
+    )
 
 
 @promises.add(
@@ -158,9 +166,7 @@ async def uid(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "ENV-011",
-    "The user has an entry in /etc/passwd, and a writable home directory.",
-    exempt=NOT_LOCAL,
+    "ENV-011", "The user has an entry in /etc/passwd, and a writable home directory.", exempt=NOT_LOCAL
 )
 async def user(world: PromiseContext) -> None:
     script = (

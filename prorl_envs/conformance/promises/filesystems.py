@@ -7,7 +7,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from prorl_envs.conformance.box import TIMEOUT_S
+from prorl_envs.conformance.box import TIMEOUT_S, Probe
 from prorl_envs.conformance.promise import (
     IMAGE,
     NO_IMAGE,
@@ -22,7 +22,7 @@ from prorl_envs.conformance.static_program import static_program
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import SandboxSpec
 
-promises = Promises("file systems")
+promises = Promises("file systems", exempt=NOT_LOCAL)
 
 #: `w PATH` prints PATH if it can be opened for writing. It writes nothing.
 WRITE = 'w() { ( : >> "$1" ) 2>/dev/null && echo "$1 can be written"; }'
@@ -41,7 +41,9 @@ def digest(path: Path) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-@promises.add("FS-001", "Working directory, home, /tmp and /dev/shm can be written.", needs=("rm",))
+@promises.add(
+    "FS-001", "Working directory, home, /tmp and /dev/shm can be written.", needs=("rm",), exempt={}
+)
 async def writable(world: PromiseContext) -> None:
     name = secrets.token_hex(8)
     script = (
@@ -51,21 +53,19 @@ async def writable(world: PromiseContext) -> None:
     same(await world.box.sh(script), "x\nx\nx\nx")
 
 
-@promises.add(
-    "FS-002", "Without an image, the system is read-only.", needs=(NO_IMAGE,), exempt=NOT_LOCAL, harmful=True
+promises.script(
+    "FS-002",
+    "Without an image, the system is read-only.",
+    f"{WRITE}\nfor p in /x /usr/x /usr/bin/x /etc/x /etc/passwd /usr/bin/env /var/x /home/x; do w $p; done",
+    needs=(NO_IMAGE,),
+    harmful=True,
 )
-async def system(world: PromiseContext) -> None:
-    await world.box.nothing(
-        f"{WRITE}\n"
-        "for p in /x /usr/x /usr/bin/x /etc/x /etc/passwd /usr/bin/env /var/x /home/x; do w $p; done"
-    )
 
 
 @promises.add(
     "FS-003",
     "With an image, its system can be changed, and no other sandbox sees the change.",
     needs=(IMAGE, "mkdir"),
-    exempt=NOT_LOCAL,
 )
 async def image_changes(world: PromiseContext) -> None:
     async with world.fresh() as box, world.fresh() as other:
@@ -75,9 +75,7 @@ async def image_changes(world: PromiseContext) -> None:
         same(await box.sh("[ -e /made ] || echo absent"), "absent")
 
 
-@promises.add(
-    "FS-004", "The image on the host never changes.", needs=(IMAGE, "rm"), exempt=NOT_LOCAL, harmful=True
-)
+@promises.add("FS-004", "The image on the host never changes.", needs=(IMAGE, "rm"), harmful=True)
 async def image_same(world: PromiseContext) -> None:
     assert world.subject.image is not None
     before = digest(world.subject.image)
@@ -89,7 +87,7 @@ async def image_same(world: PromiseContext) -> None:
     same(digest(world.subject.image), before)
 
 
-@promises.add("FS-005", "With an image, the system is the image's.", needs=(IMAGE,), exempt=NOT_LOCAL)
+@promises.add("FS-005", "With an image, the system is the image's.", needs=(IMAGE,))
 async def image_seen(world: PromiseContext) -> None:
     image = world.subject.image
     assert image is not None
@@ -101,41 +99,36 @@ async def image_seen(world: PromiseContext) -> None:
         same(await world.box.sh(f"[ -e {path} ] || echo absent"), "absent")
 
 
-@promises.add(
-    "FS-006",
-    "No file in the host's home, temporary or working directory is visible.",
-    exempt=NOT_LOCAL,
-)
+@promises.add("FS-006", "No file in the host's home, temporary or working directory is visible.")
 async def host_files(world: PromiseContext) -> None:
     paths = " ".join(f"'{path}'" for path in (*world.planted.files, world.path))
     expect(bool(world.planted.files), "nothing could be planted")
     await world.box.nothing(f"for path in {paths}; do [ -e $path ] && echo $path; done")
 
 
-@promises.add("FS-007", "The host's secrets in /etc cannot be read.", needs=(NO_IMAGE,), exempt=NOT_LOCAL)
-async def etc(world: PromiseContext) -> None:
-    await world.box.nothing("""
+promises.script(
+    "FS-007",
+    "The host's secrets in /etc cannot be read.",
+    """
 for file in shadow shadow- gshadow sudoers ssh/ssh_host_rsa_key ssh/ssh_host_ed25519_key machine-id \
     hosts.allow krb5.keytab fstab crypttab environment apptainer/apptainer.conf; do
     ( : < /etc/$file ) && echo $file; done
 [ -d /etc/ssl/private ] && echo ssl/private
-""")
+""",
+    needs=(NO_IMAGE,),
+)
 
 
-@promises.add(
+promises.script(
     "FS-008",
     "Nothing of the host's /root, /boot, /sys, /var and /srv is visible.",
+    "for entry in /root/* /root/.[a-z]* /boot/* /sys/* /var/log/* /var/lib/* /srv/* /mnt/* /media/*; do "
+    "[ -e $entry ] && echo $entry; done",
     needs=(NO_IMAGE,),
-    exempt=NOT_LOCAL,
 )
-async def folders(world: PromiseContext) -> None:
-    await world.box.nothing(
-        "for entry in /root/* /root/.[a-z]* /boot/* /sys/* /var/log/* /var/lib/* /srv/* /mnt/* /media/*; do "
-        "[ -e $entry ] && echo $entry; done"
-    )
 
 
-@promises.add("FS-009", "No path leads above the root.", exempt=NOT_LOCAL)
+@promises.add("FS-009", "No path leads above the root.")
 async def above(world: PromiseContext) -> None:
     paths = " ".join(f"'{path}'" for path in world.planted.files)
     await world.box.nothing(f"""
@@ -150,7 +143,6 @@ for file in /proc/[0-9]*; do for p in {paths}; do for l in root cwd root/.. cwd/
     "FS-020",
     "Sandboxes share no file of their working directories, homes, /tmp, /run and /dev/shm.",
     harmful=True,
-    exempt=NOT_LOCAL,
 )
 async def between(world: PromiseContext) -> None:
     places = '. "$HOME" /tmp /dev/shm /run'
@@ -160,25 +152,20 @@ async def between(world: PromiseContext) -> None:
         same(await one.sh("[ -e /tmp/of-one ] && echo there"), "there")
 
 
-@promises.add(
+promises.script(
     "FS-021",
     "No disk, memory or kernel log of the host is among the devices.",
-    harmful=True,
-    exempt=NOT_LOCAL,
-)
-async def devices(world: PromiseContext) -> None:
-    await world.box.nothing("""
+    """
 for entry in /dev/* /dev/*/*; do [ -b $entry ] && ( : < $entry ) && echo $entry; done
 for name in mem kmem port kmsg kvm vhost-net uinput snapshot nvram rtc0 hwrng userfaultfd; do
     ( : < /dev/$name ) && echo $name; done
-""")
+""",
+    harmful=True,
+)
 
 
 @promises.add(
-    "FS-022",
-    "A link inside never leads a read or write of the tools out to the host.",
-    exempt=NOT_LOCAL,
-    needs=("ln",),
+    "FS-022", "A link inside never leads a read or write of the tools out to the host.", needs=("ln",)
 )
 async def tool_links(world: PromiseContext) -> None:
     target = world.path / secrets.token_hex(4)
@@ -197,13 +184,12 @@ async def tool_links(world: PromiseContext) -> None:
     same(target.read_text(), "the host's")
 
 
-@promises.add("FS-023", "File names can have any bytes.")
-async def names(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        same(await box.sh('n=$(printf \'a\\nb\\377 *\'); echo x > "$n" && read -r x < "$n" && echo $x'), "x")
+@promises.fresh("FS-023", "File names can have any bytes.", exempt={})
+async def names(box: Probe) -> None:
+    same(await box.sh('n=$(printf \'a\\nb\\377 *\'); echo x > "$n" && read -r x < "$n" && echo $x'), "x")
 
 
-@promises.add("FS-024", "An image of one static program is enough.", exempt=NOT_LOCAL)
+@promises.add("FS-024", "An image of one static program is enough.")
 async def small_image(world: PromiseContext) -> None:
     image = world.path / "small"
     for folder in ("bin", "etc", "tmp", "proc", "dev", "run", "home"):
@@ -213,28 +199,20 @@ async def small_image(world: PromiseContext) -> None:
     except KeyError:
         raise PromiseSkipped(f"there is no program for {os.uname().machine}") from None
     (image / "bin/sh").chmod(0o755)
-    sandbox = await world.driver.start(SandboxSpec(image=image))
-    try:
-        tools = await world.tools(sandbox)
-        try:
-            same((await tools.run(["/bin/sh"], timeout_s=30)).output, b"ready\n")
-        finally:
-            await tools.aclose()
-    finally:
-        await sandbox.close()
+    async with world.started(SandboxSpec(image=image)) as box:
+        same((await box.tools.run(["/bin/sh"], timeout_s=30)).output, b"ready\n")
 
 
-@promises.add(
+promises.script(
     "FS-025",
     "Without an image, no file can be created among the devices.",
+    f"{WRITE}\nw /dev/x",
     needs=(NO_IMAGE,),
     exempt={
         **NOT_LOCAL,
         "apptainer-instance": "has Apptainer's /dev, which is in memory of the sandbox's own",
     },
 )
-async def own_devices(world: PromiseContext) -> None:
-    await world.box.nothing(f"{WRITE}\nw /dev/x")
 
 
 #: Opens the sandbox's own directories. `tried` calls operations that not every file system supports.
@@ -267,7 +245,6 @@ print("given")
     "FS-026",
     "A sandbox finds nothing that an earlier one left in its directories.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
     harmful=True,
 )
 async def inherited(world: PromiseContext) -> None:
@@ -298,7 +275,6 @@ _BY_BUBBLEWRAP = {"bubblewrap", "apptainer"}
 @promises.add(
     "FS-027",
     "All mounts but the sandbox's own directories are read-only; none allows device or set-user-id files.",
-    exempt=NOT_LOCAL,
 )
 async def mounts(world: PromiseContext) -> None:
     box = world.box

@@ -6,7 +6,7 @@ from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, Promises
 from prorl_envs.conformance.promises.filesystems import WRITE
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises("privileges")
+promises = Promises("privileges", exempt=NOT_LOCAL)
 
 
 #: Number of the system call `clone`, because the C library's wrapper does more than the call.
@@ -176,9 +176,7 @@ promises.probe(
 )
 
 
-@promises.add(
-    "PRIV-020", "The kernel's settings in /proc/sys cannot be written.", exempt=NOT_LOCAL, harmful=True
-)
+@promises.add("PRIV-020", "The kernel's settings in /proc/sys cannot be written.", harmful=True)
 async def sysctl(world: PromiseContext) -> None:
     async with world.fresh(uid=0) as root:
         for box in (world.box, root):
@@ -187,22 +185,19 @@ async def sysctl(world: PromiseContext) -> None:
             )
 
 
-@promises.add("PRIV-021", "/sys does not exist, or cannot be written.", exempt=NOT_LOCAL, harmful=True)
-async def sysfs(world: PromiseContext) -> None:
-    await world.box.nothing(
-        f"{WRITE}\nw /sys/fs/cgroup/x\n"
-        "for p in /sys/*/* /sys/*/*/* /sys/fs/cgroup/*/*; do [ -f $p ] && w $p; done"
-    )
-
-
-@promises.add(
-    "PRIV-022",
-    "Files in /proc about the whole kernel can be neither read nor written.",
-    exempt=NOT_LOCAL,
+promises.script(
+    "PRIV-021",
+    "/sys does not exist, or cannot be written.",
+    f"{WRITE}\nw /sys/fs/cgroup/x\n"
+    "for p in /sys/*/* /sys/*/*/* /sys/fs/cgroup/*/*; do [ -f $p ] && w $p; done",
     harmful=True,
 )
-async def kernel_files(world: PromiseContext) -> None:
-    await world.box.nothing(f"""
+
+
+promises.script(
+    "PRIV-022",
+    "Files in /proc about the whole kernel can be neither read nor written.",
+    f"""
 {WRITE}
 for name in kcore kmsg keys key-users timer_list timer_stats sched_debug latency_stats vmallocinfo \
     slabinfo pagetypeinfo kpagecount kpageflags kpagecgroup sysrq-trigger; do
@@ -211,7 +206,9 @@ for name in kcore kmsg keys key-users timer_list timer_stats sched_debug latency
 done
 read -r address rest < /proc/kallsyms; case $address in *[1-9a-f]*) echo "addresses show: $address";; esac
 for p in /proc/irq/*/* /proc/bus/*/* /proc/mtrr /proc/fs/*/*; do [ -f $p ] && w $p; done
-""")
+""",
+    harmful=True,
+)
 
 
 promises.probe(
@@ -229,24 +226,19 @@ refused("quotactl", 0x800002 << 8, None, 0, None)
 )
 
 
-@promises.add(
+promises.script(
     "PRIV-030",
     "The control groups cannot be changed.",
-    exempt=NOT_LOCAL,
-)
-async def control_groups(world: PromiseContext) -> None:
-    await world.box.nothing(f"""
+    f"""
 {WRITE}
 cd /sys/fs/cgroup && for p in cgroup.procs */cgroup.procs */release_agent; do w $p; done
-""")
+""",
+)
 
 
-@promises.add(
+promises.script(
     "PRIV-032",
     "The paths of control groups on the host do not show.",
+    'while IFS= read -r line; do case $line in *:/) ;; *) echo "$line";; esac; done < /proc/self/cgroup',
     exempt={**NOT_LOCAL, "apptainer-instance": "has no cgroup namespace: Apptainer creates none"},
 )
-async def control_group_paths(world: PromiseContext) -> None:
-    await world.box.nothing(
-        'while IFS= read -r line; do case $line in *:/) ;; *) echo "$line";; esac; done < /proc/self/cgroup'
-    )

@@ -1,7 +1,7 @@
 """Promises about limits: resources that a sandbox cannot exhaust."""
 
+from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, PromiseBroken, Promises, expect, same
-from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxLimit
 from prorl_envs.sandbox.base import SandboxLimits
 
@@ -11,7 +11,7 @@ _NOT_LOCAL = {"local": "has no pid namespace, and enforces only limits per proce
 _SMALL = SandboxLimits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)
 
 
-@promises.add(
+@promises.fresh(
     "LIM-001",
     "/run has a size limit, and reaching it harms nothing else.",
     needs=(ORDINARY, "head", "rm"),
@@ -21,40 +21,39 @@ _SMALL = SandboxLimits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)
     },
     harmful=True,
 )
-async def run_directory(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        await box.nothing("head -c 400000000 /dev/zero > /run/much && echo 'no end at 400 MB'")
-        same(await box.sh("rm /run/much; echo x > file && echo on"), "on")
+async def run_directory(box: Probe) -> None:
+    await box.nothing("head -c 400000000 /dev/zero > /run/much && echo 'no end at 400 MB'")
+    same(await box.sh("rm /run/much; echo x > file && echo on"), "on")
 
 
-@promises.add(
+@promises.fresh(
     "LIM-002",
     "Open files are limited, and reaching the limit harms neither tools nor sandbox.",
     needs=("bash",),
 )
-async def open_files(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        script = "i=0; while [ $i -lt 5000 ]; do exec {f}< /dev/null || break; i=$((i+1)); done; echo $i"
-        count = (await box.sh(f"bash -c '{script}' 2>/dev/null")).split()
-        expect(bool(count) and int(count[-1]) < 5000, f"{count} files could be opened")
-        same(await box.sh("echo on"), "on")
+async def open_files(box: Probe) -> None:
+    script = "i=0; while [ $i -lt 5000 ]; do exec {f}< /dev/null || break; i=$((i+1)); done; echo $i"
+    count = (await box.sh(f"bash -c '{script}' 2>/dev/null")).split()
+    expect(bool(count) and int(count[-1]) < 5000, f"{count} files could be opened")
+    same(await box.sh("echo on"), "on")
 
 
-@promises.add(
-    "LIM-003",
-    "The number of shell sessions is limited; at the limit, existing ones keep working.",
-    needs=("bash",),
+@promises.shell(
+    "LIM-003", "The number of shell sessions is limited; at the limit, existing ones keep working."
 )
-async def sessions(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        results = [await box.bash(f"x={number}", session=str(number)) for number in range(20)]
-        expect(not results[-1].ok and bool(results[-1].text), "twenty sessions could be opened")
-        same((await box.bash("echo $x", session="0")).text, "0\n")
+async def sessions(box: Probe) -> None:
+    results = [await box.bash(f"x={number}", session=str(number)) for number in range(20)]
+    expect(not results[-1].ok and bool(results[-1].text), "twenty sessions could be opened")
+    same((await box.bash("echo $x", session="0")).text, "0\n")
 
 
-async def _exceeds(world: PromiseContext, command: str, notice: str) -> None:
-    """Check that a shell command that exceeds a limit causes a notice, and that the shell survives."""
-    async with world.fresh(limits=_SMALL) as box:
+def _add(id_: str, text: str, command: str, notice: str, needs: tuple[str, ...]) -> None:
+    """Add a promise that a shell command that exceeds a limit causes a notice and spares the shell."""
+
+    @promises.fresh(
+        id_, text, fields={"limits": _SMALL}, needs=("bash", *needs), exempt=_NOT_LOCAL, harmful=True
+    )
+    async def _(box: Probe) -> None:
         await box.bash("kept=8")
         notices = " ".join((await box.bash(command)).data.get("limits", ()))
         if not notices:  # the notice arrived after the command had finished
@@ -63,52 +62,41 @@ async def _exceeds(world: PromiseContext, command: str, notice: str) -> None:
         same((await box.bash("echo $kept")).text, "8\n")
 
 
-@promises.add(
+_add(
     "LIM-004",
     "A command that exceeds the memory limit is killed and the model notified; the shell is kept.",
-    needs=("bash", "head", "tail", "sleep"),
-    exempt=_NOT_LOCAL,
-    harmful=True,
-)
-async def memory(world: PromiseContext) -> None:
     # `tail` keeps the requested number of bytes in memory.
-    bomb = "head -c 3000000000 /dev/zero | tail -c 3000000000 > /dev/null"
-    await _exceeds(world, bomb, "memory limit of 96 MB was reached")
-
-
-@promises.add(
+    "head -c 3000000000 /dev/zero | tail -c 3000000000 > /dev/null",
+    "memory limit of 96 MB was reached",
+    ("head", "tail", "sleep"),
+)
+_add(
     "LIM-005",
     "Processes beyond the limit are killed and the model notified; the shell is kept.",
-    needs=("bash", "sleep"),
-    exempt=_NOT_LOCAL,
-    harmful=True,
+    "(for i in {1..60}; do (trap '' TERM; sleep 20) & done) > /dev/null 2>&1; sleep 5",
+    "limit of 40 processes was reached",
+    ("sleep",),
 )
-async def processes(world: PromiseContext) -> None:
-    bomb = "(for i in {1..60}; do (trap '' TERM; sleep 20) & done) > /dev/null 2>&1; sleep 5"
-    await _exceeds(world, bomb, "limit of 40 processes was reached")
-
-
-@promises.add(
+_add(
     "LIM-006",
     "A command that fills the disk is killed and the model notified; the shell is kept.",
-    needs=("bash", "head", "sleep"),
-    exempt=_NOT_LOCAL,
-    harmful=True,
-)
-async def disk(world: PromiseContext) -> None:
     # A separate bash runs the loop: a shell that continues to write is killed too.
-    bomb = "for i in {1..30}; do head -c 1000000 /dev/zero > file$i; sleep 0.1; done; sleep 5"
-    await _exceeds(world, f"bash -c '{bomb}'", "disk limit of 20 MB was reached")
-
-
-@promises.add(
-    "LIM-007", "A sandbox over its lifetime is killed, and its users receive the reason.", needs=("sleep",)
+    "bash -c 'for i in {1..30}; do head -c 1000000 /dev/zero > file$i; sleep 0.1; done; sleep 5'",
+    "disk limit of 20 MB was reached",
+    ("head", "sleep"),
 )
-async def age(world: PromiseContext) -> None:
-    async with world.fresh(limits=SandboxLimits(lifetime_s=1.0)) as box:
-        try:
-            await box.run("sleep 20")
-        except SandboxLimit as ended:
-            expect("lifetime of 1 s" in str(ended), f"the reason is {ended}")
-            return
-        raise PromiseBroken("it lived on")
+
+
+@promises.fresh(
+    "LIM-007",
+    "A sandbox over its lifetime is killed, and its users receive the reason.",
+    needs=("sleep",),
+    fields={"limits": SandboxLimits(lifetime_s=1.0)},
+)
+async def age(box: Probe) -> None:
+    try:
+        await box.run("sleep 20")
+    except SandboxLimit as ended:
+        expect("lifetime of 1 s" in str(ended), f"the reason is {ended}")
+        return
+    raise PromiseBroken("it lived on")

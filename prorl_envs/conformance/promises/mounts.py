@@ -11,7 +11,7 @@ from prorl_envs.conformance.promises.filesystems import WRITE, digest
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import Mount
 
-promises = Promises("file systems")
+promises = Promises("file systems", exempt=NOT_LOCAL)
 
 
 def tree(world: PromiseContext) -> Path:
@@ -36,7 +36,7 @@ async def mounted(
         yield box, source
 
 
-@promises.add("FS-010", "A mount can be read and not written.", exempt=NOT_LOCAL)
+@promises.add("FS-010", "A mount can be read and not written.")
 async def read_only(world: PromiseContext) -> None:
     async with mounted(world) as (box, source):
         same(await box.sh("read -r x < /opt/tree/file; echo $x"), "original")
@@ -46,7 +46,7 @@ async def read_only(world: PromiseContext) -> None:
         same((source / "file").read_text(), "original\n")
 
 
-@promises.add("FS-011", "A single file can be mounted, and not written.", exempt=NOT_LOCAL)
+@promises.add("FS-011", "A single file can be mounted, and not written.")
 async def one_file(world: PromiseContext) -> None:
     mount = Mount(source=tree(world) / "file", target="/opt/one")
     async with world.fresh(mounts=(mount,)) as box:
@@ -54,7 +54,7 @@ async def one_file(world: PromiseContext) -> None:
         await box.nothing(f"{WRITE}\nw /opt/one")
 
 
-@promises.add("FS-012", "A writable mount is the host's directory itself.", exempt=NOT_LOCAL)
+@promises.add("FS-012", "A writable mount is the host's directory itself.")
 async def writable_mount(world: PromiseContext) -> None:
     async with mounted(world, writable=True) as (box, source):
         await box.sh("echo changed > /opt/tree/file")
@@ -64,7 +64,6 @@ async def writable_mount(world: PromiseContext) -> None:
 @promises.add(
     "FS-013",
     "An overlay can be changed in every way, and its source never changes.",
-    exempt=NOT_LOCAL,
     needs=("rm", "mv", "mkdir", "chmod"),
 )
 async def overlay(world: PromiseContext) -> None:
@@ -78,9 +77,7 @@ async def overlay(world: PromiseContext) -> None:
         same(digest(source), before)
 
 
-@promises.add(
-    "FS-014", "Two sandboxes with the same overlay do not see each other's changes.", exempt=NOT_LOCAL
-)
+@promises.add("FS-014", "Two sandboxes with the same overlay do not see each other's changes.")
 async def two_overlays(world: PromiseContext) -> None:
     mounts = (Mount(source=tree(world), target="/opt/tree", overlay=True),)
     async with world.fresh(mounts=mounts) as one, world.fresh(mounts=mounts) as two:
@@ -88,9 +85,7 @@ async def two_overlays(world: PromiseContext) -> None:
         same(await two.sh("read -r x < /opt/tree/file; cd /opt/tree; echo $x *"), "original file folder")
 
 
-@promises.add(
-    "FS-015", "A descriptor of a read-only file cannot be opened again for writing.", exempt=NOT_LOCAL
-)
+@promises.add("FS-015", "A descriptor of a read-only file cannot be opened again for writing.")
 async def reopen(world: PromiseContext) -> None:
     async with mounted(world) as (box, source):
         await box.nothing(
@@ -102,7 +97,6 @@ async def reopen(world: PromiseContext) -> None:
 @promises.add(
     "FS-016",
     "A read-only mount cannot be changed by hard links, names, modes or times.",
-    exempt=NOT_LOCAL,
     needs=("ln", "mv", "rm", "chmod", "touch"),
 )
 async def other_changes(world: PromiseContext) -> None:
@@ -119,7 +113,6 @@ mv file moved && echo moved; rm -f file && echo removed; chmod 0 file && echo mo
 @promises.add(
     "FS-017",
     "A read-only mount cannot be mounted again writable, or moved, or unmounted.",
-    exempt=NOT_LOCAL,
     needs=(PYTHON,),
     harmful=True,
 )
@@ -139,7 +132,7 @@ for target in (b"/opt/tree", b"/usr", b"/proc", b"/"):
         same((source / "file").read_text(), "original\n")
 
 
-@promises.add("FS-018", "A mask hides the files below it.", exempt=NOT_LOCAL)
+@promises.add("FS-018", "A mask hides the files below it.")
 async def mask(world: PromiseContext) -> None:
     mounts = (Mount(source=tree(world), target="/opt/tree"),)
     async with world.fresh(mounts=mounts, masks=("/opt/tree/folder/secret",)) as box:
@@ -151,10 +144,7 @@ async def mask(world: PromiseContext) -> None:
 
 
 @promises.add(
-    "FS-019",
-    "A mask cannot be written, moved or removed.",
-    exempt=NOT_LOCAL,
-    needs=("mv", "rmdir", "mkdir", "chmod"),
+    "FS-019", "A mask cannot be written, moved or removed.", needs=("mv", "rmdir", "mkdir", "chmod")
 )
 async def mask_stays(world: PromiseContext) -> None:
     mounts = (Mount(source=tree(world), target="/opt/tree", overlay=True),)
@@ -172,7 +162,6 @@ for p in folder/secret/solution other/secret/solution elsewhere/solution; do [ -
 @promises.add(
     "FS-047",
     "A mount, a mask and the working directory can be below a link of the system's, as /var/tmp is.",
-    exempt=NOT_LOCAL,
     needs=(NO_IMAGE,),
 )
 async def below_link(world: PromiseContext) -> None:

@@ -9,7 +9,7 @@ from prorl_envs.conformance.host import marked
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, NotApplicable, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises("network")
+promises = Promises("network", exempt=NOT_LOCAL)
 
 #: Connects to an address, and prints it if it can be reached.
 CONNECT = """
@@ -36,14 +36,14 @@ def no_connection(server: socket.socket) -> bool:
     return False
 
 
-@promises.add("NET-001", "There is no route out of the sandbox.", exempt=NOT_LOCAL)
-async def routes(world: PromiseContext) -> None:
-    await world.box.nothing(
-        '{ read -r header; while read -r line; do echo "$line"; done; } < /proc/net/route'
-    )
+promises.script(
+    "NET-001",
+    "There is no route out of the sandbox.",
+    '{ read -r header; while read -r line; do echo "$line"; done; } < /proc/net/route',
+)
 
 
-@promises.add("NET-002", "The sandbox has no network interface of the host.", exempt=NOT_LOCAL)
+@promises.add("NET-002", "The sandbox has no network interface of the host.")
 async def interfaces(world: PromiseContext) -> None:
     script = "while read -r name rest; do case $name in *:*) echo ${name%%:*};; esac; done < /proc/net/dev"
     inside = set((await world.box.sh(script)).split())
@@ -51,14 +51,10 @@ async def interfaces(world: PromiseContext) -> None:
     same(inside & ({"eth0", "docker0"} | host.interfaces()), set())
 
 
-@promises.add(
+promises.probe(
     "NET-003",
     "An outside address cannot be reached, and the attempt fails at once.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-)
-async def outside(world: PromiseContext) -> None:
-    await world.python_box.nothing_in_python("""
+    """
 import socket
 for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET, "169.254.169.254"),
                         (socket.AF_INET6, "2001:db8::1")):
@@ -73,10 +69,11 @@ for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET, "169.254
                 continue
             else:
                 print(address, "has a route")
-""")
+""",
+)
 
 
-@promises.add("NET-004", "The host's loopback cannot be reached.", needs=(PYTHON,), exempt=NOT_LOCAL)
+@promises.add("NET-004", "The host's loopback cannot be reached.", needs=(PYTHON,))
 async def host_loopback(world: PromiseContext) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -87,9 +84,7 @@ async def host_loopback(world: PromiseContext) -> None:
         expect(no_connection(server), "a connection was accepted")
 
 
-@promises.add(
-    "NET-005", "The host's loopback cannot be reached from bash either.", needs=("bash",), exempt=NOT_LOCAL
-)
+@promises.add("NET-005", "The host's loopback cannot be reached from bash either.", needs=("bash",))
 async def host_loopback_bash(world: PromiseContext) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -97,12 +92,7 @@ async def host_loopback_bash(world: PromiseContext) -> None:
         expect("reached" not in text and no_connection(server), "a connection was accepted")
 
 
-@promises.add(
-    "NET-006",
-    "The host's abstract sockets can be neither seen nor reached.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-)
+@promises.add("NET-006", "The host's abstract sockets can be neither seen nor reached.", needs=(PYTHON,))
 async def abstract(world: PromiseContext) -> None:
     name = f"prorl-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX) as server:
@@ -115,12 +105,7 @@ async def abstract(world: PromiseContext) -> None:
         expect(no_connection(server), "a connection was accepted")
 
 
-@promises.add(
-    "NET-007",
-    "The host's sockets in files can be neither seen nor reached.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-)
+@promises.add("NET-007", "The host's sockets in files can be neither seen nor reached.", needs=(PYTHON,))
 async def paths(world: PromiseContext) -> None:
     path = world.path / secrets.token_hex(4)
     with socket.socket(socket.AF_UNIX) as server:
@@ -151,7 +136,6 @@ while True:
     "NET-008",
     "Loopback works inside, and leads to no other sandbox; nor do abstract sockets.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
 )
 async def between(world: PromiseContext) -> None:
     name = f"prorl-{secrets.token_hex(8)}"
@@ -168,14 +152,10 @@ async def between(world: PromiseContext) -> None:
             expect(bool(marked(mark)), "the server ended")
 
 
-@promises.add(
+promises.probe(
     "NET-009",
     "Raw sockets are refused, so that packets of others can be neither read nor forged.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-)
-async def raw(world: PromiseContext) -> None:
-    await world.python_box.nothing_in_python("""
+    """
 import socket
 for family, kind, protocol in ((17, 3, 0x300), (17, 2, 0x300), (2, 3, 1), (2, 3, 255), (10, 3, 58)):
     try:
@@ -183,17 +163,14 @@ for family, kind, protocol in ((17, 3, 0x300), (17, 2, 0x300), (2, 3, 1), (2, 3,
     except OSError:
         continue
     print(family, kind, protocol)
-""")
+""",
+)
 
 
-@promises.add(
+promises.probe(
     "NET-010",
     "Rare address families are refused, vsock (to the hypervisor) among them.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-)
-async def families(world: PromiseContext) -> None:
-    await world.python_box.nothing_in_python("""
+    """
 import socket
 for family in range(1, 50):
     for kind in (1, 2, 3, 5):
@@ -203,18 +180,14 @@ for family in range(1, 50):
             continue
         if family not in (1, 2, 10, 16, 17):
             print(family, kind)
-""")
+""",
+)
 
 
-@promises.add(
+promises.probe(
     "NET-011",
     "Interfaces, addresses and routes cannot be changed.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
-    harmful=True,
-)
-async def change(world: PromiseContext) -> None:
-    await world.python_box.nothing_in_python("""
+    """
 import fcntl, socket, struct
 SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFMTU = 0x8914, 0x8916, 0x8922
 with socket.socket() as s:
@@ -227,14 +200,13 @@ with socket.socket() as s:
         except OSError:
             continue
         print("changed", hex(request))
-""")
+""",
+    harmful=True,
+)
 
 
 @promises.add(
-    "NET-012",
-    "With a default route, outside addresses time out instead of failing at once.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
+    "NET-012", "With a default route, outside addresses time out instead of failing at once.", needs=(PYTHON,)
 )
 async def default_route(world: PromiseContext) -> None:
     if world.subject.driver == "apptainer-instance" and os.geteuid() != 0:

@@ -3,10 +3,11 @@
 import ctypes
 import secrets
 
+from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.promise import NO_IMAGE, NOT_LOCAL, ORDINARY, PYTHON, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises("privileges")
+promises = Promises("privileges", exempt=NOT_LOCAL)
 
 #: Prints the capabilities and filters of a process, for `parsed`.
 STATUS = (
@@ -34,37 +35,31 @@ def parsed(status: str) -> dict[str, str]:
 @promises.add(
     "PRIV-001",
     "A command has no capability, cannot gain any, and its system calls are filtered.",
-    exempt=NOT_LOCAL,
     needs=(ORDINARY,),
 )
 async def bare(world: PromiseContext) -> None:
     same(parsed(await world.box.sh(STATUS)), BARE)
 
 
-@promises.add(
-    "PRIV-002", "The same holds for a command that is root inside.", exempt=NOT_LOCAL, needs=(ORDINARY,)
+@promises.fresh(
+    "PRIV-002", "The same holds for a command that is root inside.", needs=(ORDINARY,), fields={"uid": 0}
 )
-async def bare_root(world: PromiseContext) -> None:
-    async with world.fresh(uid=0) as box:
-        same(parsed(await box.sh(STATUS)), BARE)
+async def bare_root(box: Probe) -> None:
+    same(parsed(await box.sh(STATUS)), BARE)
 
 
-@promises.add(
-    "PRIV-004",
-    "A program's set-user-id bit gives no privilege.",
-    exempt=NOT_LOCAL,
-    needs=(ORDINARY, "chmod", "cat"),
+@promises.fresh(
+    "PRIV-004", "A program's set-user-id bit gives no privilege.", needs=(ORDINARY, "chmod", "cat")
 )
-async def set_user_id(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        script = (
-            'cp=$(command -v cat); cat "$cp" > own; chmod 6755 own; '
-            "./own /proc/self/status > status; for f in /usr/bin/su /usr/bin/mount /bin/su /bin/mount; do "
-            "[ -u $f ] && $f --version >/dev/null; done; "
-            "while read -r name value; do "
-            "case $name in CapEff:|NoNewPrivs:) echo $value;; esac; done < status"
-        )
-        same((await box.sh(script)).split()[-2:], [_NONE, "1"])
+async def set_user_id(box: Probe) -> None:
+    script = (
+        'cp=$(command -v cat); cat "$cp" > own; chmod 6755 own; '
+        "./own /proc/self/status > status; for f in /usr/bin/su /usr/bin/mount /bin/su /bin/mount; do "
+        "[ -u $f ] && $f --version >/dev/null; done; "
+        "while read -r name value; do "
+        "case $name in CapEff:|NoNewPrivs:) echo $value;; esac; done < status"
+    )
+    same((await box.sh(script)).split()[-2:], [_NONE, "1"])
 
 
 promises.probe(
@@ -81,10 +76,7 @@ refused("setgroups", 1, (ctypes.c_uint * 1)(12345))
 
 
 @promises.add(
-    "PRIV-019",
-    "No process can type into a terminal, not even into its own.",
-    needs=(PYTHON, "bash"),
-    exempt=NOT_LOCAL,
+    "PRIV-019", "No process can type into a terminal, not even into its own.", needs=(PYTHON, "bash")
 )
 async def typing(world: PromiseContext) -> None:
     code = """
@@ -102,12 +94,14 @@ print("end")
         same(result.text, "end\n")
 
 
-@promises.add("PRIV-023", "No process can avoid being killed if memory runs out.", exempt=NOT_LOCAL)
-async def out_of_memory(world: PromiseContext) -> None:
-    await world.box.nothing("( echo -1000 > /proc/self/oom_score_adj ) && echo lowered")
+promises.script(
+    "PRIV-023",
+    "No process can avoid being killed if memory runs out.",
+    "( echo -1000 > /proc/self/oom_score_adj ) && echo lowered",
+)
 
 
-@promises.add("PRIV-024", "Limits cannot be raised, and no core file is written.")
+@promises.add("PRIV-024", "Limits cannot be raised, and no core file is written.", exempt={})
 async def limits(world: PromiseContext) -> None:
     script = (
         "ulimit -S -c; ulimit -H -c; hard=$(ulimit -H -n); "
@@ -131,10 +125,7 @@ refused("sched_setscheduler", 0, 1, ctypes.byref(ctypes.c_int(1)))
 
 
 @promises.add(
-    "PRIV-027",
-    "The host's shared memory and queues can be neither seen nor attached.",
-    needs=(PYTHON,),
-    exempt=NOT_LOCAL,
+    "PRIV-027", "The host's shared memory and queues can be neither seen nor attached.", needs=(PYTHON,)
 )
 async def ipc(world: PromiseContext) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
@@ -150,7 +141,7 @@ async def ipc(world: PromiseContext) -> None:
         libc.shmctl(segment, 0, None)
 
 
-@promises.add("PRIV-028", "Two sandboxes share no shared memory.", needs=(PYTHON,), exempt=NOT_LOCAL)
+@promises.add("PRIV-028", "Two sandboxes share no shared memory.", needs=(PYTHON,))
 async def ipc_between(world: PromiseContext) -> None:
     key = secrets.randbelow(2**30) + 1
     async with world.fresh(python=True) as box:
@@ -167,7 +158,6 @@ async def ipc_between(world: PromiseContext) -> None:
     "PRIV-029",
     "A sandbox cannot take over files of other users, or give its own files to them.",
     harmful=True,
-    exempt=NOT_LOCAL,
     needs=(ORDINARY, PYTHON),
 )
 async def owners(world: PromiseContext) -> None:
@@ -183,16 +173,12 @@ refused("setxattr", b"own", b"trusted.x", b"x", 1, 0)
 """)
 
 
-@promises.add(
+promises.script(
     "PRIV-031",
     "Set-user-id programs of the host do not run as their owner.",
+    "for name in su sudo pkexec mount newgrp; do p=/usr/bin/$name; [ -u $p ] && [ -x $p ] && "
+    "case $name in su) $p -c 'id -u' ;; sudo) $p -n id -u;; "
+    "mount) $p -t tmpfs none /tmp && echo mounted;; esac; done",
     needs=(NO_IMAGE, "id"),
-    exempt=NOT_LOCAL,
     harmful=True,
 )
-async def set_user_id_host(world: PromiseContext) -> None:
-    await world.box.nothing(
-        "for name in su sudo pkexec mount newgrp; do p=/usr/bin/$name; [ -u $p ] && [ -x $p ] && "
-        "case $name in su) $p -c 'id -u' ;; sudo) $p -n id -u;; "
-        "mount) $p -t tmpfs none /tmp && echo mounted;; esac; done"
-    )

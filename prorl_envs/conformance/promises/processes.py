@@ -4,12 +4,13 @@ import contextlib
 import os
 import secrets
 
+from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.host import bystander, eventually, first_process, marked, shared_namespaces
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import ToolError
 
-promises = Promises("processes")
+promises = Promises("processes", exempt=NOT_LOCAL)
 
 #: Prints the processes whose /proc file $1 contains the text $2$3.
 SEARCH = """
@@ -28,28 +29,26 @@ def halves(text: str) -> str:
     return f"{text[: len(text) // 2]} {text[len(text) // 2 :]}"
 
 
-@promises.add("PROC-001", "No process of the host is visible.", exempt=NOT_LOCAL)
+@promises.add("PROC-001", "No process of the host is visible.")
 async def invisible(world: PromiseContext) -> None:
     token = secrets.token_hex(16)
     with bystander(token):
         await world.box.nothing(f"{SEARCH}\nsearch cmdline {halves(token)}")
 
 
-@promises.add("PROC-002", "Processes are in a pid namespace of their own.", exempt=NOT_LOCAL)
+@promises.add("PROC-002", "Processes are in a pid namespace of their own.")
 async def pid_namespace(world: PromiseContext) -> None:
     expect("pid" not in world.shared, "they share the host's")
 
 
-@promises.add("PROC-003", "No process of another sandbox is visible.", exempt=NOT_LOCAL, needs=("sleep",))
+@promises.add("PROC-003", "No process of another sandbox is visible.", needs=("sleep",))
 async def other_sandbox(world: PromiseContext) -> None:
     token = secrets.token_hex(16)
     async with world.fresh() as box, world.lingering(box, f": {token}; sleep 600; :"):
         await world.box.nothing(f"{SEARCH}\nsearch cmdline {halves(token)}")
 
 
-@promises.add(
-    "PROC-004", "A process of the host cannot be signalled by its number.", exempt=NOT_LOCAL, harmful=True
-)
+@promises.add("PROC-004", "A process of the host cannot be signalled by its number.", harmful=True)
 async def signal_host(world: PromiseContext) -> None:
     with bystander() as target:
         async with world.fresh() as box:
@@ -60,7 +59,6 @@ async def signal_host(world: PromiseContext) -> None:
 @promises.add(
     "PROC-005",
     "`kill -9 -1` reaches no process of the host, and sandbox and tools keep working.",
-    exempt=NOT_LOCAL,
     harmful=True,
     needs=("sleep",),
 )
@@ -75,30 +73,25 @@ async def kill_all(world: PromiseContext) -> None:
             expect(box.sandbox.alive, "the sandbox ended")
 
 
-@promises.add(
-    "PROC-006", "The first process can be neither killed nor stopped.", exempt=NOT_LOCAL, harmful=True
-)
-async def kill_first(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        await box.sh("n=1; while [ $n -lt 65 ]; do kill -$n 1; n=$((n+1)); done")
-        # An exiting first process takes a moment, during which other processes still run.
-        same(await box.sh("sleep 1; echo on"), "on")
-        await box.nothing("read -r line < /proc/1/stat; case $line in *') T '*|*') t '*) echo stopped;; esac")
-        expect(box.sandbox.alive, "the sandbox ended")
+@promises.fresh("PROC-006", "The first process can be neither killed nor stopped.", harmful=True)
+async def kill_first(box: Probe) -> None:
+    await box.sh("n=1; while [ $n -lt 65 ]; do kill -$n 1; n=$((n+1)); done")
+    # An exiting first process takes a moment, during which other processes still run.
+    same(await box.sh("sleep 1; echo on"), "on")
+    await box.nothing("read -r line < /proc/1/stat; case $line in *') T '*|*') t '*) echo stopped;; esac")
+    expect(box.sandbox.alive, "the sandbox ended")
 
 
-@promises.add(
+promises.script(
     "PROC-007",
     "The first process shows neither environment, memory, descriptors nor directories.",
-    exempt=NOT_LOCAL,
-)
-async def inspect_first(world: PromiseContext) -> None:
-    await world.box.nothing("""
+    """
 for file in environ mem maps auxv fd/0 fd/1; do ( : < /proc/1/$file ) && echo $file; done
 for file in environ auxv syscall stack io smaps; do ( read -r line < /proc/1/$file ) && echo $file; done
 for folder in root cwd fd; do ( cd /proc/1/$folder && for entry in [0-9]* etc; do
     [ -e "$entry" ] && echo "$folder shows $entry"; done ); done
-""")
+""",
+)
 
 
 _TRACE = """
@@ -113,16 +106,14 @@ for name in os.listdir("/proc"):
 """
 
 
-@promises.add(
+@promises.fresh(
     "PROC-008",
     "Neither the first process nor a tool server can be traced.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
     harmful=True,
 )
-async def trace(world: PromiseContext) -> None:
-    async with world.fresh(python=True) as box:
-        await box.nothing_in_python(_TRACE)
+async def trace(box: Probe) -> None:
+    await box.nothing_in_python(_TRACE)
 
 
 _STEAL = """
@@ -149,34 +140,33 @@ for name in os.listdir("/proc"):
 """
 
 
-@promises.add(
+@promises.fresh(
     "PROC-009",
     "Memory and descriptors of the first process and of tool servers cannot be accessed.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
     harmful=True,
 )
-async def steal(world: PromiseContext) -> None:
-    async with world.fresh(python=True) as box:
-        await box.nothing_in_python(_STEAL)
+async def steal(box: Probe) -> None:
+    await box.nothing_in_python(_STEAL)
 
 
-@promises.add("PROC-010", "A command has no descriptors but its three.")
+@promises.add("PROC-010", "A command has no descriptors but its three.", exempt={})
 async def descriptors(world: PromiseContext) -> None:
     # Not with `nothing`, because a shell keeps descriptors for its redirections.
     script = "n=0; while [ $n -lt 300 ]; do [ -e /proc/self/fd/$n ] && echo $n; n=$((n+1)); done"
     same((await world.box.sh(script)).split(), ["0", "1", "2"])
 
 
-@promises.add("PROC-011", "A signal to a command's own group ends the command but not the tools.")
-async def own_group(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        done = await box.run("kill -9 0")
-        same(done.exit_code, -9)
-        same(await box.sh("echo on"), "on")
+@promises.fresh(
+    "PROC-011", "A signal to a command's own group ends the command but not the tools.", exempt={}
+)
+async def own_group(box: Probe) -> None:
+    done = await box.run("kill -9 0")
+    same(done.exit_code, -9)
+    same(await box.sh("echo on"), "on")
 
 
-@promises.add("PROC-012", "Orphans are reaped, and their exit does not stop the sandbox.", exempt=NOT_LOCAL)
+@promises.add("PROC-012", "Orphans are reaped, and their exit does not stop the sandbox.")
 async def orphans(world: PromiseContext) -> None:
     zombies = """
 for round in 1 2 3 4 5 6 7 8 9 10; do (sh -c 'sh -c :' & sh -c : &); done
@@ -194,37 +184,26 @@ done
         expect(box.sandbox.alive, "the sandbox ended")
 
 
-@promises.add(
-    "PROC-013",
-    "At most four processes are visible in a fresh sandbox.",
-    exempt=NOT_LOCAL,
-)
-async def few(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        count = await box.sh("set -- /proc/[0-9]*; echo $#")
-        expect(int(count) <= 4, f"{count} processes are visible in a fresh sandbox")
+@promises.fresh("PROC-013", "At most four processes are visible in a fresh sandbox.")
+async def few(box: Probe) -> None:
+    count = await box.sh("set -- /proc/[0-9]*; echo $#")
+    expect(int(count) <= 4, f"{count} processes are visible in a fresh sandbox")
 
 
 @promises.add(
-    "PROC-015",
-    "A call of a program that stops itself returns at its deadline.",
-    needs=("sleep",),
+    "PROC-015", "A call of a program that stops itself returns at its deadline.", needs=("sleep",), exempt={}
 )
 async def stopped(world: PromiseContext) -> None:
     done = await world.box.tools.run(["/bin/sh", "-c", "kill -STOP $$; echo on"], timeout_s=1.0)
     expect(done.timed_out, "a stopped process answered")
 
 
-@promises.add(
-    "PROC-016",
-    "Processes are in mount, network, ipc and uts namespaces other than the host's.",
-    exempt=NOT_LOCAL,
-)
+@promises.add("PROC-016", "Processes are in mount, network, ipc and uts namespaces other than the host's.")
 async def namespaces(world: PromiseContext) -> None:
     same(set(world.shared) & {"mnt", "net", "ipc", "uts"}, set())
 
 
-@promises.add("PROC-017", "Two sandboxes share no namespace.", exempt=NOT_LOCAL)
+@promises.add("PROC-017", "Two sandboxes share no namespace.")
 async def between(world: PromiseContext) -> None:
     busy = "while :; do :; done"
     async with (
@@ -246,7 +225,7 @@ async def between(world: PromiseContext) -> None:
 _OF_FIRST = {0, 1 << 20}
 
 
-@promises.add("PROC-018", "The first process has no capability that allows anything.", exempt=NOT_LOCAL)
+@promises.add("PROC-018", "The first process has no capability that allows anything.")
 async def first_capabilities(world: PromiseContext) -> None:
     script = "while read -r name value; do case $name in Cap[PE]*:) echo $value;; esac; done < /proc/1/status"
     found = {int(word, 16) for word in (await world.box.sh(script)).split()}

@@ -11,7 +11,7 @@ from prorl_envs.conformance.promises.privileges import BARE, STATUS, parsed
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.linux.syscall_wrappers import ROOT_CAPABILITIES
 
-promises = Promises("emulated root")
+promises = Promises("emulated root", exempt=NOT_LOCAL)
 
 _NEEDS = (EMULATED_ROOT, PYTHON)
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -20,7 +20,6 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 @promises.add(
     "ROOT-001",
     "Commands have the two capabilities over the sandbox's own files and no other, and can gain none.",
-    exempt=NOT_LOCAL,
     needs=(EMULATED_ROOT, "bash", "chmod"),
 )
 async def capabilities(world: PromiseContext) -> None:
@@ -82,7 +81,6 @@ os.mkfifo("pipe")
 @promises.add(
     "ROOT-004",
     "The whole image can be changed, read-only files too, and the image on the host stays as it is.",
-    exempt=NOT_LOCAL,
     needs=(EMULATED_ROOT, IMAGE, "chmod", "rm", "mv"),
 )
 async def all_of_it(world: PromiseContext) -> None:
@@ -113,12 +111,7 @@ with socket.socket() as sock:
 )
 
 
-@promises.add(
-    "ROOT-006",
-    "The host's devices keep their modes, owners, attributes and times.",
-    exempt=NOT_LOCAL,
-    needs=_NEEDS,
-)
+@promises.add("ROOT-006", "The host's devices keep their modes, owners, attributes and times.", needs=_NEEDS)
 async def devices(world: PromiseContext) -> None:
     before = _devices()
     await world.python_box.nothing_in_python(f"""
@@ -161,7 +154,6 @@ if (found.st_dev, found.st_ino) != (outside.st_dev, outside.st_ino):
 @promises.add(
     "ROOT-008",
     "The files of host names can be changed, and no other sandbox sees the change.",
-    exempt=NOT_LOCAL,
     needs=(EMULATED_ROOT,),
 )
 async def names(world: PromiseContext) -> None:

@@ -13,7 +13,7 @@ from prorl_envs.conformance.promises.kernel import calls
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import SandboxLimits
 
-promises = Promises("the shared kernel")
+promises = Promises("the shared kernel", exempt=NOT_LOCAL)
 
 _MEGABYTE = 1 << 20
 #: Memory limit of a sandbox that tries to exceed it with System V memory.
@@ -75,7 +75,6 @@ for path in devices:
     "KERN-002",
     "Devices are mounted read-only, so that not even their times change, and can be written.",
     needs=(ORDINARY, PYTHON),
-    exempt=NOT_LOCAL,
 )
 async def devices(world: PromiseContext) -> None:
     check_instance(world)
@@ -92,7 +91,6 @@ with open("/dev/null", "wb") as null, open("/dev/zero", "rb") as zero:
     "KERN-003",
     "A sandbox that takes all the pseudo-terminals it can leaves enough for others.",
     needs=(PYTHON, "bash"),
-    exempt=NOT_LOCAL,
 )
 async def terminals(world: PromiseContext) -> None:
     check_instance(world)
@@ -186,7 +184,6 @@ _INOTIFY = "count = 0\nwhile count < 4096 and c.inotify_init1(0) >= 0:\n    coun
     "KERN-008",
     "A sandbox that takes all the inotify instances it can leaves enough for others.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
 )
 async def inotify(world: PromiseContext) -> None:
     check_instance(world)
@@ -204,7 +201,6 @@ async def inotify(world: PromiseContext) -> None:
     "KERN-009",
     "Memory, semaphores and queues of System V, which outlive every process, are limited per sandbox.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
 )
 async def system_v(world: PromiseContext) -> None:
     check_instance(world)
@@ -236,7 +232,6 @@ while count < 300 and library.mq_open(b"/%d" % count, os.O_CREAT | os.O_RDWR, 0o
     "KERN-010",
     "A sandbox that takes all the POSIX message queues it can leaves enough for others.",
     needs=(PYTHON,),
-    exempt=NOT_LOCAL,
 )
 async def message_queues(world: PromiseContext) -> None:
     check_instance(world)

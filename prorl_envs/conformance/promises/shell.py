@@ -2,7 +2,7 @@
 
 import asyncio
 
-from prorl_envs.conformance.box import TIMEOUT_S
+from prorl_envs.conformance.box import TIMEOUT_S, Probe
 from prorl_envs.conformance.promise import Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 
@@ -81,269 +81,222 @@ sequence(
 )
 
 
-@promises.add("BASH-010", "The status is returned, and kept for the next command.", needs=_BASH)
-async def status(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash("(exit 7)")
-        same((result.ok, result.text, result.data["exit_code"]), (True, "[exit status 7]", 7))
-        same((await box.bash("echo $?")).text, "7\n")
+@promises.shell("BASH-010", "The status is returned, and kept for the next command.")
+async def status(box: Probe) -> None:
+    result = await box.bash("(exit 7)")
+    same((result.ok, result.text, result.data["exit_code"]), (True, "[exit status 7]", 7))
+    same((await box.bash("echo $?")).text, "7\n")
 
 
-@promises.add("BASH-011", "The directory after a command is returned.", needs=_BASH)
-async def directory(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        same((await box.bash("cd /tmp; cd /")).data["cwd"], "/")
+@promises.shell("BASH-011", "The directory after a command is returned.")
+async def directory(box: Probe) -> None:
+    same((await box.bash("cd /tmp; cd /")).data["cwd"], "/")
 
 
-@promises.add(
-    "BASH-012", "Text that is not a valid command gets an answer, and the next command works.", needs=_BASH
-)
-async def syntax(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        for text in (
-            'echo "never closed',
-            "echo $(",
-            "if true; then",
-            "foo )",
-            "cat <<'END",
-            "for",
-            "}",
-            "'",
-            "\\",
-        ):
-            expect((await box.bash(text)).data["timed_out"] is False, f"{text!r} was not over")
-            same((await box.bash("echo fine")).text, "fine\n")
+@promises.shell("BASH-012", "Text that is not a valid command gets an answer, and the next command works.")
+async def syntax(box: Probe) -> None:
+    for text in (
+        'echo "never closed',
+        "echo $(",
+        "if true; then",
+        "foo )",
+        "cat <<'END",
+        "for",
+        "}",
+        "'",
+        "\\",
+    ):
+        expect((await box.bash(text)).data["timed_out"] is False, f"{text!r} was not over")
+        same((await box.bash("echo fine")).text, "fine\n")
 
 
-@promises.add("BASH-013", "The exit of a shell is reported, and a new shell starts.", needs=_BASH)
-async def exits(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("cd /tmp; x=1")
-        result = await box.bash("exit 3")
-        expect(
-            result.data["exit_code"] == 3 and "exited with status 3" in result.text,
-            f"it said {result.text!r}",
-        )
-        same((await box.bash("echo ${x-unset} $PWD")).text, "unset /tmp\n")
+@promises.shell("BASH-013", "The exit of a shell is reported, and a new shell starts.")
+async def exits(box: Probe) -> None:
+    await box.bash("cd /tmp; x=1")
+    result = await box.bash("exit 3")
+    expect(
+        result.data["exit_code"] == 3 and "exited with status 3" in result.text,
+        f"it said {result.text!r}",
+    )
+    same((await box.bash("echo ${x-unset} $PWD")).text, "unset /tmp\n")
 
 
-@promises.add(
-    "BASH-014", "A killed shell is distinguished from one that exits, and a new shell starts.", needs=_BASH
-)
-async def killed(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash("kill -9 $$")
-        expect(not result.ok and "signal 9" in result.text, f"it said {result.text!r}")
-        same((await box.bash("echo back")).text, "back\n")
+@promises.shell("BASH-014", "A killed shell is distinguished from one that exits, and a new shell starts.")
+async def killed(box: Probe) -> None:
+    result = await box.bash("kill -9 $$")
+    expect(not result.ok and "signal 9" in result.text, f"it said {result.text!r}")
+    same((await box.bash("echo back")).text, "back\n")
 
 
-@promises.add(
-    "BASH-015", "`exec` replaces the shell; the model is notified and a new shell starts.", needs=_BASH
-)
-async def replaced(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash("exec bash -c 'echo gone'")
-        expect(result.text.startswith("gone\n[the shell exited"), f"it said {result.text!r}")
-        same((await box.bash("echo back")).text, "back\n")
+@promises.shell("BASH-015", "`exec` replaces the shell; the model is notified and a new shell starts.")
+async def replaced(box: Probe) -> None:
+    result = await box.bash("exec bash -c 'echo gone'")
+    expect(result.text.startswith("gone\n[the shell exited"), f"it said {result.text!r}")
+    same((await box.bash("echo back")).text, "back\n")
 
 
-@promises.add(
+@promises.shell(
     "BASH-016",
     "At its deadline a command is interrupted; its output and the shell are kept.",
     needs=("bash", "sleep"),
 )
-async def deadline(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("x=kept")
-        result = await box.bash("echo before; sleep 600; echo ending", timeout_s=1.0)
-        same((result.ok, result.data["timed_out"], result.data["exit_code"]), (False, True, None))
-        expect(
-            result.text.startswith("before\n") and "ending" not in result.text, f"it printed {result.text!r}"
-        )
-        same((await box.bash("echo $x")).text, "kept\n")
+async def deadline(box: Probe) -> None:
+    await box.bash("x=kept")
+    result = await box.bash("echo before; sleep 600; echo ending", timeout_s=1.0)
+    same((result.ok, result.data["timed_out"], result.data["exit_code"]), (False, True, None))
+    expect(result.text.startswith("before\n") and "ending" not in result.text, f"it printed {result.text!r}")
+    same((await box.bash("echo $x")).text, "kept\n")
 
 
-@promises.add(
+@promises.shell(
     "BASH-017",
     "A command that ignores the interrupt is killed, and the shell is kept.",
     needs=("bash", "sleep"),
 )
-async def stubborn(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("x=kept")
-        command = "bash -c 'trap \"\" INT; echo before; while :; do sleep 1; done'"
-        result = await box.bash(command, timeout_s=1.0)
-        expect(result.text.startswith("before\n") and result.data["timed_out"], f"it gave {result.text!r}")
-        same((await box.bash("echo $x")).text, "kept\n")
+async def stubborn(box: Probe) -> None:
+    await box.bash("x=kept")
+    command = "bash -c 'trap \"\" INT; echo before; while :; do sleep 1; done'"
+    result = await box.bash(command, timeout_s=1.0)
+    expect(result.text.startswith("before\n") and result.data["timed_out"], f"it gave {result.text!r}")
+    same((await box.bash("echo $x")).text, "kept\n")
 
 
-@promises.add(
-    "BASH-018", "A shell that cannot be interrupted is killed, and a new shell starts.", needs=_BASH
-)
-async def hopeless(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash("trap '' INT; while :; do :; done", timeout_s=1.0)
-        expect(result.data["timed_out"], f"it gave {result.text!r}")
-        same((await box.bash("echo back")).text, "back\n")
+@promises.shell("BASH-018", "A shell that cannot be interrupted is killed, and a new shell starts.")
+async def hopeless(box: Probe) -> None:
+    result = await box.bash("trap '' INT; while :; do :; done", timeout_s=1.0)
+    expect(result.data["timed_out"], f"it gave {result.text!r}")
+    same((await box.bash("echo back")).text, "back\n")
 
 
-@promises.add(
-    "BASH-019",
-    "A command that waits for input is reported at once, and receives typed input.",
-    needs=_BASH,
-)
-async def waits(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash("read -p 'name? ' name", timeout_s=30.0)
-        expect(result.text.startswith("name?") and result.data["waiting"], f"it gave {result.text!r}")
-        refused = await box.bash("echo ${name:-empty}")
-        expect(not refused.ok and "still waits" in refused.text, f"meanwhile it gave {refused.text!r}")
-        await box.bash("Ada", is_input=True)
-        same((await box.bash("echo $name")).text, "Ada\n")
+@promises.shell("BASH-019", "A command that waits for input is reported at once, and receives typed input.")
+async def waits(box: Probe) -> None:
+    result = await box.bash("read -p 'name? ' name", timeout_s=30.0)
+    expect(result.text.startswith("name?") and result.data["waiting"], f"it gave {result.text!r}")
+    refused = await box.bash("echo ${name:-empty}")
+    expect(not refused.ok and "still waits" in refused.text, f"meanwhile it gave {refused.text!r}")
+    await box.bash("Ada", is_input=True)
+    same((await box.bash("echo $name")).text, "Ada\n")
 
 
-@promises.add(
+@promises.shell(
     "BASH-020", "A background job does not block the call, and continues to run.", needs=("bash", "sleep")
 )
-async def background(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash("sleep 600 & echo started")
-        expect("started" in result.text and not result.data["timed_out"], f"it gave {result.text!r}")
-        same((await box.bash("kill -0 $! && echo alive; kill $!")).text, "alive\n")
+async def background(box: Probe) -> None:
+    result = await box.bash("sleep 600 & echo started")
+    expect("started" in result.text and not result.data["timed_out"], f"it gave {result.text!r}")
+    same((await box.bash("kill -0 $! && echo alive; kill $!")).text, "alive\n")
 
 
-@promises.add(
+@promises.shell(
     "BASH-021", "Later output of a background job is returned with the next command.", needs=("bash", "sleep")
 )
-async def later(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("(sleep 0.1; echo later) & disown")
-        await box.tools.run(["sleep", "0.4"], timeout_s=TIMEOUT_S)
-        same((await box.bash("echo now")).text, "later\nnow\n")
+async def later(box: Probe) -> None:
+    await box.bash("(sleep 0.1; echo later) & disown")
+    await box.tools.run(["sleep", "0.4"], timeout_s=TIMEOUT_S)
+    same((await box.bash("echo now")).text, "later\nnow\n")
 
 
-@promises.add(
+@promises.shell(
     "BASH-022",
     "A hundred million bytes of output are bounded; both ends are kept and the rest is counted.",
     needs=("bash", "head", "tr"),
 )
-async def flood(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash("echo first; head -c 100000000 /dev/zero | tr '\\0' x; echo; echo last")
-        limit = box.tools.limits.output_bytes
-        expect(
-            result.text.startswith("first\nxxx") and result.text.endswith("x\nlast\n"), "an end is missing"
-        )
-        expect(len(result.text) < limit + 200, f"{len(result.text)} characters")
-        same(result.truncated_bytes, 100_000_012 - limit)
-        expect(f"{result.truncated_bytes} bytes" in result.text, "the count is not reported")
+async def flood(box: Probe) -> None:
+    result = await box.bash("echo first; head -c 100000000 /dev/zero | tr '\\0' x; echo; echo last")
+    limit = box.tools.limits.output_bytes
+    expect(result.text.startswith("first\nxxx") and result.text.endswith("x\nlast\n"), "an end is missing")
+    expect(len(result.text) < limit + 200, f"{len(result.text)} characters")
+    same(result.truncated_bytes, 100_000_012 - limit)
+    expect(f"{result.truncated_bytes} bytes" in result.text, "the count is not reported")
 
 
-@promises.add("BASH-023", "Output with any bytes is returned as valid text.", needs=("bash", "head"))
-async def binary(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        result = await box.bash(r"printf 'a\377\376\300b'; head -c 20000 /dev/urandom; printf '\nend'")
-        result.text.encode()
-        expect(
-            result.text.startswith("a\ufffd") and result.text.endswith("end"), f"it gave {result.text[:20]!r}"
-        )
-        same((await box.bash("echo on")).text, "on\n")
+@promises.shell("BASH-023", "Output with any bytes is returned as valid text.", needs=("bash", "head"))
+async def binary(box: Probe) -> None:
+    result = await box.bash(r"printf 'a\377\376\300b'; head -c 20000 /dev/urandom; printf '\nend'")
+    result.text.encode()
+    expect(result.text.startswith("a\ufffd") and result.text.endswith("end"), f"it gave {result.text[:20]!r}")
+    same((await box.bash("echo on")).text, "on\n")
 
 
-@promises.add("BASH-024", "Each session is a separate shell.", needs=_BASH)
-async def sessions(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("x=main; cd /tmp")
-        same((await box.bash("echo ${x-unset}", session="other")).text, "unset\n")
-        same((await box.bash("echo $x $PWD")).text, "main /tmp\n")
+@promises.shell("BASH-024", "Each session is a separate shell.")
+async def sessions(box: Probe) -> None:
+    await box.bash("x=main; cd /tmp")
+    same((await box.bash("echo ${x-unset}", session="other")).text, "unset\n")
+    same((await box.bash("echo $x $PWD")).text, "main /tmp\n")
 
 
-@promises.add(
+@promises.shell(
     "BASH-025", "Sessions run in parallel; a busy session blocks no other.", needs=("bash", "sleep")
 )
-async def side_by_side(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        busy = asyncio.ensure_future(box.bash("sleep 600", session="busy"))
-        names = [f"s{number}" for number in range(6)]
-        results = await asyncio.gather(*(box.bash(f"echo {name}", session=name) for name in names))
-        same([result.text for result in results], [f"{name}\n" for name in names])
-        expect(not busy.done(), "the busy one ended")
-        busy.cancel()
-        await asyncio.gather(busy, return_exceptions=True)
+async def side_by_side(box: Probe) -> None:
+    busy = asyncio.ensure_future(box.bash("sleep 600", session="busy"))
+    names = [f"s{number}" for number in range(6)]
+    results = await asyncio.gather(*(box.bash(f"echo {name}", session=name) for name in names))
+    same([result.text for result in results], [f"{name}\n" for name in names])
+    expect(not busy.done(), "the busy one ended")
+    busy.cancel()
+    await asyncio.gather(busy, return_exceptions=True)
 
 
-@promises.add("BASH-026", "Commands of one session run in the order of their calls.", needs=_BASH)
-async def order(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("n=0")
-        results = await asyncio.gather(*(box.bash("n=$((n+1)); echo $n") for _ in range(20)))
-        same([result.text for result in results], [f"{number}\n" for number in range(1, 21)])
+@promises.shell("BASH-026", "Commands of one session run in the order of their calls.")
+async def order(box: Probe) -> None:
+    await box.bash("n=0")
+    results = await asyncio.gather(*(box.bash("n=$((n+1)); echo $n") for _ in range(20)))
+    same([result.text for result in results], [f"{number}\n" for number in range(1, 21)])
 
 
-@promises.add("BASH-027", "A cancelled command is stopped, and the shell is kept.", needs=("bash", "sleep"))
-async def cancelled(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("x=kept")
-        call = asyncio.ensure_future(box.bash("sleep 600; echo more"))
-        await asyncio.wait([call], timeout=0.2)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        same((await box.bash("echo $x")).text, "kept\n")
+@promises.shell("BASH-027", "A cancelled command is stopped, and the shell is kept.", needs=("bash", "sleep"))
+async def cancelled(box: Probe) -> None:
+    await box.bash("x=kept")
+    call = asyncio.ensure_future(box.bash("sleep 600; echo more"))
+    await asyncio.wait([call], timeout=0.2)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    same((await box.bash("echo $x")).text, "kept\n")
 
 
-@promises.add("BASH-028", "No history of commands is stored.", needs=_BASH)
-async def history(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        await box.bash("echo secret; exit")
-        same((await box.bash("history; echo ~/.bash_h* .bash_h*")).text.count("secret"), 0)
-        expect("_h*" in (await box.bash("echo ~/.bash_h*")).text, "a history file was written")
+@promises.fresh("BASH-028", "No history of commands is stored.", needs=_BASH)
+async def history(box: Probe) -> None:
+    await box.bash("echo secret; exit")
+    same((await box.bash("history; echo ~/.bash_h* .bash_h*")).text.count("secret"), 0)
+    expect("_h*" in (await box.bash("echo ~/.bash_h*")).text, "a history file was written")
 
 
-@promises.add("BASH-029", "Terminal programs that draw and clear do not affect later output.", needs=_BASH)
-async def drawing(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash(r"printf '\033[?1049h\033[2J\033[H\033[?25l\033[31m\033c\016'; printf '\033[6n\033[c'")
-        same((await box.bash("echo plain")).text, "plain\n")
+@promises.shell("BASH-029", "Terminal programs that draw and clear do not affect later output.")
+async def drawing(box: Probe) -> None:
+    await box.bash(r"printf '\033[?1049h\033[2J\033[H\033[?25l\033[31m\033c\016'; printf '\033[6n\033[c'")
+    same((await box.bash("echo plain")).text, "plain\n")
 
 
-@promises.add("BASH-030", "Text with invalid characters is refused with a message.", needs=_BASH)
-async def no_text(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        for text in ("a\0b", "\ud800"):
-            result = await box.bash(text)
-            expect(not result.ok and bool(result.text), f"it gave {result}")
-        same((await box.bash("echo on")).text, "on\n")
+@promises.shell("BASH-030", "Text with invalid characters is refused with a message.")
+async def no_text(box: Probe) -> None:
+    for text in ("a\0b", "\ud800"):
+        result = await box.bash(text)
+        expect(not result.ok and bool(result.text), f"it gave {result}")
+    same((await box.bash("echo on")).text, "on\n")
 
 
-@promises.add(
-    "BASH-031",
-    "A waiting command can be interrupted, and reads nothing of the next command.",
-    needs=_BASH,
-)
-async def interrupted_while_waiting(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("read -p 'name? ' name", timeout_s=30.0)
-        await box.bash("C-c", is_input=True)
-        same((await box.bash("echo ${name:-empty}")).text, "empty\n")
+@promises.shell("BASH-031", "A waiting command can be interrupted, and reads nothing of the next command.")
+async def interrupted_while_waiting(box: Probe) -> None:
+    await box.bash("read -p 'name? ' name", timeout_s=30.0)
+    await box.bash("C-c", is_input=True)
+    same((await box.bash("echo ${name:-empty}")).text, "empty\n")
 
 
-@promises.add("BASH-051", "No alias changes the reported status of a command.", needs=_BASH)
-async def aliases(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        await box.bash("alias '{'='true; {' '}'='}; true' '[['='true; [[' false2=false")
-        same((await box.bash("false")).data["exit_code"], 1)
-        same((await box.bash("false2")).data["exit_code"], 1)
-        same((await box.bash("alias false2")).text, "alias false2='false'\n")
+@promises.shell("BASH-051", "No alias changes the reported status of a command.")
+async def aliases(box: Probe) -> None:
+    await box.bash("alias '{'='true; {' '}'='}; true' '[['='true; [[' false2=false")
+    same((await box.bash("false")).data["exit_code"], 1)
+    same((await box.bash("false2")).data["exit_code"], 1)
+    same((await box.bash("alias false2")).text, "alias false2='false'\n")
 
 
-@promises.add(
+@promises.shell(
     "BASH-052",
     "A shell that cannot report because it lowered its own limits is replaced, and the answer says so.",
-    needs=_BASH,
 )
-async def own_limits(world: PromiseContext) -> None:
-    async with world.shell() as box:
-        for command in ("ulimit -n 5", "ulimit -n 12; read x", "ulimit -f 0; echo x > file"):
-            result = await box.bash(command)
-            expect("the shell" in result.text and not result.data["waiting"], f"it said {result.text!r}")
-            same((await box.bash("echo on")).text, "on\n")
+async def own_limits(box: Probe) -> None:
+    for command in ("ulimit -n 5", "ulimit -n 12; read x", "ulimit -f 0; echo x > file"):
+        result = await box.bash(command)
+        expect("the shell" in result.text and not result.data["waiting"], f"it said {result.text!r}")
+        same((await box.bash("echo on")).text, "on\n")
