@@ -19,7 +19,6 @@ from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import DriverDirectory, node_local_base, remove_tree, sweep
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.mount_plan import check
-from prorl_envs.sandbox.filesystem.sif_mounts import sweep_mounts
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot, copy_trees, no_workspace
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, EnforcedLimits, LimitEnforcer, NodeLimits
 from prorl_envs.sandbox.limits.monitor import memory_of
@@ -186,7 +185,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
     def _sweep(self) -> asyncio.Task[list[Path]]:
         """Remove the leftovers of killed services, once, in a background task: there may be many files."""
         if self._sweeping is None:
-            self._sweeping = asyncio.create_task(asyncio.to_thread(_sweep, self.directory.base))
+            self._sweeping = asyncio.create_task(asyncio.to_thread(sweep, self.directory.base))
         return self._sweeping
 
     async def _aclose(self) -> None:
@@ -430,7 +429,3 @@ class NodeSandbox(ABC):
     def _check_alive(self) -> None:
         if not self.alive:
             raise self.end_error()
-
-
-def _sweep(base: Path) -> list[Path]:
-    return sweep(base) + sweep_mounts(base)

@@ -35,7 +35,7 @@ class IsolatedDriver[S: "IsolatedSandbox"](NodeDriver[S]):
     ) -> None:
         super().__init__(root, templates=templates, limits=limits)
         self.system_masks = system_masks()
-        self.images = Images(self.directory.base)
+        self.images = Images(self.directory.path)
         #: Runs the proxies of sandboxes with an allowlist, and counts for operators.
         self.gateway = Gateway()
         self._warned: set[str] = set()

@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from prorl_envs.errors import UnsupportedMachine
+from prorl_envs.errors import SandboxError, UnsupportedMachine
+from prorl_envs.sandbox.filesystem.sif_mounts import unmount_below
 from prorl_envs.sandbox.linux.cgroups import sweep_groups
 
 logger = logging.getLogger(__name__)
@@ -132,8 +133,9 @@ def sweep(base: Path) -> list[Path]:
         if _is_abandoned(path):
             sweep_groups(path)  # before the directory, which lists the groups
             try:
+                unmount_below(path)
                 remove_tree(path)
-            except OSError as error:
+            except (OSError, SandboxError) as error:
                 logger.warning("cannot remove the leftovers of a killed service: %s", error)
             else:
                 removed.append(path)

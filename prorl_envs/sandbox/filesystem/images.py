@@ -8,7 +8,7 @@ from typing import Protocol
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.filesystem.layer_leases import LayerLease
 from prorl_envs.sandbox.filesystem.layered import check_layers, is_layered, read_layered
-from prorl_envs.sandbox.filesystem.sif_mounts import identity, mount
+from prorl_envs.sandbox.filesystem.sif_mounts import mount
 
 #: Unused images that stay mounted for the next sandbox, 2 MB each.
 IDLE_LIMIT = 16
@@ -24,7 +24,7 @@ class ImageUse:
     """
 
     layers: tuple[Path, ...]
-    key: str = ""
+    key: tuple[int, ...] = ()
 
 
 class AvailableImage(Protocol):
@@ -67,14 +67,14 @@ class Images:
     """Mounts images at first use and keeps the most recently used ones mounted.
 
     Args:
-        base: existing directory on a local disk, the same for all services that should share mounts.
+        directory: the driver's directory, below which images are mounted.
         idle_limit: unused images that stay mounted until `aclose`.
     """
 
-    def __init__(self, base: Path, *, idle_limit: int = IDLE_LIMIT) -> None:
-        self._base = base
+    def __init__(self, directory: Path, *, idle_limit: int = IDLE_LIMIT) -> None:
+        self._directory = directory
         self._idle_limit = idle_limit
-        self._images: dict[str, _ImageEntry] = {}  # in the order of last use
+        self._images: dict[tuple[int, ...], _ImageEntry] = {}  # in the order of last use
         self._closed = False
 
     async def acquire(self, image: Path) -> ImageUse:
@@ -86,13 +86,13 @@ class Images:
         if await asyncio.to_thread(image.is_dir):
             return ImageUse((await asyncio.to_thread(image.resolve),))
         try:
-            key = await asyncio.to_thread(identity, image)
+            key = await asyncio.to_thread(_identity, image)
         except OSError as error:
             raise SandboxError(f"cannot read the image {image}: {error.strerror}") from error
         if self._closed:
             raise SandboxError("the driver is closed")
         entry = self._images.pop(key, None) or _ImageEntry(
-            asyncio.create_task(asyncio.to_thread(_make_available, image, self._base))
+            asyncio.create_task(asyncio.to_thread(_make_available, image, self._directory))
         )
         self._images[key] = entry
         entry.users += 1
@@ -133,9 +133,9 @@ class Images:
                 raise outcome
 
 
-def _make_available(image: Path, base: Path) -> AvailableImage:
+def _make_available(image: Path, directory: Path) -> AvailableImage:
     if not is_layered(image):
-        return mount(image, base)
+        return mount(image, directory)
     try:
         return _LeasedLayers(image)
     except OSError as error:
@@ -146,3 +146,9 @@ async def _unmount(entry: _ImageEntry) -> None:
     await asyncio.wait([entry.mounting])
     if entry.mounting.exception() is None:
         await asyncio.to_thread(entry.mounting.result().release)
+
+
+def _identity(image: Path) -> tuple[int, ...]:
+    """Return a key for the image, from the file's current metadata."""
+    found = image.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
