@@ -81,7 +81,8 @@ class ApptainerDriver(BubblewrapDriver):
         """Run bubblewrap inside Apptainer."""
         apptainer = await self._run_showing(layers)
         try:
-            return await apptainer.template.spawn(sandbox_id, self.command(options), [streams, info])
+            process = await apptainer.template.start()
+            return await process.spawn(sandbox_id, self.command(options), [streams, info])
         finally:
             await self._leave(apptainer)
 

@@ -23,7 +23,7 @@ from prorl_envs.sandbox.filesystem.snapshot import Snapshot, copy_trees, no_work
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, EnforcedLimits, LimitEnforcer, NodeLimits
 from prorl_envs.sandbox.limits.monitor import memory_of
 from prorl_envs.sandbox.linux.descriptors import allow_many, allow_processes, check_room
-from prorl_envs.sandbox.template.process import ForkRequest, ToolServerProcess
+from prorl_envs.sandbox.template.process import ForkRequest, TemplateProcess, ToolServerProcess
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
 
@@ -292,7 +292,7 @@ class NodeSandbox(ABC):
             self._closing = asyncio.create_task(self._close())
 
     async def measure_disk(self, *, size: int, files: int) -> DiskUse:
-        """Measure the sandbox's files on disk: see `Template.measure`."""
+        """Measure the sandbox's files on disk: see `TemplateProcess.measure`."""
         self._check_alive()
         with contextlib.ExitStack() as opened:
             fds = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
@@ -300,8 +300,7 @@ class NodeSandbox(ABC):
             if self._own_users:
                 fds.append(self._open_place())
                 opened.callback(os.close, fds[1])
-            template = next(iter(self._driver.templates.values()))
-            return await template.measure(self.id, fds, size=size, files=files)
+            return await (await self._template()).measure(self.id, fds, size=size, files=files)
 
     @property
     def tool_servers(self) -> list[int]:
@@ -318,9 +317,12 @@ class NodeSandbox(ABC):
         The returned socket is non-blocking.
         """
         self._check_alive()
-        if template not in self._driver.templates:
+        templates = self._driver.templates
+        if template not in templates:
+            raise SandboxError(f"no template {template!r}", hint=f"the templates are: {', '.join(templates)}")
+        if entry not in (entries := templates[template].spec.entries):
             raise SandboxError(
-                f"no template {template!r}", hint=f"the templates are: {', '.join(self._driver.templates)}"
+                f"template {template!r} has no entry {entry!r}", hint=f"it has: {', '.join(entries)}"
             )
         request = self.enforced.apply(self._request(entry))
         try:
@@ -352,8 +354,13 @@ class NodeSandbox(ABC):
     async def _fork(
         self, template: str, place: int, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
-        """Fork a tool server: see `Template.fork`."""
-        return await self._driver.templates[template].fork(self.id, place, request)
+        """Fork a tool server: see `TemplateProcess.fork`."""
+        process = await self._driver.templates[template].start()
+        return await process.fork(self.id, place, request)
+
+    async def _template(self) -> TemplateProcess:
+        """Return a template for steps that need no tools."""
+        return await next(iter(self._driver.templates.values())).start()
 
     async def snapshot(self) -> Snapshot:
         """Copy the files of the sandbox, which continues to run: see `base.Sandbox`."""
@@ -401,7 +408,7 @@ class NodeSandbox(ABC):
 
     @abstractmethod
     def _open_place(self) -> int:
-        """Return a new descriptor of the namespaces that a tool server enters: see `Template.fork`."""
+        """Return a new descriptor of the namespaces that a tool server enters: see `TemplateProcess.fork`."""
 
     @abstractmethod
     def _request(self, entry: str) -> ForkRequest: ...

@@ -113,10 +113,11 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         Raises:
             SandboxError: bubblewrap cannot be run.
         """
-        return await self.starter.spawn(sandbox_id, self.command(options), [streams, info])
+        starter = await self.starter.start()
+        return await starter.spawn(sandbox_id, self.command(options), [streams, info])
 
     def command(self, options: list[str]) -> list[str]:
-        """Return the command with which `Template.spawn` runs bubblewrap with these options."""
+        """Return the command with which `TemplateProcess.spawn` runs bubblewrap with these options."""
         program = str(self.program)
         return [program, program, "--info-fd", str(_INFO_FD), *options]
 
@@ -266,14 +267,15 @@ class BubblewrapSandbox(IsolatedSandbox):
         if self._spec.network.open:
             return listen_on_host()
         with self._network() as netns:
-            return await self._any_template().listen(self.id, netns, 0)
+            return await (await self._template()).listen(self.id, netns, 0)
 
     async def _set_up_network(self) -> None:
         with self._network() as netns:
+            template = await self._template()
             if self._spec.default_route:
-                await self._any_template().route(self.id, netns)
+                await template.route(self.id, netns)
             if allow := self._spec.network.allow:
-                listener = await self._any_template().listen(self.id, netns, PROXY_PORT)
+                listener = await template.listen(self.id, netns, PROXY_PORT)
                 self._proxy = self._driver.gateway.serve(self.id, listener, allow)
 
     @contextlib.contextmanager
@@ -294,9 +296,6 @@ class BubblewrapSandbox(IsolatedSandbox):
             yield netns
         finally:
             os.close(netns)
-
-    def _any_template(self) -> Template:
-        return next(iter(self._driver.templates.values()))
 
     def _state(self) -> Iterator[str]:
         return (path.name for path in self._files.state(self._spec))

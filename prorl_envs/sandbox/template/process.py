@@ -211,7 +211,14 @@ class TemplateProcess:
     async def fork(
         self, sandbox_id: str, pidfd: int, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
-        """See `Template.fork`."""
+        """Fork a process into the sandbox whose first process is `pidfd`.
+
+        Returns:
+            The process, and the host's end of its stream socket (non-blocking). The caller owns both.
+
+        Raises:
+            SandboxError: the process cannot join.
+        """
         with contextlib.ExitStack() as undo:
             ours, theirs = _pair(socket.SOCK_STREAM, undo)
             server = await self._child_for(sandbox_id, asdict(request), [pidfd, theirs.fileno()])
@@ -220,12 +227,22 @@ class TemplateProcess:
             return server, ours
 
     async def route(self, sandbox_id: str, netns: int) -> None:
-        """See `Template.route`."""
+        """Add a default route to the network namespace `netns` (a descriptor): see `route.py`.
+
+        Raises:
+            SandboxError: the kernel refused.
+        """
         server = await self._child_for(sandbox_id, {"route": True}, [netns])
         await server.process.wait()
 
     async def listen(self, sandbox_id: str, netns: int, port: int) -> socket.socket:
-        """See `Template.listen`."""
+        """Return a socket listening on the loopback of the network namespace `netns` (a descriptor).
+
+        The caller owns the socket, which belongs to that namespace.
+
+        Raises:
+            SandboxError: the kernel refused.
+        """
         server = await self._child_for(sandbox_id, {"listen": port}, [netns])
         assert server.passed is not None
         listener = socket.socket(fileno=server.passed)
@@ -237,12 +254,26 @@ class TemplateProcess:
         return listener
 
     async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
-        """See `Template.spawn`."""
-        server = await self._child_for(sandbox_id, {"command": command}, fds)
-        return server.process
+        """Start a program as a child of the template. The program survives the template's exit.
+
+        Args:
+            command: the program's path and arguments, its name first.
+            fds: the descriptor for its standard streams, then those for its descriptors 3, 4, and so on.
+
+        Raises:
+            SandboxError: the process could not be created.
+        """
+        return (await self._child_for(sandbox_id, {"command": command}, fds)).process
 
     async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
-        """See `Template.measure`."""
+        """Measure a directory tree in a separate process: see `disk_usage.measure`.
+
+        Args:
+            fds: descriptor of the tree's directory, and a pidfd of the sandbox's first process if it has one.
+
+        Raises:
+            SandboxError: the sandbox has stopped, or the measurement took too long.
+        """
         server = await self._child_for(sandbox_id, {"measure": {"size": size, "files": files}}, fds)
         await server.process.wait()
         return DiskUse(server.answer["size"], server.answer["files"])

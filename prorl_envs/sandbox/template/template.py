@@ -6,14 +6,10 @@ and 1 MB, and needs no files of the sandbox's image.
 
 import asyncio
 import logging
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
-from prorl_envs.sandbox.linux.pidfd import Process
-from prorl_envs.sandbox.template.process import ForkRequest, TemplateProcess, ToolServerProcess, Wrapper
+from prorl_envs.sandbox.template.process import TemplateProcess, Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -80,87 +76,12 @@ class Template:
         """Pid of the template itself, not of a program that runs it; None if it is not ready."""
         return None if self._process is None else self._process.inner_pid
 
-    async def start(self) -> None:
-        """Start the process unless it runs.
+    async def start(self) -> TemplateProcess:
+        """Return the running process; start it unless it runs.
 
         Raises:
             SandboxError: with the template's own message.
         """
-        await self._ensure()
-
-    async def fork(
-        self, sandbox_id: str, pidfd: int, request: ForkRequest
-    ) -> tuple[ToolServerProcess, socket.socket]:
-        """Fork a process into the sandbox whose first process is `pidfd`.
-
-        Returns:
-            The process, and the host's end of its stream socket (non-blocking). The caller owns both.
-
-        Raises:
-            SandboxError: the entry is unknown, the template does not start, or the process cannot join.
-        """
-        if request.entry not in self.spec.entries:
-            raise SandboxError(
-                f"template {self.name!r} has no entry {request.entry!r}",
-                hint=f"it has: {', '.join(self.spec.entries)}",
-            )
-        process = await self._ensure()
-        return await process.fork(sandbox_id, pidfd, request)
-
-    async def route(self, sandbox_id: str, netns: int) -> None:
-        """Add a default route to the network namespace `netns` (a descriptor): see `route.py`.
-
-        Raises:
-            SandboxError: the kernel refused.
-        """
-        process = await self._ensure()
-        await process.route(sandbox_id, netns)
-
-    async def listen(self, sandbox_id: str, netns: int, port: int) -> socket.socket:
-        """Return a socket listening on the loopback of the network namespace `netns` (a descriptor).
-
-        Returns:
-            The socket, which the caller owns. It belongs to that namespace.
-
-        Raises:
-            SandboxError: the kernel refused.
-        """
-        process = await self._ensure()
-        return await process.listen(sandbox_id, netns, port)
-
-    async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
-        """Start a program as a child of the template. The program survives the template's exit.
-
-        Args:
-            command: the program's path and arguments, its name first.
-            fds: the descriptor for its standard streams, then those for its descriptors 3, 4, and so on.
-
-        Raises:
-            SandboxError: the template does not start, or the process could not be created.
-        """
-        process = await self._ensure()
-        return await process.spawn(sandbox_id, command, fds)
-
-    async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
-        """Measure a directory tree in a separate process: see `disk_usage.measure`.
-
-        Args:
-            fds: descriptor of the tree's directory, and a pidfd of the sandbox's first process if it has one.
-
-        Raises:
-            SandboxError: the sandbox has stopped, or the measurement took too long.
-        """
-        process = await self._ensure()
-        return await process.measure(sandbox_id, fds, size=size, files=files)
-
-    async def aclose(self) -> None:
-        """Stop the process. Its forks stop with it. Idempotent."""
-        async with self._starting:
-            process, self._process = self._process, None
-            if process is not None:
-                await asyncio.shield(process.aclose())
-
-    async def _ensure(self) -> TemplateProcess:
         async with self._starting:
             if self._process is not None and not self._process.alive:
                 logger.warning("template %s died and is started again", self.name)
@@ -169,6 +90,13 @@ class Template:
             if self._process is None:
                 self._process = await self._start()
             return self._process
+
+    async def aclose(self) -> None:
+        """Stop the process. Its forks stop with it. Idempotent."""
+        async with self._starting:
+            process, self._process = self._process, None
+            if process is not None:
+                await asyncio.shield(process.aclose())
 
     async def _start(self) -> TemplateProcess:
         process = TemplateProcess(self.name, self._nice, self.spec.wrapper, filtered=self._filtered)

@@ -322,12 +322,6 @@ class InstanceSandbox(IsolatedSandbox):
         self, template: str, place: int, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
         assert self._process is not None
-        spec = self._driver.templates[template].spec
-        if request.entry not in spec.entries:
-            raise SandboxError(
-                f"template {template!r} has no entry {request.entry!r}",
-                hint=f"it has: {', '.join(spec.entries)}",
-            )
         if template == _PYTHON and not shows_python(self._spec):
             raise SandboxError(
                 "a session of the host's Python needs that Python in the sandbox",
