@@ -5,7 +5,6 @@ Contract and tool server are the same, but a sandbox's programs have all rights 
 
 import asyncio
 import os
-import select
 import signal
 import socket
 import time
@@ -19,6 +18,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.base import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
+from prorl_envs.sandbox.linux.descriptors import has_exited
 from prorl_envs.sandbox.template.process import ForkRequest
 from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
@@ -239,7 +239,7 @@ class _MarkedProcesses:
             found = self._classify(pid)
             if found is _Found.MARKED:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            return _Found.ENDED if found is not _Found.NOTHING and _has_exited(pidfd) else found
+            return _Found.ENDED if found is not _Found.NOTHING and has_exited(pidfd) else found
         except (FileNotFoundError, ProcessLookupError):
             return _Found.ENDED
         except PermissionError:  # the process has another user's rights
@@ -294,10 +294,3 @@ def _environment(pid: int) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except ProcessLookupError:
         return b""
-
-
-def _has_exited(pidfd: int) -> bool:
-    """Return whether the process of `pidfd` and all its threads have exited. It may not be reaped yet."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))

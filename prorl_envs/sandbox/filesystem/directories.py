@@ -19,6 +19,7 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.sandbox.filesystem.sif_mounts import unmount_below
 from prorl_envs.sandbox.linux.cgroups import sweep_groups
+from prorl_envs.sandbox.linux.descriptors import opened
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ _UNMARKED_S = 60
 #: Most bytes in the path of this directory. A Unix socket's path has at most 107 bytes, and the paths of
 #: tools below a sandbox's directory need the rest.
 PATH_LIMIT = 64
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 BASE_REMEDY = (
     "set PRORL_RUN_DIR to a writable directory on a local disk, with a short path and not mounted noexec"
 )
@@ -144,20 +146,15 @@ def sweep(base: Path) -> list[Path]:
 
 def _is_abandoned(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        with opened(path, _DIRECTORY) as fd:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid():
+                return False
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Without the file, a driver may be about to lock the directory, or was killed before that.
+            return (path / _ARMED).exists() or time.time() - status.st_mtime > _UNMARKED_S
     except OSError:
-        return False  # removed by another sweeper, or not readable for this user
-    try:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid():
-            return False
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Without the file, a driver may be about to lock the directory, or was killed before that.
-        return (path / _ARMED).exists() or time.time() - status.st_mtime > _UNMARKED_S
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
+        return False  # locked by a driver, removed by another sweeper, or not readable for this user
 
 
 def remove_tree(path: Path) -> None:
@@ -172,7 +169,7 @@ def remove_tree(path: Path) -> None:
     """
     try:
         make_accessible(path)
-        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        top = os.open(path, _DIRECTORY)
     except FileNotFoundError:
         return
     try:
@@ -189,15 +186,12 @@ def _clear(top: int) -> None:
     while pending:
         name = pending.pop()
         make_accessible(name, top)
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-        try:
+        with opened(name, _DIRECTORY, dir_fd=top) as fd:
             for child in _unlink_files(fd):
                 make_accessible(child, fd)  # moving a directory needs write access to it
                 moved = next(fresh_names)
                 os.rename(child, moved, src_dir_fd=fd, dst_dir_fd=top)
                 pending.append(moved)
-        finally:
-            os.close(fd)
         os.rmdir(name, dir_fd=top)
 
 
@@ -219,9 +213,6 @@ def _unlink_files(fd: int) -> list[str]:
 
 def make_accessible(path: Path | str, dir_fd: int | None = None) -> None:
     """Make one of this user's directories accessible again, if a sandbox changed its mode."""
-    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
-    try:
+    with opened(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd) as fd:
         if stat.S_IMODE(os.fstat(fd).st_mode) & 0o700 != 0o700:
             Path(f"/proc/self/fd/{fd}").chmod(0o700)
-    finally:
-        os.close(fd)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from prorl_envs.sandbox.limits.in_flight import WaitingSocket, count_waiting, read_queues
 from prorl_envs.sandbox.limits.policy import ProcessUse
+from prorl_envs.sandbox.limits.usage import names
+from prorl_envs.sandbox.linux.descriptors import opened
 
 _CHUNK = 1 << 20
 #: Most seconds of processor time for a count of epoll watches (enough for some 200,000), and seconds between
@@ -61,12 +63,12 @@ def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] 
     inspection = _Inspection(Holdings(), frozenset(in_memory))
     for process in found:
         for place in _tables(proc, process):
-            with contextlib.suppress(OSError):  # it has exited meanwhile
-                folder = os.open(f"{place}/fd", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-                try:
-                    inspection.add_table(proc, place, folder, process)
-                finally:
-                    os.close(folder)
+            path = f"{place}/fd"
+            with (
+                contextlib.suppress(OSError),  # it has exited meanwhile
+                opened(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc) as folder,
+            ):
+                inspection.add_table(proc, place, folder, process)
     inspection.add_queues()
     return inspection.result
 
@@ -133,7 +135,7 @@ def _tables(proc: int, process: ProcessUse) -> Iterator[str]:
     if process.threads > 1:
         shared = _count(proc, str(process.pid))
         with contextlib.suppress(OSError):  # it has exited meanwhile
-            for name in _names(proc, f"{process.pid}/task"):
+            for name in names(proc, f"{process.pid}/task"):
                 place = f"{process.pid}/task/{name}"
                 if int(name) != process.pid and _count(proc, place) != shared:
                     yield place
@@ -143,16 +145,8 @@ def _count(proc: int, place: str) -> int:
     with contextlib.suppress(OSError):  # it has exited meanwhile
         if _machine.counts:
             return os.stat(f"{place}/fd", dir_fd=proc).st_size
-        return len(_names(proc, f"{place}/fd"))
+        return len(names(proc, f"{place}/fd"))
     return 0
-
-
-def _names(proc: int, path: str) -> list[str]:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-    try:
-        return os.listdir(folder)  # noqa: PTH208
-    finally:
-        os.close(folder)
 
 
 def count_watches(proc: int, epolls: Sequence[str], enough: int) -> tuple[int, float]:
@@ -191,8 +185,8 @@ class _Counting(threading.Thread):
     def run(self) -> None:
         try:
             for path in self._epolls:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    self._read(os.open(path, os.O_RDONLY, dir_fd=self._proc))
+                with contextlib.suppress(OSError), opened(path, dir_fd=self._proc) as fd:  # closed meanwhile
+                    self._read(fd)
                 if self.count > self._enough:
                     break
         finally:
@@ -209,12 +203,9 @@ class _Counting(threading.Thread):
 
     def _read(self, fd: int) -> None:
         last = b""
-        try:
-            while data := os.read(fd, _CHUNK):
-                self.count += (last + data).count(b"tfd:")
-                last = data[-3:]
-        finally:
-            os.close(fd)
+        while data := os.read(fd, _CHUNK):
+            self.count += (last + data).count(b"tfd:")
+            last = data[-3:]
 
 
 class _MachineProperties:

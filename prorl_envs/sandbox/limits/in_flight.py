@@ -18,6 +18,7 @@ from pathlib import Path
 
 from prorl_envs.sandbox.limits.policy import ProcessUse
 from prorl_envs.sandbox.limits.usage import parse_stat
+from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.sandbox.linux.syscall_wrappers import syscall
 
 #: The same number on every architecture.
@@ -74,11 +75,8 @@ def count_waiting(folder: int | None, path: str) -> int:
     Raises:
         OSError: the socket was closed meanwhile.
     """
-    fd = os.open(path, os.O_RDONLY, dir_fd=folder)
-    try:
+    with opened(path, dir_fd=folder) as fd:
         _, _, rest = os.read(fd, _DESCRIPTION).partition(b"\nscm_fds:")
-    finally:
-        os.close(fd)
     return int(rest.split(b"\n", 1)[0] or 0)
 
 

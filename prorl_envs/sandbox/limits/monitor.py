@@ -5,7 +5,6 @@ The functions here block briefly and are called from the watchdog's thread.
 
 import contextlib
 import logging
-import os
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -264,14 +263,10 @@ def holdings_of(watch: SandboxMonitor) -> Holdings:
     """Return a sandbox's current descriptors; empty if it has stopped. May be called from any thread."""
     root = watch.sandbox.seen_root
     if root is not None:
-        with contextlib.suppress(OSError):  # the sandbox is stopping
-            proc = usage.open_proc(root)
-            try:
-                current = holdings(proc, usage.processes(proc))
-                _count_watches(proc, current)
-                return current
-            finally:
-                os.close(proc)
+        with contextlib.suppress(OSError), usage.opened_proc(root) as proc:  # the sandbox is stopping
+            current = holdings(proc, usage.processes(proc))
+            _count_watches(proc, current)
+            return current
     return Holdings()
 
 
@@ -302,16 +297,9 @@ def memory_of(watch: SandboxMonitor) -> int | None:
     first, root = watch.sandbox.first_pid, watch.sandbox.seen_root
     if first is None or root is None:
         return None
-    try:
-        proc = usage.open_proc(root)
-    except OSError:  # the sandbox is stopping
-        return None
-    try:
+    with contextlib.suppress(OSError), usage.opened_proc(root) as proc:  # the sandbox is stopping
         return _exact_memory(watch, proc, _without_servers(watch, usage.processes(proc)))[1]
-    except OSError:
-        return None
-    finally:
-        os.close(proc)
+    return None
 
 
 def _without_servers(watch: SandboxMonitor, found: list[ProcessUse]) -> list[ProcessUse]:
@@ -409,18 +397,14 @@ def judge_disk(watch: SandboxMonitor) -> None:
     if first is None or root is None:
         _decide_on_disk(watch, 0, None)
         return
-    with contextlib.suppress(OSError):  # the sandbox is stopping
-        proc = usage.open_proc(root)
-        try:
-            in_memory = () if watch.files is None else watch.files.devices
-            found = usage.processes(proc)
-            current = holdings(proc, found, in_memory)
-            current.watches, watch.holdings = watch.holdings.watches, current
-            watch.unlinked_bytes = current.on_disk
-            mapped = usage.deleted_mappings(proc, found, (memory_device(), *in_memory), current.inodes)
-            _decide_on_disk(watch, current.on_disk + mapped, proc)
-        finally:
-            os.close(proc)
+    with contextlib.suppress(OSError), usage.opened_proc(root) as proc:  # the sandbox is stopping
+        in_memory = () if watch.files is None else watch.files.devices
+        found = usage.processes(proc)
+        current = holdings(proc, found, in_memory)
+        current.watches, watch.holdings = watch.holdings.watches, current
+        watch.unlinked_bytes = current.on_disk
+        mapped = usage.deleted_mappings(proc, found, (memory_device(), *in_memory), current.inodes)
+        _decide_on_disk(watch, current.on_disk + mapped, proc)
 
 
 def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> None:

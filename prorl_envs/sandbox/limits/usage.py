@@ -9,11 +9,13 @@ import contextlib
 import os
 import signal
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
 
 from prorl_envs.sandbox.limits.policy import ProcessUse
+from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.sandbox.linux.proc_lines import proc_lines
 
 #: Bytes of kernel memory behind an empty file in memory.
@@ -23,13 +25,13 @@ _MAPS_BYTES = 16 << 20
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def open_proc(root: str) -> int:
-    """Open the /proc of the sandbox whose root directory the host sees at `root`. The caller closes it.
+def opened_proc(root: str) -> AbstractContextManager[int]:
+    """Open, during the block, the /proc of the sandbox whose root directory the host sees at `root`.
 
     Raises:
         OSError: the sandbox has stopped, or this user may not read it.
     """
-    return os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY)
+    return opened(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def processes(proc: int) -> list[ProcessUse]:
@@ -57,10 +59,11 @@ def _living(proc: int, name: str, text: bytes) -> ProcessUse | None:
     process = parse_stat(text)
     if process is None and (dead := parse_stat(text, dead=True)) is not None and dead.threads > 1:
         # Its first thread has exited, other threads run: only their own files show the memory.
-        for thread in _names(proc, f"{name}/task"):
-            living = parse_stat(_read(proc, f"{name}/task/{thread}/stat"))
-            if living is not None:
-                return replace(dead, memory=living.memory)
+        with contextlib.suppress(OSError):  # it has exited meanwhile
+            for thread in names(proc, f"{name}/task"):
+                living = parse_stat(_read(proc, f"{name}/task/{thread}/stat"))
+                if living is not None:
+                    return replace(dead, memory=living.memory)
     return process
 
 
@@ -160,14 +163,12 @@ class MemoryFiles:
         total = 0
         for place, device in self._places.items():
             with contextlib.suppress(OSError):
-                fd = os.open(f"{self._root}{place}", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
+                path = f"{self._root}{place}"
+                with opened(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
                     if os.fstat(fd).st_dev == device:  # else the mount was replaced
                         status = os.fstatvfs(fd)
                         total += (status.f_blocks - status.f_bfree) * status.f_frsize
                         total += (status.f_files - status.f_ffree) * _INODE_BYTES
-                finally:
-                    os.close(fd)
         return total
 
 
@@ -210,40 +211,27 @@ def kill(proc: int, process: ProcessUse) -> bool:
 
     Its /proc directory serves as a pidfd: its pid in the sandbox cannot be used to kill it from here.
     """
-    with contextlib.suppress(OSError):
-        folder = os.open(str(process.pid), os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-        try:
-            now = parse_stat(_read(folder, "stat"), dead=True)
-            if now is not None and now.start == process.start:
-                signal.pidfd_send_signal(folder, signal.SIGKILL)
-                return True
-        finally:
-            os.close(folder)
+    with (
+        contextlib.suppress(OSError),
+        opened(str(process.pid), os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc) as folder,
+    ):
+        now = parse_stat(_read(folder, "stat"), dead=True)
+        if now is not None and now.start == process.start:
+            signal.pidfd_send_signal(folder, signal.SIGKILL)
+            return True
     return False
 
 
 def _read(folder: int, path: str) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY, dir_fd=folder)
-    except OSError:
-        return b""
-    try:
+    with contextlib.suppress(OSError), opened(path, dir_fd=folder) as fd:
         return os.read(fd, 4096)
-    except OSError:  # it has exited meanwhile, or must not be read
-        return b""
-    finally:
-        os.close(fd)
+    return b""  # it has exited meanwhile, or must not be read
 
 
-def _names(folder: int, path: str) -> list[str]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
-    except OSError:  # it has exited meanwhile
-        return []
-    try:
+def names(folder: int, path: str) -> list[str]:
+    """Return the names in a directory. Raise OSError if it cannot be read."""
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder) as fd:
         return os.listdir(fd)  # noqa: PTH208
-    finally:
-        os.close(fd)
 
 
 def _read_all(folder: int, path: str) -> str:

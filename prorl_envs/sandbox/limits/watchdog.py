@@ -243,11 +243,8 @@ class Watchdog:
             first, root = watch.sandbox.first_pid, watch.sandbox.seen_root
             if watch.sandbox.alive and first is not None and root is not None:
                 try:
-                    proc = usage.open_proc(root)
-                    try:
+                    with usage.opened_proc(root) as proc:
                         remaining = check_sandbox(watch, first, proc, len(self._watches))
-                    finally:
-                        os.close(proc)
                     watch.unreadable = 0
                 except OSError as error:  # the sandbox is stopping; if it does not, see UNREADABLE_LIMIT
                     watch.unreadable, watch.unreadable_why = watch.unreadable + 1, str(error)

@@ -10,9 +10,10 @@ import array
 import contextlib
 import os
 import resource
+import select
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prorl_envs.errors import SandboxError, UnsupportedMachine
 
@@ -35,6 +36,18 @@ SOFT_OPEN_FILES = 4096
 _RESERVE = 128
 #: Files that libraries of this process keep open: descriptor, path, device and inode.
 _of_libraries: list[tuple[int, str, int, int]] = []
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None
+) -> Iterator[int]:
+    """Open a file during the block. Raise OSError if it cannot be opened."""
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def allow_many() -> None:
@@ -140,12 +153,16 @@ def receive_descriptors(sock: socket.socket, size: int, count: int) -> tuple[byt
 def pid_of(pidfd: int) -> int:
     """Return the local pid of the process behind `pidfd`; -1 if it has exited."""
     # A text file object would cost more than everything else here.
-    info = os.open(f"/proc/self/fdinfo/{pidfd}", os.O_RDONLY)
-    try:
+    with opened(f"/proc/self/fdinfo/{pidfd}") as info:
         _, _, behind = os.read(info, 4096).partition(b"\nPid:")
-    finally:
-        os.close(info)
     return int(behind.partition(b"\n")[0])
+
+
+def has_exited(pidfd: int) -> bool:
+    """Return whether the process of `pidfd` and all its threads have exited. It may not be reaped yet."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def note_library_descriptors() -> None:

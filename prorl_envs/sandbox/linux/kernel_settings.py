@@ -12,7 +12,7 @@ import resource
 import stat
 from collections.abc import Sequence
 
-from prorl_envs.sandbox.linux.descriptors import pid_of
+from prorl_envs.sandbox.linux.descriptors import opened, pid_of
 from prorl_envs.sandbox.linux.syscall_wrappers import mount
 
 #: Path below /proc/sys, and value of a setting.
@@ -124,12 +124,11 @@ def write_settings(settings: Sequence[Setting], proc: int) -> None:
         proc: descriptor of a /proc that is mounted writable.
     """
     for path, value in settings:
-        with contextlib.suppress(PermissionError, FileNotFoundError):
-            fd = os.open(f"sys/{path}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
-            try:
-                os.write(fd, value.encode())
-            finally:
-                os.close(fd)
+        with (
+            contextlib.suppress(PermissionError, FileNotFoundError),
+            opened(f"sys/{path}", os.O_WRONLY, dir_fd=proc) as fd,
+        ):
+            os.write(fd, value.encode())
 
 
 def enter_and_limit(pidfd: int, settings: Sequence[Setting], terminals: int, *, host_network: bool) -> None:

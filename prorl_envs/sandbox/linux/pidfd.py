@@ -7,13 +7,12 @@ which it was created.
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
 import weakref
 from collections.abc import Callable
 
-from prorl_envs.sandbox.linux.descriptors import receive_descriptors
+from prorl_envs.sandbox.linux.descriptors import has_exited, receive_descriptors
 
 #: Sockets whose closing stops a process, so no fork of this process may keep them open.
 _closed_in_forks: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
@@ -103,11 +102,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        if self._ended.is_set():
-            return False
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return not poll.poll(0)
+        return not self._ended.is_set() and not has_exited(self.pidfd)
 
     def on_exit(self, callback: Callable[[], None]) -> None:
         """Call `callback` in the event loop once the process has exited; immediately if it has."""

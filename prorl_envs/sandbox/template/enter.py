@@ -10,6 +10,7 @@ import resource
 import signal
 from collections.abc import Mapping, Sequence
 
+from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.sandbox.linux.seccomp import install_filter, install_root_emulation
 from prorl_envs.sandbox.linux.syscall_wrappers import (
     PR_SET_DUMPABLE,
@@ -130,12 +131,8 @@ def lead_session() -> None:
 def offer_to_oom_killer() -> None:
     """Make the kernel kill this process and its children before others if memory runs out."""
     # The kernel refuses if the score is higher already, or if /proc is read-only (then it is set already).
-    with contextlib.suppress(OSError):
-        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        try:
-            os.write(file, OOM_SCORE)
-        finally:
-            os.close(file)
+    with contextlib.suppress(OSError), opened("/proc/self/oom_score_adj", os.O_WRONLY) as file:
+        os.write(file, OOM_SCORE)
 
 
 def lowered(kind: int, soft: int, hard: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.sandbox.linux.kernel_settings import (
     Setting,
     limit_terminals,
@@ -113,7 +114,7 @@ def kill_all_but(spared: set[int]) -> bool:
     if os.getpid() != 1:  # outside a pid namespace, this would kill all processes of this user
         return False
     deadline = time.monotonic() + _KILL_S
-    while victims := [pid for pid in _processes() if pid not in spared and _lives(pid)]:
+    while victims := [pid for pid in _processes() if pid not in spared and lives(pid)]:
         # Stop all of them first, so that fewer new processes start while the others die.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in victims:
@@ -129,7 +130,8 @@ def _processes() -> list[int]:
     return [int(name) for name in names if name.isdigit() and int(name) != os.getpid()]
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Return whether a process of this /proc exists and is no zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
@@ -149,9 +151,8 @@ def _limit_namespaces(settings: Sequence[Setting]) -> None:
     # Without a separate user namespace, settings of the user namespace would change the host's.
     separate = [(path, value) for path, value in settings if not (shares_users and path.startswith("user/"))]
     make_writable("/proc/sys")
-    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        write_settings(separate, proc)
+        with opened("/proc", os.O_PATH | os.O_DIRECTORY) as proc:
+            write_settings(separate, proc)
     finally:
-        os.close(proc)
         make_read_only("/proc/sys")

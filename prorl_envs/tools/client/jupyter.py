@@ -26,6 +26,7 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 from prorl_envs.errors import EnvironmentFault, InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.sandbox.filesystem.directories import node_local_base
+from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.tools.client.connection import ServerLost
 from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.client.jupyter_setup import SETUP
@@ -407,15 +408,11 @@ async def _run(link: ToolServerHandle, argv: list[str], timeout_s: float) -> Run
 
 def _open_socket(parent: Path, folder: str, name: str) -> int:
     """Open a socket's file, following no link below `parent`. The caller closes the descriptor."""
-    root = os.open(parent, os.O_PATH | os.O_DIRECTORY)
-    try:
-        directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
-    finally:
-        os.close(root)
-    try:
+    with (
+        opened(parent, os.O_PATH | os.O_DIRECTORY) as root,
+        opened(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root) as directory,
+    ):
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=directory)
-    finally:
-        os.close(directory)
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(f"{name} is not a socket")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.tools.protocol.messages import WireError
 from prorl_envs.tools.protocol.transfer import Pack, TransferChannel, Unpack, ended
 from prorl_envs.tools.protocol.tree import Transferred, TreeLimits, pack
@@ -56,11 +57,8 @@ async def download(
         # Unpack into a temporary directory beside the target. Move the result only if all of it is valid.
         scratch = Path(tempfile.mkdtemp(prefix=".prorl-", dir=target.parent))
         try:
-            folder = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+            with opened(scratch, os.O_RDONLY | os.O_DIRECTORY) as folder:
                 done = unpack(channel, folder, "tree", limits, merge=False)
-            finally:
-                os.close(folder)
             channel.check_end(done)
             (scratch / "tree").rename(target)
         finally:

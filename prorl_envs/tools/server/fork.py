@@ -12,7 +12,7 @@ import sys
 import traceback
 from importlib.machinery import PathFinder
 
-from prorl_envs.sandbox.linux.descriptors import close_all_but, reopen_libraries
+from prorl_envs.sandbox.linux.descriptors import close_all_but, opened, reopen_libraries
 from prorl_envs.sandbox.template import sandbox_init
 
 #: Timeout of sending a cell, in seconds. Between cells, a kernel only reads.
@@ -134,7 +134,8 @@ def _kill_all_but_first() -> None:
     for _ in range(_KILL_ROUNDS):
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        if not any(_lives(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208
+        others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}  # noqa: PTH208
+        if not any(map(sandbox_init.lives, others)):
             os._exit(0)
 
 
@@ -143,23 +144,11 @@ def _kill_one_by_one() -> None:
         if not name.isdigit() or name == "1":
             continue
         # A process's /proc directory serves as its pidfd. Its number there is not valid for kill(2) here.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            folder = os.open(f"/proc/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                signal.pidfd_send_signal(folder, signal.SIGKILL)
-            finally:
-                os.close(folder)
-
-
-def _lives(pid: str) -> bool:
-    """Return True for a live process, except the sandbox's first, the caller, and zombies."""
-    if int(pid) in (1, os.getpid()):
-        return False
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            opened(f"/proc/{name}", os.O_RDONLY | os.O_DIRECTORY) as folder,
+        ):
+            signal.pidfd_send_signal(folder, signal.SIGKILL)
 
 
 def _become_kernel(workdir: str, control: int, output: int) -> None:

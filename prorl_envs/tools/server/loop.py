@@ -87,10 +87,3 @@ class EventLoop:
         for timer in [timer for timer in self._timers if timer.due <= now]:
             timer.cancel()
             timer.callback()
-
-
-def has_ended(pidfd: int) -> bool:
-    """Return True if the process has exited. Costs a system call."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))

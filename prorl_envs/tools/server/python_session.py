@@ -4,6 +4,7 @@ The kernel runs the model's code, so its messages are untrusted: frames are smal
 running cell.
 """
 
+from prorl_envs.sandbox.linux.descriptors import has_exited
 from prorl_envs.tools.protocol.messages import (
     Cell,
     Framer,
@@ -15,7 +16,7 @@ from prorl_envs.tools.protocol.messages import (
     encode,
 )
 from prorl_envs.tools.server.fork import Kernel
-from prorl_envs.tools.server.loop import EventLoop, Timer, has_ended
+from prorl_envs.tools.server.loop import EventLoop, Timer
 from prorl_envs.tools.server.reader import OutputReader
 from prorl_envs.tools.server.session import Answer, Cause, RequestSession, Running
 
@@ -85,7 +86,7 @@ class KernelSession(RequestSession[Python]):
             self._discard()
 
     def _check_exit(self) -> None:
-        if self._kernel is not None and has_ended(self._kernel.pidfd):
+        if self._kernel is not None and has_exited(self._kernel.pidfd):
             self._on_exit()
 
     def _begin(self, request: Python) -> None:

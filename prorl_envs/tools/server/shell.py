@@ -14,11 +14,12 @@ idle -> lent -> idle, running                 the host drives the shell: see `to
 import os
 from collections.abc import Callable, Mapping
 
+from prorl_envs.sandbox.linux.descriptors import has_exited
 from prorl_envs.tools.protocol.messages import Bash, BashDone, Reply, Return, WireError
 from prorl_envs.tools.protocol.shell_status import Reports
 from prorl_envs.tools.server.input_detection import ForegroundState
 from prorl_envs.tools.server.keys import names_key, next_piece, to_type
-from prorl_envs.tools.server.loop import EventLoop, Timer, has_ended
+from prorl_envs.tools.server.loop import EventLoop, Timer
 from prorl_envs.tools.server.reader import OutputReader
 from prorl_envs.tools.server.session import Answer, Cause, RequestSession, Running
 from prorl_envs.tools.server.shell_syntax import SH
@@ -109,7 +110,7 @@ class ShellSession(RequestSession[Bash]):
             self._discard()
 
     def _check_exit(self) -> None:
-        if self._terminal is not None and has_ended(self._terminal.pidfd):
+        if self._terminal is not None and has_exited(self._terminal.pidfd):
             self._on_exit()
 
     def finish(self, make_reply: Callable[[Running[Bash]], Reply]) -> None:

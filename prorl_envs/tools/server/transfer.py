@@ -9,6 +9,7 @@ import os
 import socket
 
 from prorl_envs.errors import TransferRefused
+from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.tools.protocol.messages import WireError
 from prorl_envs.tools.protocol.transfer import Failed, Message, Pack, TransferChannel, Unpack
 from prorl_envs.tools.protocol.tree import Transferred, pack
@@ -55,12 +56,9 @@ def _unpack(channel: TransferChannel, request: Unpack, path: str) -> Transferred
     target = os.path.realpath(path)
     parent = os.path.dirname(target)  # noqa: PTH120
     os.makedirs(parent, exist_ok=True)  # noqa: PTH103
-    folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
         name = os.path.basename(target)  # noqa: PTH119
         done = unpack(channel, folder, name, request.limits, merge=True)
-    finally:
-        os.close(folder)
     channel.check_end(done)
     return done
 

@@ -437,8 +437,8 @@ TOOL_SERVERS = (
     Patch(
         "score of tool servers for the out-of-memory killer",
         "sandbox/template/enter.py",
-        "            os.write(file, OOM_SCORE)\n",
-        "            pass\n",
+        "        os.write(file, OOM_SCORE)\n",
+        "        pass\n",
         ("WAY-001",),
     ),
     Patch(

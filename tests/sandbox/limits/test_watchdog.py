@@ -1,6 +1,5 @@
 """Times at which the watchdog checks a sandbox."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from prorl_envs.sandbox.limits.monitor import (
     SandboxMonitor,
     check_sandbox,
 )
-from prorl_envs.sandbox.limits.usage import MachineUse, MemoryFiles, open_proc
+from prorl_envs.sandbox.limits.usage import MachineUse, MemoryFiles, opened_proc
 from prorl_envs.sandbox.limits.watchdog import _suspicious, half_way, is_due
 from tests.support.sandbox_entry import SCRIPT_TEMPLATES
 
@@ -124,8 +123,7 @@ async def test_descriptors_of_an_idle_sandbox_are_checked_again(run_dir: Path) -
         sandbox = await driver.start(SandboxSpec())
         first, root = sandbox.first_pid, sandbox.seen_root
         assert first is not None and root is not None
-        proc = open_proc(root)
-        try:
+        with opened_proc(root) as proc:
             watch = SandboxMonitor(sandbox, SandboxLimits(), group=None)
             check_sandbox(watch, first, proc, 1)
             before = watch.holdings
@@ -135,7 +133,5 @@ async def test_descriptors_of_an_idle_sandbox_are_checked_again(run_dir: Path) -
             watch.descriptors_due -= DESCRIPTORS_IDLE_S + 1
             check_sandbox(watch, first, proc, 1)
             assert watch.holdings is not before
-        finally:
-            os.close(proc)
     finally:
         await driver.aclose()
