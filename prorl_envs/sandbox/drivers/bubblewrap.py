@@ -41,7 +41,6 @@ from prorl_envs.sandbox.filesystem.tree_copy import copy_tree
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.linux.kernel_settings import (
     ROOT_SETTINGS,
-    TERMINALS,
     Setting,
     namespace_settings,
 )
@@ -252,7 +251,6 @@ class BubblewrapSandbox(IsolatedSandbox):
             emulate_root=self._spec.emulate_root,
             # bubblewrap sets no limits. Tool servers set them on entry, before any untrusted code runs.
             settings=self._settings(),
-            terminals=TERMINALS,
         )
 
     def _settings(self) -> tuple[Setting, ...]:

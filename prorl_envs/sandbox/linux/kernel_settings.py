@@ -21,7 +21,7 @@ type Setting = tuple[str, str]
 #: One sandbox gets at most this fraction (1/8) of the resources that the kernel counts per user.
 _PART = 8
 #: Pseudo-terminals of one sandbox. All sandboxes share the total, `kernel.pty.max`.
-TERMINALS = 64
+_TERMINALS = 64
 #: Limits per process of resources that the kernel counts per user: kind, soft and hard limit. The first is an
 #: eighth of Linux's default and holds one queue of the default size. POSIX timers count as pending signals.
 PROCESS_LIMITS = (
@@ -66,19 +66,14 @@ def _user_settings() -> tuple[Setting, ...]:
     return tuple(found)
 
 
-def terminals_settings(count: int) -> str:
-    """Return the mount options of a sandbox's pseudo-terminals."""
-    return f"newinstance,ptmxmode=0666,mode=620,max={count}"
-
-
-def limit_terminals(count: int) -> None:
+def limit_terminals() -> None:
     """Limit the pseudo-terminals at /dev/pts. Needs CAP_SYS_ADMIN in the user namespace of their mount.
 
     Raises:
         OSError: the kernel refused.
     """
     flags = _MS_REMOUNT | _MS_NOSUID | _MS_NOEXEC
-    mount("", "/dev/pts", "devpts", flags, terminals_settings(count))
+    mount("", "/dev/pts", "devpts", flags, f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}")
 
 
 def make_read_only(place: str) -> None:
@@ -131,7 +126,7 @@ def write_settings(settings: Sequence[Setting], proc: int) -> None:
             os.write(fd, value.encode())
 
 
-def enter_and_limit(pidfd: int, settings: Sequence[Setting], terminals: int, *, host_network: bool) -> None:
+def enter_and_limit(pidfd: int, settings: Sequence[Setting], *, host_network: bool) -> None:
     """Enter the user namespace that owns a sandbox's mounts, and limit the shared resources from there.
 
     For sandboxes whose launcher does not set these limits. The entered namespace is the parent of that of the
@@ -145,15 +140,12 @@ def enter_and_limit(pidfd: int, settings: Sequence[Setting], terminals: int, *, 
         OSError: the sandbox has stopped, or the kernel refused.
     """
     network = 0 if host_network else os.CLONE_NEWNET
-    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    mounts = os.open(f"/proc/{pid_of(pidfd)}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
-    try:
+    with opened("/proc", os.O_PATH | os.O_DIRECTORY) as proc:
+        with opened(f"/proc/{pid_of(pidfd)}/ns/mnt") as mounts:
+            owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
         os.setns(owner, os.CLONE_NEWUSER)
+        os.close(owner)
         os.setns(pidfd, os.CLONE_NEWNS | os.CLONE_NEWIPC | network)
         write_settings(settings, proc)
-        limit_terminals(terminals)
+        limit_terminals()
         protect_devices()
-    finally:
-        for fd in (proc, mounts, owner):
-            os.close(fd)

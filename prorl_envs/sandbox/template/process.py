@@ -58,9 +58,8 @@ class ForkRequest:
     emulate_root: bool = False
     groups: tuple[str, ...] = ()
     rlimits: tuple[tuple[int, int, int], ...] = ()
-    #: Set with `terminals` before it joins, if the program that created the sandbox could not set them.
+    #: Set before it joins, if the program that created the sandbox could not set them.
     settings: tuple[Setting, ...] = ()
-    terminals: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +87,11 @@ class Inside:
         code: folder of this package inside.
         route: whether to add a default route.
         settings: settings of its namespaces, written if the kernel permits.
-        terminals: limit of its pseudo-terminals, set if the kernel permits.
     """
 
     code: str
     route: bool = False
     settings: tuple[Setting, ...] = ()
-    terminals: int = 0
 
 
 class ToolServerProcess:

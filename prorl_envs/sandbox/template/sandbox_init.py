@@ -43,9 +43,7 @@ _KILL_S = 5.0
 _init_socket: socket.socket | None = None
 
 
-def become_init(
-    *, route: bool, settings: Sequence[Setting], terminals: int
-) -> tuple[dict[str, object], list[int]]:
+def become_init(*, route: bool, settings: Sequence[Setting]) -> tuple[dict[str, object], list[int]]:
     """Apply all isolation that this process can, before anything else runs in the sandbox.
 
     All arguments need capabilities, which the process has only if root runs Apptainer.
@@ -53,7 +51,6 @@ def become_init(
     Args:
         route: whether to add a default route.
         settings: settings of the sandbox's namespaces.
-        terminals: limit of its pseudo-terminals.
 
     Returns:
         Data for the host to check (this process's pid and namespaces), and two descriptors for the host: of
@@ -69,7 +66,7 @@ def become_init(
     offer_to_oom_killer()
     if _has_capabilities():
         _limit_namespaces(settings)
-        limit_terminals(terminals)
+        limit_terminals()
         protect_devices()
         # If root runs Apptainer, the kernel lets the sandbox's user write the files in /proc/sys.
         for place in ("/proc", "/dev"):

@@ -140,9 +140,7 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
     if inside is not None:
         # The cells of a Python session must not import from the package's folder.
         sys.path[:] = [path for path in sys.path if path != inside["code"]]
-        found, descriptors = become_init(
-            route=inside["route"], settings=inside["settings"], terminals=inside["terminals"]
-        )
+        found, descriptors = become_init(route=inside["route"], settings=inside["settings"])
     if setup["filtered"]:  # once here: the kernel compiles the filter for each process that installs it
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         install_filter()
@@ -393,9 +391,7 @@ def _serve_tools(
     place, tool_fd, _ = fds
     enter_cgroups(request["groups"])
     if request["settings"]:
-        enter_and_limit(
-            place, request["settings"], request["terminals"], host_network=request["host_network"]
-        )
+        enter_and_limit(place, request["settings"], host_network=request["host_network"])
     if request["isolated"]:
         join(place, host_network=request["host_network"])
     os.close(place)

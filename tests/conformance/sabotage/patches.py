@@ -292,8 +292,8 @@ SHARED_KERNEL = (
     Patch(
         "number of pseudo-terminals",
         "sandbox/linux/kernel_settings.py",
-        'return f"newinstance,ptmxmode=0666,mode=620,max={count}"',
-        'return "newinstance,ptmxmode=0666,mode=620"',
+        'f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}"',
+        '"newinstance,ptmxmode=0666,mode=620"',
         ("KERN-003",),
     ),
     Patch(
@@ -329,8 +329,8 @@ SHARED_KERNEL = (
     Patch(
         "devices of bubblewrap read-only",
         "sandbox/linux/kernel_settings.py",
-        "        limit_terminals(terminals)\n        protect_devices()\n",
-        "        limit_terminals(terminals)\n",
+        "        limit_terminals()\n        protect_devices()\n",
+        "        limit_terminals()\n",
         ("KERN-002", "FS-027"),
     ),
     Patch(

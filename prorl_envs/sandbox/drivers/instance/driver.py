@@ -40,7 +40,7 @@ from prorl_envs.sandbox.filesystem.sif_mounts import mount_places
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot, check_mount_points, copy_trees
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.linux.descriptors import pid_of
-from prorl_envs.sandbox.linux.kernel_settings import TERMINALS, namespace_settings
+from prorl_envs.sandbox.linux.kernel_settings import namespace_settings
 from prorl_envs.sandbox.linux.pidfd import Process
 from prorl_envs.sandbox.template.process import (
     ForkRequest,
@@ -243,7 +243,6 @@ class InstanceSandbox(IsolatedSandbox):
             code=CODE,
             route=self._spec.default_route,
             settings=namespace_settings(shared_memory_bytes(self._spec)),
-            terminals=TERMINALS,
         )
         await self._process.prepare(entries, preload, START_TIMEOUT_S, inside)
         self._take_first(self._process)
