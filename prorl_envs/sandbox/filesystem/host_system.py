@@ -3,6 +3,7 @@
 The host's `/etc` is never mounted: a sandbox run by root could read `/etc/shadow` through it.
 """
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -52,17 +53,17 @@ _KERNEL_FILES = (
 )
 
 
-def kernel_masks(proc: Path = Path("/proc")) -> Iterator[str]:
-    """Yield bubblewrap options that hide files about the kernel in a new /proc.
+@functools.cache  # needs the disk, and is the same for all sandboxes of this process
+def kernel_masks(proc: Path = Path("/proc")) -> tuple[str, ...]:
+    """Return bubblewrap options that hide files about the kernel in a new /proc.
 
     Files that this user cannot read are skipped, because each option takes a mount.
 
     Args:
         proc: the host's /proc, which has the same files.
     """
-    for name in kernel_files(proc):
-        # Opening the file fails, because bubblewrap mounts /dev/null without permission to use devices.
-        yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
+    # Opening the file fails, because bubblewrap mounts /dev/null without permission to use devices.
+    return tuple(part for name in kernel_files(proc) for part in ("--ro-bind", "/dev/null", f"/proc/{name}"))
 
 
 def kernel_files(proc: Path = Path("/proc")) -> Iterator[str]:
@@ -70,14 +71,16 @@ def kernel_files(proc: Path = Path("/proc")) -> Iterator[str]:
     return (name for name in _KERNEL_FILES if os.access(proc / name, os.R_OK))
 
 
-def system_arguments(host: Path = Path("/")) -> Iterator[str]:
-    """Yield bubblewrap options that make the host's programs and libraries visible, read-only."""
-    yield from ("--ro-bind", str(host / "usr"), "/usr")
+@functools.cache
+def system_arguments(host: Path = Path("/")) -> tuple[str, ...]:
+    """Return bubblewrap options that make the host's programs and libraries visible, read-only."""
+    found = ["--ro-bind", str(host / "usr"), "/usr"]
     for path in root_directories(host):
         if path.is_symlink():
-            yield from ("--symlink", str(path.readlink()), f"/{path.name}")
+            found += ("--symlink", str(path.readlink()), f"/{path.name}")
         else:
-            yield from ("--ro-bind", str(path), f"/{path.name}")
+            found += ("--ro-bind", str(path), f"/{path.name}")
+    return tuple(found)
 
 
 def root_directories(host: Path = Path("/")) -> Iterator[Path]:

@@ -1,7 +1,6 @@
 """Translation of a `SandboxSpec` to bubblewrap's command line. All drivers that use namespaces follow its
 mount options. Pure: starts no process, changes no file."""
 
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -234,7 +233,7 @@ def mount_options(
     run = _RUN_BYTES if memory is None else min(_RUN_BYTES, memory // 4)
     yield from _image_system(files) if files.layers else _host_system(spec, files)
     # All of /proc is read-only: if root runs the sandbox, the kernel would let its user write /proc/sys.
-    yield from ("--proc", "/proc", *_kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev")
+    yield from ("--proc", "/proc", *kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev")
     shm = shared_memory_bytes(spec)
     yield from ("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
     if not spec.emulate_root:
@@ -253,24 +252,13 @@ def mount_options(
         yield from ("--remount-ro", "/")
 
 
-# Cached, because the result needs the disk and is the same for all sandboxes of this process.
-@functools.cache
-def _kernel_masks() -> tuple[str, ...]:
-    return tuple(kernel_masks())
-
-
-@functools.cache
-def _system_arguments() -> tuple[str, ...]:
-    return tuple(system_arguments())
-
-
 def has_own_names(spec: SandboxSpec) -> bool:
     """Return True if the sandbox needs `hosts` and `hostname` files other than those of the shared /etc."""
     return spec.emulate_root or (spec.image is None and spec.hostname != DEFAULT_HOSTNAME)
 
 
 def _host_system(spec: SandboxSpec, files: SandboxFiles) -> Iterator[str]:
-    yield from _system_arguments()
+    yield from system_arguments()
     yield from ("--ro-bind", str(files.etc), "/etc")
     if has_own_names(spec):
         yield from ("--ro-bind", f"{files.root}/hosts", "/etc/hosts")

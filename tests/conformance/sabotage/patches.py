@@ -21,7 +21,7 @@ MOUNTS = (
     Patch(
         "kernel files masked",
         "sandbox/filesystem/mount_plan.py",
-        "*_kernel_masks(), ",
+        "*kernel_masks(), ",
         "",
         ("PRIV-022",),
         only_root=True,
