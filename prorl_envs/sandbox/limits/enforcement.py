@@ -117,16 +117,6 @@ class LimitEnforcer:
         self._detected = False
 
     @property
-    def mechanism(self) -> Mechanism:
-        """The mechanism that enforces the limits of memory, processes and processors.
-
-        Raises:
-            SandboxError: the requested mechanism is not available.
-        """
-        groups = self._detect()
-        return Mechanism.WATCHDOG if groups is None else Mechanism.CGROUP2
-
-    @property
     def enforces_cpu_limit(self) -> bool:
         """True if a limit of processor time is enforced.
 

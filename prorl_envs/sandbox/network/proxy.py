@@ -62,16 +62,10 @@ class ProxyCounts:
     Args:
         connections: accepted connections.
         refused: requests answered with an error, by the policy or as malformed.
-        failed: requests whose server could not be reached.
-        sent_bytes: bytes sent to servers.
-        received_bytes: bytes received from servers.
     """
 
     connections: int = 0
     refused: int = 0
-    failed: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
 
 
 class Gateway:
@@ -248,18 +242,13 @@ class Proxy:
     async def _relay(
         self, client: socket.socket, server: socket.socket, request: ProxyRequest, rest: bytes
     ) -> None:
-        counts = self._gateway.counts
+        loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._limits.idle_s) as timer:
 
-            def sent(size: int) -> None:
-                counts.sent_bytes += size
-                _postpone(timer, self._limits.idle_s)
+            def moved() -> None:
+                if not timer.expired():
+                    timer.reschedule(loop.time() + self._limits.idle_s)
 
-            def received(size: int) -> None:
-                counts.received_bytes += size
-                _postpone(timer, self._limits.idle_s)
-
-            loop = asyncio.get_running_loop()
             body = None
             if request.head is None:
                 await loop.sock_sendall(client, b"HTTP/1.1 200 Connection established\r\n\r\n")
@@ -269,22 +258,19 @@ class Proxy:
                 rest = rest[: request.body_bytes]
                 body = request.body_bytes - len(rest)
             await loop.sock_sendall(server, rest)
-            sent(len(rest))
+            moved()
             try:
                 async with asyncio.TaskGroup() as group:
-                    up = group.create_task(_pump(client, server, sent, body))
-                    await _pump(server, client, received)
+                    up = group.create_task(_pump(client, server, moved, body))
+                    await _pump(server, client, moved)
                     if body is not None:
                         up.cancel()
             except* OSError as gone:
                 raise ConnectionResetError("one side closed the connection") from gone
 
     def _record_refusal(self, refused: ProxyRefused) -> None:
-        counts = self._gateway.counts
-        if refused.status in (502, 504):
-            counts.failed += 1
-        else:
-            counts.refused += 1
+        if refused.status not in (502, 504):
+            self._gateway.counts.refused += 1
         # Log each reason once, and a bounded number of reasons: clients could fill the log.
         if refused.reason not in self._logged and len(self._logged) < _LOGGED_REFUSALS:
             self._logged.add(refused.reason)
@@ -309,7 +295,7 @@ class Proxy:
 
 
 async def _pump(
-    source: socket.socket, sink: socket.socket, moved: Callable[[int], None], limit: int | None = None
+    source: socket.socket, sink: socket.socket, moved: Callable[[], None], limit: int | None = None
 ) -> None:
     """Copy `limit` bytes, or all up to end of file; then close `sink` for writing."""
     loop = asyncio.get_running_loop()
@@ -319,13 +305,8 @@ async def _pump(
             sink.shutdown(socket.SHUT_WR)
             return
         await loop.sock_sendall(sink, data)
-        moved(len(data))
+        moved()
         limit = limit if limit is None else limit - len(data)
-
-
-def _postpone(timer: asyncio.Timeout, seconds: float) -> None:
-    if not timer.expired():
-        timer.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 async def _connect(address: Address, port: int) -> socket.socket:

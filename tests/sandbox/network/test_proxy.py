@@ -143,10 +143,9 @@ async def test_the_checked_address_is_the_connected_one() -> None:
 
 async def test_a_tunnel_carries_much_data_both_ways() -> None:
     data = bytes(range(256)) * 16384
-    async with echo() as inner, proxy(f"127.0.0.1:{inner}") as (port, gateway, _):
+    async with echo() as inner, proxy(f"127.0.0.1:{inner}") as (port, *_):
         answer = await exchange(port, f"CONNECT 127.0.0.1:{inner} HTTP/1.1\r\n\r\n".encode() + data)
     assert answer.partition(b"\r\n\r\n")[2] == data
-    assert (gateway.counts.sent_bytes, gateway.counts.received_bytes) == (len(data), len(data))
 
 
 async def test_only_the_announced_body_is_forwarded() -> None:
