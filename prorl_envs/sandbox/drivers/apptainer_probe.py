@@ -14,16 +14,15 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.sandbox.drivers.apptainer_wrapper import (
     explain_wrapper,
+    run_apptainer,
     wrapper_command,
-    wrapper_environment,
     write_container,
 )
-from prorl_envs.sandbox.drivers.probe import Check, find_bwrap, isolation_command
+from prorl_envs.sandbox.drivers.probe import Check, find_bwrap, isolation_command, tried
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.filesystem.sif_mounts import find_program
 
 _NAMES = ("apptainer", "singularity")
-_TIMEOUT_S = 30.0
 _INSTALL_REMEDY = (
     "on a cluster, load its module (`module load apptainer`); else install Apptainer 1.2 or later, or name "
     "the program in PRORL_APPTAINER"
@@ -123,7 +122,7 @@ def apptainer_checks(
             found=f"not set: {', '.join(installation.forbidden)}",
             remedy="the administrator must set them in Apptainer's configuration",
         )
-    yield start_check(program, node_local_base(base), bwrap)
+    yield tried("apptainer start", lambda: try_start(program, node_local_base(base), find_bwrap(bwrap)))
 
 
 def image_checks() -> Iterator[Check]:
@@ -155,34 +154,15 @@ def image_checks() -> Iterator[Check]:
     )
 
 
-def start_check(program: Path, base: Path, bwrap: Path | None = None) -> Check:
-    """Try to start a sandbox with Apptainer below `base`."""
-    try:
-        problem = _try_start(program, base, find_bwrap(bwrap))
-    except SandboxError as error:
-        problem = error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = SandboxError(f"cannot be tried in {base}: {error}")
-    if problem is None:
-        return Check(name="apptainer start", ok=True, found="works")
-    return Check(name="apptainer start", ok=False, found=problem.message, remedy=problem.hint)
-
-
-def _try_start(program: Path, base: Path, bwrap: Path) -> SandboxError | None:
+def try_start(program: Path, base: Path, bwrap: Path) -> str:
+    """Start a sandbox with Apptainer below `base`: see `tried`."""
     with tempfile.TemporaryDirectory(dir=base) as scratch:
         container = Path(scratch, "apptainer")
         write_container(container)
-        done = subprocess.run(
-            [*wrapper_command(program, container), *isolation_command(bwrap)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=wrapper_environment(container, {}),
-            cwd="/",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    return explain_wrapper(done.stdout + done.stderr) if done.returncode else None
+        done = run_apptainer([*wrapper_command(program, container), *isolation_command(bwrap)], container)
+    if done.returncode != 0:
+        raise explain_wrapper(done.stdout + done.stderr)
+    return "works"
 
 
 def _product(program: Path, installation: Installation) -> Check:
@@ -203,20 +183,10 @@ def _product(program: Path, installation: Installation) -> Check:
 
 def _output(program: Path, command: str) -> str:
     try:
-        with tempfile.TemporaryDirectory() as home:  # else Apptainer creates a directory in the user's home
-            done = subprocess.run(
-                [program, command],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env=wrapper_environment(Path(home), {}),
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
+        with tempfile.TemporaryDirectory() as home:
+            return run_apptainer([program, command], Path(home)).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"cannot run {program}: {error}", hint=_INSTALL_REMEDY) from error
-    return done.stdout
 
 
 def _build_settings(text: str) -> dict[str, str]:

@@ -6,7 +6,8 @@ sandbox, which bubblewrap creates as it would outside.
 """
 
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
@@ -18,13 +19,13 @@ _HOST = ".host"
 #: Apptainer's default mounts, all disabled: the host's root has the same ones, whatever the site's settings.
 _NO_MOUNTS = "proc,sys,dev,devpts,tmp,home,cwd,bind-paths"
 
-_CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
+CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
 #: Remedies by parts of Apptainer's messages. The first match counts.
 _REMEDIES = {
     "unknown flag": "Apptainer 1.2 or later, or SingularityCE 3.11 or later",
-    "disallows users from running sandbox": _CONFIGURATION.format("allow container dir = yes"),
-    "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
-    "no such file or directory": _CONFIGURATION.format("user bind control = yes"),
+    "disallows users from running sandbox": CONFIGURATION.format("allow container dir = yes"),
+    "not allowed by configuration": CONFIGURATION.format("allow user ns = yes"),
+    "no such file or directory": CONFIGURATION.format("user bind control = yes"),
 }
 _MESSAGE_LIMIT = 500
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -78,12 +79,37 @@ def explain_wrapper(output: str) -> SandboxError:
     """Return the error for a failed start, from the output of Apptainer or bubblewrap."""
     if any(line.startswith("bwrap: ") for line in output.splitlines()):
         return explain(output)
-    message = on_one_line(output)[:_MESSAGE_LIMIT] or "Apptainer ended without a message"
+    message = on_one_line(output)[:_MESSAGE_LIMIT]
+    error = explain_apptainer(message, _REMEDIES)
+    if "user namespace" in message.lower():
+        error.hint = refusal_of(message).remedy
+    return error
+
+
+def explain_apptainer(message: str, remedies: Mapping[str, str]) -> SandboxError:
+    """Return the error for a message of Apptainer's. The first remedy whose key occurs in it is the hint."""
     lower = message.lower()
-    hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
-    if "user namespace" in lower:
-        hint = refusal_of(message).remedy
     return SandboxError(
-        f"Apptainer did not start the sandbox: {message}",
-        hint=hint or "`prorl-envs doctor` checks this machine",
+        f"Apptainer did not start the sandbox: {message or 'Apptainer ended without a message'}",
+        hint=next(
+            (remedy for words, remedy in remedies.items() if words in lower),
+            "`prorl-envs doctor` checks this machine",
+        ),
+    )
+
+
+def run_apptainer(
+    command: Sequence[str | Path], home: Path, *, timeout_s: float = 30.0
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command of Apptainer's. `home` is for its files, which otherwise are in the user's home."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=wrapper_environment(home, {}),
+        cwd="/",
+        timeout=timeout_s,
+        check=False,
     )

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,9 @@ _NAMESPACE_WORDS = (
     "pivot_root",
     "mount proc",
 )
+_UNUSABLE_REMEDY = (
+    "name other programs in PRORL_BWRAP and PRORL_APPTAINER, or another directory in PRORL_RUN_DIR"
+)
 _OVERLAY_REMEDY = "Linux 5.11 or later, and a local disk (not NFS, not another overlay) as PRORL_RUN_DIR"
 
 
@@ -48,6 +51,19 @@ class Check:
     ok: bool
     found: str
     remedy: str = ""
+
+
+def tried(name: str, attempt: Callable[[], str]) -> Check:
+    """Check an ability by an attempt, which returns the observed state.
+
+    The attempt fails with a SandboxError, with the remedy as hint, or because a program cannot be run.
+    """
+    try:
+        return Check(name=name, ok=True, found=attempt())
+    except SandboxError as error:
+        return Check(name=name, ok=False, found=error.message, remedy=error.hint)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check(name=name, ok=False, found=f"cannot be tried: {error}", remedy=_UNUSABLE_REMEDY)
 
 
 def _bwrap_remedy() -> str:
@@ -140,10 +156,7 @@ def directory_check(base: Path) -> Check:
 
 
 def _version(bwrap: Path) -> Check:
-    text = subprocess.run(
-        [bwrap, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    ).stdout
-    digits = text.removeprefix("bubblewrap ").strip()
+    digits = _run([bwrap, "--version"]).stdout.removeprefix("bubblewrap ").strip()
     parts = digits.split(".")
     ok = all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= MINIMUM_VERSION
     return Check(
@@ -157,16 +170,25 @@ def isolation_command(bwrap: Path) -> list[str]:
 
 
 def isolation_check(bwrap: Path) -> Check:
-    """Try to create a sandbox's namespaces with bubblewrap. Blocks for some 5 ms."""
-    if not (refusal := _refusal(isolation_command(bwrap))):
-        return Check(name="namespaces", ok=True, found="works")
-    found = refusal_of(refusal.removeprefix("bwrap: "))
-    return Check(name="namespaces", ok=False, found=found.cause, remedy=found.remedy)
+    """Check whether bubblewrap can create a sandbox's namespaces."""
+    return tried("namespaces", lambda: try_isolation(bwrap))
+
+
+def try_isolation(bwrap: Path) -> str:
+    """Create a sandbox's namespaces with bubblewrap: see `tried`. Blocks for some 5 ms."""
+    if refusal := _refusal(isolation_command(bwrap)):
+        found = refusal_of(refusal.removeprefix("bwrap: "))
+        raise SandboxError(found.cause, hint=found.remedy)
+    return "works"
+
+
+def _run(command: Sequence[str | Path]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
 
 
 def _refusal(command: list[str]) -> str:
     """Run a command and return its error message; "" on success."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    done = _run(command)
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
 
@@ -225,13 +247,7 @@ def _join_check(bwrap: Path) -> Check:
 
 def _join(pid: int) -> str:
     """Join in a new process (a thread cannot join a user namespace). Return the problem, or ""."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _JOIN, str(pid)],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    done = _run([sys.executable, "-I", "-S", "-c", _JOIN, str(pid)])
     return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 
 

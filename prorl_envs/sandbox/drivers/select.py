@@ -2,19 +2,19 @@
 
 import os
 import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.errors import SandboxError, UnsupportedMachine
+from prorl_envs.errors import UnsupportedMachine
 from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
-from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer, start_check
+from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer, try_start
 from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver
-from prorl_envs.sandbox.drivers.instance.probe import instance_check
+from prorl_envs.sandbox.drivers.instance.probe import try_instance
 from prorl_envs.sandbox.drivers.local import LocalDriver
-from prorl_envs.sandbox.drivers.probe import Check, find_bwrap, isolation_check
+from prorl_envs.sandbox.drivers.probe import find_bwrap, tried, try_isolation
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 
 #: Valid driver names. `auto` selects the first isolating driver that works.
@@ -49,16 +49,21 @@ def choose_driver(
         )
     if name != "auto":
         return name
-    bubblewrap = _try_bubblewrap(bwrap)
-    if bubblewrap.ok:
-        return "bubblewrap"
-    if _try_apptainer(root, bwrap, apptainer).ok:
-        return "apptainer"
-    if instance_check(node_local_base(root), apptainer).ok:
-        return "apptainer-instance"
+    base = node_local_base(root)
+    attempts: dict[str, Callable[[], str]] = {
+        "bubblewrap": lambda: try_isolation(find_bwrap(bwrap)),
+        "apptainer": lambda: try_start(find_apptainer(apptainer), base, find_bwrap(bwrap)),
+        "apptainer-instance": lambda: try_instance(base, apptainer),
+    }
+    failed = []
+    for name, attempt in attempts.items():
+        check = tried(name, attempt)
+        if check.ok:
+            return name
+        failed.append(check)
     raise UnsupportedMachine(
-        f"this machine cannot start sandboxes: {bubblewrap.found}",
-        hint="`module load apptainer`" if _has_modules() else bubblewrap.remedy,
+        f"this machine cannot start sandboxes: {failed[0].found}",
+        hint="`module load apptainer`" if _has_modules() else failed[0].remedy,
     )
 
 
@@ -91,21 +96,3 @@ def make_driver(
     if name == "apptainer-instance":
         return InstanceDriver(root, apptainer=apptainer, **options)
     return LocalDriver(root, **options)
-
-
-def _try_bubblewrap(bwrap: Path | None) -> Check:
-    try:
-        return isolation_check(find_bwrap(bwrap))
-    except SandboxError as error:
-        return Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Check(
-            name="bubblewrap", ok=False, found=str(error), remedy="name another binary in PRORL_BWRAP"
-        )
-
-
-def _try_apptainer(root: Path | None, bwrap: Path | None, apptainer: Path | None) -> Check:
-    try:
-        return start_check(find_apptainer(apptainer), node_local_base(root), bwrap)
-    except SandboxError as error:
-        return Check(name="apptainer", ok=False, found=error.message, remedy=error.hint)

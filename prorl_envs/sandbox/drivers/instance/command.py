@@ -11,14 +11,13 @@ from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.apptainer_wrapper import on_one_line
+from prorl_envs.sandbox.drivers.apptainer_wrapper import CONFIGURATION, explain_apptainer, on_one_line
 from prorl_envs.sandbox.drivers.instance.runtime import PLACE
 from prorl_envs.sandbox.filesystem.host_system import kernel_files, root_directories
 from prorl_envs.sandbox.filesystem.mount_plan import HOME, SandboxFiles, mount_points
 
 #: Apptainer's default mounts that are disabled: a sandbox gets them in another way, or not at all.
 _NO_MOUNTS = "sys,tmp,cwd,bind-paths,hostfs"
-_CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
 _LIMITED = (
     "the administrator must add to `limit container {0}` in Apptainer's configuration, or unset it: each "
     "image counts, and each sandbox without one is a directory of this user's below PRORL_RUN_DIR"
@@ -26,19 +25,19 @@ _LIMITED = (
 #: Remedies by parts of Apptainer's messages. The first match counts.
 _REMEDIES = {
     "unknown flag": "Apptainer 1.2 or later, or SingularityCE 3.11 or later",
-    "disallows users from running sandbox": _CONFIGURATION.format("allow container dir = yes"),
-    "disallows users from running unencrypted sif": _CONFIGURATION.format("allow container sif = yes"),
+    "disallows users from running sandbox": CONFIGURATION.format("allow container dir = yes"),
+    "disallows users from running unencrypted sif": CONFIGURATION.format("allow container sif = yes"),
     "not in an allowed configured path": _LIMITED.format("paths"),
     "not owned by required user": _LIMITED.format("owners"),
     "not owned by required group": _LIMITED.format("groups"),
-    "/proc/net/dev": _CONFIGURATION.format("mount proc = yes"),
-    "/proc/self/": _CONFIGURATION.format("mount proc = yes"),
-    "user bind control": _CONFIGURATION.format("user bind control = yes"),
-    "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
+    "/proc/net/dev": CONFIGURATION.format("mount proc = yes"),
+    "/proc/self/": CONFIGURATION.format("mount proc = yes"),
+    "user bind control": CONFIGURATION.format("user bind control = yes"),
+    "not allowed by configuration": CONFIGURATION.format("allow user ns = yes"),
     "user namespace": "install Apptainer's setuid program (`apptainer-suid`), with "
     "`allow setuid = yes` in its configuration, or allow user namespaces (`prorl-envs doctor` says how)",
-    "writable-tmpfs": _CONFIGURATION.format("enable overlay = yes"),
-    "overlay": _CONFIGURATION.format("enable overlay = yes"),
+    "writable-tmpfs": CONFIGURATION.format("enable overlay = yes"),
+    "overlay": CONFIGURATION.format("enable overlay = yes"),
     "destination": "the target of a mount must exist in the image or below a writable directory",
 }
 _MESSAGE_LIMIT = 500
@@ -219,13 +218,7 @@ def _make_point(target: str, places: Mapping[str, Path], is_directory: bool) -> 
 
 def explain_instance(output: str) -> SandboxError:
     """Return the error for a failed start, from Apptainer's output."""
-    message = on_one_line(output)[-_MESSAGE_LIMIT:] or "Apptainer ended without a message"
-    lower = message.lower()
-    hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
-    return SandboxError(
-        f"Apptainer did not start the sandbox: {message}",
-        hint=hint or "`prorl-envs doctor` checks this machine",
-    )
+    return explain_apptainer(on_one_line(output)[-_MESSAGE_LIMIT:], _REMEDIES)
 
 
 def explain_shared(names: Sequence[str]) -> SandboxError:
