@@ -204,11 +204,9 @@ class DirectSession[RequestT: Bash | Python](ABC):
                 break
             before = len(self._output)
             self._read_output()
-        data, self._output = self._output, bytearray()
-        if len(data) <= self._output_limit:
-            return data.decode("utf-8", "replace"), 0
         buffer = OutputBuffer(self._output_limit)
-        buffer.feed(bytes(data))
+        buffer.feed(bytes(self._output))
+        self._output.clear()
         captured = buffer.take()
         return captured.text(), captured.omitted
 

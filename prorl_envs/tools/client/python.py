@@ -1,14 +1,11 @@
 """Engines that run Python cells in a sandbox, behind one contract."""
 
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from prorl_envs.errors import ToolError
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.client.connection import ServerLost
-from prorl_envs.tools.client.results import python_result, server_lost
+from prorl_envs.tools.client.results import python_result
 from prorl_envs.tools.client.server_handle import ToolLimits, ToolServerHandle, ToolServerSession
 from prorl_envs.tools.protocol.messages import Python, PythonDone
 from prorl_envs.tools.types import ToolResult
@@ -62,39 +59,20 @@ class ForkedPython:
     """
 
     def __init__(self, sandbox: Sandbox, limits: ToolLimits) -> None:
-        self._sandbox = sandbox
         self._link = ToolServerHandle(sandbox, "ipython", limits, python=True)
-        self._session = ToolServerSession()
+        self._session = ToolServerSession(self._link, "Python session")
 
     async def start(self) -> None:
         await self._link.connection()
 
     async def run(self, code: str, *, timeout_s: float) -> ToolResult:
-        started = time.monotonic()
-        session = self._session
-        async with session.lock:
-            connection = await self._link.connection()
-            lost = session.server is not None and session.server is not connection
-            session.server = connection
-            try:
-                done = await self._link.ask(
-                    lambda id_: Python(id_, code, timeout_s),
-                    PythonDone,
-                    timeout_s=timeout_s,
-                    connection=connection,
-                )
-            except ServerLost as error:
-                session.server = None
-                return server_lost(error, "Python session", time.monotonic() - started)
-            except OSError as error:
-                raise ToolError(f"no Python session could be started: {error}") from error
-        if done.notice and not self._sandbox.alive:
-            raise self._sandbox.end_error()
-        return python_result(done, "Python session" if lost else "", time.monotonic() - started)
+        return await self._session.call(
+            lambda id_: Python(id_, code, timeout_s), PythonDone, python_result, timeout_s=timeout_s
+        )
 
     async def restart(self) -> None:
         (await self._link.connection()).give_up("the Python session was restarted")
-        self._session.server = None  # the caller knows that the session is new
+        self._session.connection = None  # the caller knows that the session is new
         await self._link.connection()
 
     def connection_file(self) -> None:

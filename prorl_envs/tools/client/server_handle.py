@@ -3,13 +3,16 @@
 import asyncio
 import math
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.client.connection import ServerLost, ToolConnection
-from prorl_envs.tools.protocol.messages import Reply, Request, Setup
+from prorl_envs.tools.client.results import server_lost
+from prorl_envs.tools.protocol.messages import BashDone, PythonDone, Reply, Request, Setup
+from prorl_envs.tools.types import ToolResult
 
 ENTRY = "prorl_envs.tools.server.server:serve"
 #: Variables of all processes of the tools. The sandbox's own variables take precedence. No user can operate a
@@ -32,19 +35,6 @@ class ToolLimits:
     grace_s: float = 2.0
     margin_s: float = 15.0
     transfer_s: float = 60.0
-
-
-@dataclass(slots=True)
-class ToolServerSession:
-    """State of one session; its lock keeps the session's calls in order.
-
-    Args:
-        server: the connection of the last call; None before the first call, and after the model was notified
-            of a loss.
-    """
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    server: ToolConnection | None = None
 
 
 class ToolServerHandle:
@@ -139,6 +129,56 @@ class ToolServerHandle:
             self.limits.grace_s,
             self._python,
         )
+
+
+@dataclass(slots=True)
+class ToolServerSession:
+    """State of one session; its lock keeps the session's calls in order.
+
+    Args:
+        server: the server that has the session.
+        kind: name of the session for the model and in errors, such as "shell".
+        connection: the connection of the last call; None before the first call, and after the model was
+            notified of a loss.
+    """
+
+    server: ToolServerHandle
+    kind: str
+    connection: ToolConnection | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def call[R: BashDone | PythonDone](
+        self,
+        make: Callable[[int], Request],
+        reply_type: type[R],
+        convert: Callable[[R, str, float], ToolResult],
+        *,
+        timeout_s: float,
+    ) -> ToolResult:
+        """Run a request of this session. If the server is lost, the result says so.
+
+        Args:
+            convert: converts the reply; see `bash_result` for its arguments.
+
+        Raises:
+            SandboxError: the sandbox has stopped.
+            ToolError: the session could not be started, or the server broke the protocol.
+        """
+        started = time.monotonic()
+        async with self.lock:
+            connection = await self.server.connection()
+            renewed = self.kind if self.connection not in (None, connection) else ""
+            self.connection = connection
+            try:
+                done = await self.server.ask(make, reply_type, timeout_s=timeout_s, connection=connection)
+            except ServerLost as error:
+                self.connection = None
+                return server_lost(error, self.kind, time.monotonic() - started)
+            except OSError as error:
+                raise ToolError(f"no {self.kind} could be started: {error}") from error
+        if done.notice and not self.server.sandbox.alive:
+            raise self.server.sandbox.end_error()
+        return convert(done, renewed, time.monotonic() - started)
 
 
 def check_timeout(timeout_s: float) -> None:

@@ -138,27 +138,14 @@ class Toolbox:
                 return ToolResult(
                     text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False
                 )
-            shell = self._shells[session] = ToolServerSession()
-        started = time.monotonic()
-        async with shell.lock:
-            connection = await self._tools.connection()
-            lost = shell.server is not None and shell.server is not connection
-            shell.server = connection
-            try:
-                done = await self._tools.ask(
-                    lambda id_: Bash(id_, session, command, timeout_s, is_input, restart),
-                    BashDone,
-                    timeout_s=timeout_s,
-                    connection=connection,
-                )
-            except ServerLost as error:
-                shell.server = None
-                return self._noted(server_lost(error, "shell", time.monotonic() - started))
-            except OSError as error:
-                raise ToolError(f"no shell could be started: {error}") from error
-        if done.notice and not self.sandbox.alive:
-            raise self.sandbox.end_error()
-        return self._noted(bash_result(done, "shell" if lost else "", time.monotonic() - started))
+            shell = self._shells[session] = ToolServerSession(self._tools, "shell")
+        result = await shell.call(
+            lambda id_: Bash(id_, session, command, timeout_s, is_input, restart),
+            BashDone,
+            bash_result,
+            timeout_s=timeout_s,
+        )
+        return self._noted(result)
 
     async def python(self, code: str, *, timeout_s: float) -> ToolResult:
         """Run a cell in the persistent Python session.

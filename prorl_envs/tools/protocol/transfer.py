@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from prorl_envs.errors import TransferRefused
-from prorl_envs.tools.protocol.messages import Framer, WireError, encode
+from prorl_envs.tools.protocol.messages import Framer, WireError, decode, encode
 from prorl_envs.tools.protocol.tree import NAMED_LIMIT, PATH_LIMIT, Transferred, TreeLimits
 
 #: Bytes of an archive in one frame, and maximum bytes of any frame.
@@ -63,7 +63,9 @@ class Failed(msgspec.Struct, array_like=True, tag=4):
 
 type Message = Pack | Unpack | Chunk | TransferEnd | Failed
 
-_messages = msgspec.msgpack.Decoder(Pack | Unpack | Chunk | TransferEnd | Failed)
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    Pack | Unpack | Chunk | TransferEnd | Failed
+)
 
 
 class TransferChannel:
@@ -103,11 +105,7 @@ class TransferChannel:
             if not data:
                 raise EOFError
             self._arrived += self._framer.feed(data)
-        try:
-            message: Message = _messages.decode(self._arrived.popleft())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise WireError(f"not a message of a transfer: {error}") from error
-        return message
+        return decode(_messages, self._arrived.popleft(), "a message of a transfer")
 
     def write(self, data: bytes) -> int:
         """Send a part of an archive. Data is buffered until it fills a chunk."""

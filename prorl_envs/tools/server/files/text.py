@@ -7,6 +7,7 @@ UTF-8, line endings, and a missing newline at the end. An edit that cannot prese
 import codecs
 from dataclasses import dataclass
 
+from prorl_envs.tools.protocol.tree import is_utf8
 from prorl_envs.tools.server.files.whole_files import read_file
 
 #: Maximum bytes of a file that can be viewed or edited.
@@ -53,15 +54,6 @@ class Text:
         """Return the bytes of this file with the new content."""
         mark = codecs.BOM_UTF8 if self.marked else b""
         return mark + content.encode("utf-8", "surrogateescape")
-
-
-def is_utf8(content: str) -> bool:
-    """Return True if a file with this content is valid UTF-8."""
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def decode(data: bytes) -> Text:
