@@ -124,7 +124,7 @@ def _frame_seeds() -> Iterator[bytes]:
         CellDone(3, "", [{"text/html": "<b>"}]),
         BashDone(1, "hello\n", 0, 0, "/workspace", False, ""),
         PythonDone(3, "1\n", 0, "NameError", False, "", [{"image/png": "x"}]),
-        Content(4, b"bytes", 5),
+        Content(4, b"bytes"),
         ToolRefused(5, 2, "No such file"),
     ]
     for message in messages:

@@ -140,9 +140,9 @@ def first_process(pid: int) -> int:
     raise ProcessLookupError(f"no first process beside {pid}")
 
 
-async def eventually(condition: Callable[[], bool], *, patience_s: float = _PATIENCE_S) -> bool:
-    """Return whether `condition` becomes true within `patience_s` seconds."""
-    deadline = time.monotonic() + patience_s
+async def eventually(condition: Callable[[], bool]) -> bool:
+    """Return whether `condition` becomes true within `_PATIENCE_S` seconds."""
+    deadline = time.monotonic() + _PATIENCE_S
     while not await asyncio.to_thread(condition):
         if time.monotonic() > deadline:
             return False

@@ -97,8 +97,7 @@ class Promises:
         exempt: see `Promise`; the default for the promises of the theme.
     """
 
-    def __init__(self, theme: str, *, exempt: Mapping[str, str] | None = None) -> None:
-        self.theme = theme
+    def __init__(self, *, exempt: Mapping[str, str] | None = None) -> None:
         self._exempt = exempt or {}
         self._promises: list[Promise] = []
 

@@ -53,7 +53,6 @@ _LIMIT_ROWS["Max pending signals"] = "signals"
 def own_state() -> dict[str, Any]:
     """Return the state of this process, by system calls alone."""
     return {
-        "user": [os.getuid(), os.geteuid(), os.getgid(), os.getegid()],
         "directory": os.getcwd(),
         "mask": _mask(),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
@@ -81,7 +80,6 @@ def state_of(pid: str) -> dict[str, Any]:
         status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     sets = [int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")]
     return {
-        "user": [int(word) for name in ("Uid", "Gid") for word in status[name].split()[:2]],
         "directory": os.readlink(f"/proc/{pid}/cwd"),
         "mask": int(status["Umask"], 8),
         "threads": int(status["Threads"]),
@@ -97,7 +95,6 @@ def state_of(pid: str) -> dict[str, Any]:
         "initial_environment": _environment_of(pid),
         "out_of_memory": int(_read(f"/proc/{pid}/oom_score_adj")),
         "namespaces": {name: os.readlink(f"/proc/{pid}/ns/{name}") for name in os.listdir(f"/proc/{pid}/ns")},
-        "mounts": [line.split() for line in _read(f"/proc/{pid}/mountinfo").splitlines()],
     }
 
 

@@ -368,13 +368,13 @@ class NodeSandbox(ABC):
             self._check_alive()
             path = self._driver.snapshot_place()
             try:
-                copied = await copy_trees(self._root, path, self._state(), self._stop_copying)
+                await copy_trees(self._root, path, self._state(), self._stop_copying)
             except BaseException:
                 if self._closing is None:  # a cancelled caller stops only its own copy
                     self._stop_copying.clear()
                 await asyncio.shield(asyncio.to_thread(remove_tree, path))
                 raise
-            return Snapshot(self._spec, path, copied, self._work)
+            return Snapshot(self._spec, path, self._work)
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Copy the files of a snapshot into the sandbox before the launch. Called by the driver.

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Network, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import remove_tree
-from prorl_envs.sandbox.filesystem.tree_copy import Copied, CopyStopped, copy_tree
+from prorl_envs.sandbox.filesystem.tree_copy import CopyStopped, copy_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,11 @@ class Snapshot:
     Args:
         spec: spec of the original sandbox.
         path: host directory with a copy of each of the sandbox's directories. Its content is untrusted.
-        copied: amount of data.
         work: path of the workspace below `path`; None if it is a directory of the image.
     """
 
     spec: SandboxSpec
     path: Path
-    copied: Copied
     work: str | None = "work"
 
     @property
@@ -70,7 +68,7 @@ def no_workspace(spec: SandboxSpec) -> SandboxError:
     )
 
 
-async def copy_trees(source: Path, target: Path, names: Iterable[str], stop: threading.Event) -> Copied:
+async def copy_trees(source: Path, target: Path, names: Iterable[str], stop: threading.Event) -> None:
     """Copy the directories `names` below `source` to `target`, which is created if necessary.
 
     Args:
@@ -87,22 +85,18 @@ async def copy_trees(source: Path, target: Path, names: Iterable[str], stop: thr
         await asyncio.wait([copying])
         copying.exception()  # else the loop logs an exception that was never retrieved
         raise
-    return copying.result()
+    copying.result()
 
 
-def _copy_trees(source: Path, target: Path, names: list[str], stop: threading.Event) -> Copied:
-    total = Copied()
+def _copy_trees(source: Path, target: Path, names: list[str], stop: threading.Event) -> None:
     try:
         target.mkdir(mode=0o700, exist_ok=True)
         for name in names:
-            copied = copy_tree(source / name, target / name, stop)
-            total.entries += copied.entries
-            total.size_bytes += copied.size_bytes
+            copy_tree(source / name, target / name, stop)
     except OSError as error:
         raise SandboxError(f"the sandbox's files cannot be copied: {error}") from error
     except CopyStopped:
         raise SandboxError("the sandbox stopped while its files were copied") from None
-    return total
 
 
 def check_mount_points(places: Mapping[str, Path], targets: Mapping[str, bool]) -> None:

@@ -33,30 +33,16 @@ class CopyStopped(Exception):
 
 
 @dataclass(slots=True)
-class Copied:
-    """Amount of copied data.
-
-    Args:
-        entries: files, directories, links and all else.
-        size_bytes: total size of the files without their holes.
-    """
-
-    entries: int = 0
-    size_bytes: int = 0
-
-
-@dataclass(slots=True)
 class _Copier:
     target: Path
     stop: threading.Event
-    done: Copied = field(default_factory=Copied)
     reflinks: bool = True
     links: dict[tuple[int, int], Names] = field(default_factory=dict)
     #: Created directories in order, with the mode and times to set at the end.
     made: list[tuple[Names, os.stat_result]] = field(default_factory=list)
 
 
-def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
+def copy_tree(source: Path, target: Path, stop: threading.Event) -> None:
     """Copy a tree; files that vanish meanwhile are left out.
 
     Args:
@@ -86,7 +72,6 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
     for names, status in reversed(copier.made):
         with _opened(target, names) as fd:
             _finish(fd, status)
-    return copier.done
 
 
 def _copy_directory(
@@ -108,7 +93,6 @@ def _copy_directory(
                     _copy_entry(copier, (*names, entry.name), found, source, target)
             except FileNotFoundError:
                 continue
-            copier.done.entries += 1
     return directories
 
 
@@ -139,7 +123,6 @@ def _copy_file(copier: _Copier, name: str, found: os.stat_result, source: int, t
         cleanup.callback(os.close, write)
         if not (copier.reflinks and _cloned(copier, read, write)):
             _copy_content(copier, read, write, status.st_size)
-        copier.done.size_bytes += min(status.st_size, status.st_blocks * 512)
         _copy_attributes(read, write)
         _finish(write, found)
 

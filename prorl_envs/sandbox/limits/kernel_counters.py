@@ -39,17 +39,13 @@ class Counter:
 
     Args:
         name: the counted things, in the plural.
-        source: the setting that determines the size.
-        size: limit of all processes of this user, or of the machine if `machine` is True.
+        size: limit of all processes of this user, or of the machine.
         share: limit of one sandbox.
-        machine: whether other users share it.
     """
 
     name: str
-    source: str
     size: int
     share: int
-    machine: bool = False
 
     @property
     def total_limit(self) -> int:
@@ -66,26 +62,14 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
     """
     found = {}
     if watches := _setting(proc / "sys/fs/epoll/max_user_watches"):
-        found["watches"] = Counter(
-            name="epoll watches",
-            source="fs.epoll.max_user_watches",
-            size=watches,
-            share=max(1, watches // _SHARE_DIVISOR),
-        )
-    found["in_flight"] = Counter(
-        name="descriptors in flight",
-        source="the soft limit of open files in sandboxes",
-        size=SOFT_OPEN_FILES,
-        share=SOFT_OPEN_FILES // _IN_FLIGHT_DIVISOR,
-    )
+        share = max(1, watches // _SHARE_DIVISOR)
+        found["watches"] = Counter(name="epoll watches", size=watches, share=share)
+    # The size of this counter is the soft limit of open files in sandboxes.
+    share = SOFT_OPEN_FILES // _IN_FLIGHT_DIVISOR
+    found["in_flight"] = Counter(name="descriptors in flight", size=SOFT_OPEN_FILES, share=share)
     files = _setting(proc / "sys/fs/file-max") or UNLIMITED
-    found["descriptors"] = Counter(
-        name="open files",
-        source="fs.file-max",
-        size=files,
-        share=min(_DESCRIPTORS, max(1, files // _SHARE_DIVISOR)),
-        machine=True,
-    )
+    share = min(_DESCRIPTORS, max(1, files // _SHARE_DIVISOR))
+    found["descriptors"] = Counter(name="open files", size=files, share=share)
     return found
 
 

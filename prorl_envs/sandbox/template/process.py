@@ -27,6 +27,7 @@ from prorl_envs.sandbox.template.zygote import MESSAGE_LIMIT, REPORT_LIMIT
 
 logger = logging.getLogger(__name__)
 
+_START_TIMEOUT_S = 60.0
 FORK_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 5.0
 _OUTPUT_LIMIT = 4096
@@ -171,13 +172,12 @@ class TemplateProcess:
         self,
         entries: tuple[str, ...],
         preload: tuple[str, ...],
-        timeout_s: float,
         inside: Inside | None = None,
     ) -> None:
         """Make the process import everything, and wait until it is ready.
 
         Raises:
-            SandboxError: an import failed, or it took longer than `timeout_s` seconds.
+            SandboxError: an import failed, or took too long.
         """
         try:
             # No spare processes if a wrapper runs the template, because the wrapper may count its processes.
@@ -189,12 +189,12 @@ class TemplateProcess:
             if self._wrapper is None:
                 raise  # with a wrapper, its output has the reason: the code below reads it
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_START_TIMEOUT_S):
                 answer, self.descriptors = await receive(self._control, MESSAGE_LIMIT, descriptors=2)
                 if not answer and self._wrapper is not None:
                     await self._process.wait()
         except TimeoutError:
-            raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
+            raise SandboxError(f"template {self._name!r} was not ready in {_START_TIMEOUT_S} s") from None
         message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process exited"}
         self.inner_pid, self.found = message.get("pid"), message
         if not answer and self._wrapper is not None:

@@ -21,13 +21,11 @@ class TemplateSpec:
     Args:
         entries: `package.module:function`s that its forks may run, and no others; it imports their modules.
         preload: further modules to import, or `module:function`s to call once, in order.
-        start_timeout_s: seconds in which it must be ready.
         wrapper: another program that runs it; None starts it directly.
     """
 
     entries: tuple[str, ...]
     preload: tuple[str, ...] = ()
-    start_timeout_s: float = 60.0
     wrapper: Wrapper | None = None
 
 
@@ -101,7 +99,7 @@ class Template:
     async def _start(self) -> TemplateProcess:
         process = TemplateProcess(self.name, self._nice, self.spec.wrapper, filtered=self._filtered)
         try:
-            await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
+            await process.prepare(self.spec.entries, self.spec.preload)
         except BaseException:
             await asyncio.shield(process.aclose())
             raise

@@ -228,10 +228,9 @@ class RunDone(Reply, tag=3):
 
 
 class Content(Reply, tag=4):
-    """First bytes of a file, and the file's whole size."""
+    """First bytes of a file."""
 
     data: bytes
-    size: int
 
 
 class Edited(Reply, tag=5):

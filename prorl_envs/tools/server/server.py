@@ -192,8 +192,8 @@ class ToolServer:
             case Run():
                 self._run(request)
             case Read():
-                data, size = read_file(request.path, min(request.limit, CONTENT_LIMIT))
-                self._answer(Content(request.id, data, size))
+                data, _ = read_file(request.path, min(request.limit, CONTENT_LIMIT))
+                self._answer(Content(request.id, data))
             case Write():
                 write_file(request.path, request.data, mode=request.mode)
                 self._answer(Done(request.id))

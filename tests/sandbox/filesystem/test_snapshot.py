@@ -173,7 +173,7 @@ async def test_a_cancelled_snapshot_leaks_nothing(
 
 async def test_a_failed_restore_leaks_nothing(own_driver: BubblewrapDriver, started: Sandbox) -> None:
     snapshot = await started.snapshot()
-    gone = Snapshot(snapshot.spec, snapshot.path.with_name("gone"), snapshot.copied)
+    gone = Snapshot(snapshot.spec, snapshot.path.with_name("gone"))
     with pytest.raises(SandboxError, match="cannot be copied"):
         await own_driver.start(gone.spec, snapshot=gone)
     assert own_driver.sandboxes == {started}

@@ -28,9 +28,8 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def run(tree: Path, copy: Path) -> tuple[int, int]:
-    done = copy_tree(tree, copy, threading.Event())
-    return done.entries, done.size_bytes
+def run(tree: Path, copy: Path) -> None:
+    copy_tree(tree, copy, threading.Event())
 
 
 def test_contents_modes_and_times_are_kept(tree: Path, copy: Path) -> None:
@@ -40,8 +39,7 @@ def test_contents_modes_and_times_are_kept(tree: Path, copy: Path) -> None:
     os.utime(tree / "folder" / "file", ns=(1_000_000_001, 2_000_000_002))
     (tree / "folder").chmod(0o1777)
     os.utime(tree / "folder", ns=(3, 4_000_000_005))
-    entries, size = run(tree, copy)
-    assert (entries, size) == (2, 70_000)
+    run(tree, copy)
     file = copy / "folder" / "file"
     assert file.read_bytes() == b"content" * 10_000
     assert stat.S_IMODE(file.stat().st_mode) == 0o4755

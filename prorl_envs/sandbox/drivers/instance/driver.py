@@ -53,7 +53,6 @@ from prorl_envs.sandbox.template.process import (
 from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
-START_TIMEOUT_S = 60.0
 #: Preload of a Python session inside the sandbox. Libraries are not preloaded: their import in advance would
 #: delay every sandbox by seconds.
 _PYTHON_PRELOAD = "prorl_envs.tools.server.python_kernel:prepare_alone"
@@ -244,7 +243,7 @@ class InstanceSandbox(IsolatedSandbox):
             route=self._spec.default_route,
             settings=namespace_settings(shared_memory_bytes(self._spec)),
         )
-        await self._process.prepare(entries, preload, START_TIMEOUT_S, inside)
+        await self._process.prepare(entries, preload, inside)
         self._take_first(self._process)
         if allow := self._spec.network.allow:
             listener = await self._process.listen(self.id, self._root_fd, PROXY_PORT)
