@@ -3,10 +3,8 @@
 python -m bench.turns
 
 A request to a vLLM server contains the whole context as ids, and the answer repeats it, so their sizes grow
-with the history. The CPU time should not grow. The table contains the CPU time of a turn with `NEW` new
-tokens
-after histories of several lengths: with a context that caches its JSON and, for comparison, with a plain list
-that is encoded again in each turn.
+with the history. The table contains the CPU time of a turn with `NEW` new tokens after histories of several
+lengths.
 """
 
 import argparse
@@ -16,14 +14,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from bench.__main__ import machine
 from prorl_envs.app.run_loop import run
 from prorl_envs.model.servers.vllm import VllmClient
-from prorl_envs.model.tokens.context import Context
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.agent.token_ledger import Ledger
 
@@ -66,13 +62,7 @@ async def serve() -> None:
         await asyncio.to_thread(sys.stdin.read)
 
 
-async def turn(
-    client: VllmClient,
-    context: Sequence[int],
-    ledger: Ledger,
-    chance: random.Random,
-    grow: Callable[..., Any],
-) -> list[float]:
+async def turn(client: VllmClient, context: list[int], ledger: Ledger, chance: random.Random) -> list[float]:
     """Run one turn like the agent loop. Return the CPU seconds of the ledger's check, of the model call, and
     of the growth of ledger and context."""
     marks = [time.process_time()]
@@ -82,23 +72,22 @@ async def turn(
     marks.append(time.process_time())
     observed = [chance.randrange(VOCABULARY) for _ in range(NEW - SAMPLED)]
     ledger.sampled(sampled, 0.1)
-    grow(sampled.ids)
+    context.extend(sampled.ids)
     ledger.observed(observed)
-    grow(observed)
+    context.extend(observed)
     marks.append(time.process_time())
     return [after - before for before, after in pairwise(marks)]
 
 
-async def measure(url: str, tokens: int, turns: int, kind: type[Context] | type[list[int]]) -> list[float]:
+async def measure(url: str, tokens: int, turns: int) -> list[float]:
     """Return the median CPU milliseconds of a turn's parts after a history of `tokens` tokens."""
     chance = random.Random(tokens)
-    ids = [chance.randrange(VOCABULARY) for _ in range(tokens)]
-    context, ledger = kind(ids), Ledger(ids)
+    context = [chance.randrange(VOCABULARY) for _ in range(tokens)]
+    ledger = Ledger(context)
     client = VllmClient(url, stop_ids=(1,), vocab_size=VOCABULARY, model="m")
     try:
-        # The first turn encodes the whole context.
-        await turn(client, context, ledger, chance, context.extend)
-        rows = [await turn(client, context, ledger, chance, context.extend) for _ in range(turns)]
+        await turn(client, context, ledger, chance)  # connects
+        rows = [await turn(client, context, ledger, chance) for _ in range(turns)]
     finally:
         await client.aclose()
     assert ledger.trajectory().drift == 0
@@ -116,10 +105,9 @@ async def bench(histories: Sequence[int], turns: int) -> None:
         url = (await process.stdout.readline()).decode().strip()
         print(TABLE)
         for tokens in histories:
-            cached = await measure(url, tokens, turns, Context)
-            plain = await measure(url, tokens, turns, list)
-            size = len(Context(range(VOCABULARY - tokens, VOCABULARY)).json())
-            cells = f"{cached[0]:.3f} | {cached[2]:.3f} | {cached[1]:.2f} | {plain[1]:.2f}"
+            check, call, growth = await measure(url, tokens, turns)
+            size = len(json.dumps([*range(VOCABULARY - tokens, VOCABULARY)], separators=(",", ":")))
+            cells = f"{check:.3f} | {growth:.3f} | {call:.2f}"
             print(f"| {tokens:,} | {size / 1e3:,.0f} | {NEW * 7 / 1e3:.1f} | {cells} |", flush=True)
     finally:
         process.stdin.close()
@@ -129,8 +117,8 @@ async def bench(histories: Sequence[int], turns: int) -> None:
 TABLE = f"""
 CPU of a turn with {NEW} new tokens, in ms:
 
-| history, tokens | kB sent | of them new | ledger check | its growth | model call | with a plain list |
-|---|---|---|---|---|---|---|"""
+| history, tokens | kB sent | of them new | ledger check | its growth | model call |
+|---|---|---|---|---|---|"""
 
 
 def main() -> None:

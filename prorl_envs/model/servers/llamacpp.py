@@ -32,7 +32,6 @@ from prorl_envs.model.answer_checks import (
 from prorl_envs.model.http.client import session_headers
 from prorl_envs.model.http.event_stream import Events
 from prorl_envs.model.servers.base import TokenClient, Unsteered
-from prorl_envs.model.tokens.context import ids_json
 from prorl_envs.model.types import FinishReason, OnPartial, Sampled, Sampling
 
 #: llama.cpp's finish reasons, and ours.
@@ -106,7 +105,7 @@ class LlamaCppClient(TokenClient, Unsteered):
 def encode_request(prompt_ids: Sequence[int], sampling: Sampling, *, stream: bool = False) -> bytes:
     """Return the body of one request."""
     body: dict[str, Any] = {
-        "prompt": msgspec.Raw(ids_json(prompt_ids)),
+        "prompt": list(prompt_ids),
         "n_predict": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

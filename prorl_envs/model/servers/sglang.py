@@ -27,7 +27,6 @@ from prorl_envs.model.answer_checks import (
 from prorl_envs.model.http.client import LinkOptions, session_headers
 from prorl_envs.model.http.event_stream import Events
 from prorl_envs.model.servers.base import TokenClient
-from prorl_envs.model.tokens.context import ids_json
 from prorl_envs.model.types import InFlight, OnPartial, Sampled, Sampling, ServerNews
 
 #: SGLang's modes for requests in flight. `retract` returns the requests to the server's queue, so that the
@@ -85,7 +84,7 @@ def encode_request(
         params["stream_interval"] = interval
     body = {
         "rid": rid,
-        "input_ids": msgspec.Raw(ids_json(prompt_ids)),
+        "input_ids": list(prompt_ids),
         "sampling_params": params,
         "return_logprob": True,
         "logprob_start_len": -1,

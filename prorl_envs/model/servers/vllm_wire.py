@@ -19,7 +19,6 @@ from prorl_envs.model.answer_checks import (
     version_name,
 )
 from prorl_envs.model.http.event_stream import Events
-from prorl_envs.model.tokens.context import ids_json
 from prorl_envs.model.types import Sampled, Sampling, VersionSpan
 
 _TOKEN_ID = "token_id:"
@@ -83,7 +82,7 @@ def encode_request(
     """Return the body of one completion request."""
     body: dict[str, object] = {
         "model": model,
-        "prompt": msgspec.Raw(ids_json(prompt_ids)),
+        "prompt": list(prompt_ids),
         "max_tokens": sampling.max_tokens,
         **neutral_sampling(sampling),
         "stream": stream,
@@ -120,7 +119,7 @@ def encode_generate(
         params["seed"] = sampling.seed
     body: dict[str, object] = {
         "model": model,
-        "token_ids": msgspec.Raw(ids_json(prompt_ids)),
+        "token_ids": list(prompt_ids),
         "sampling_params": params,
         "return_token_ids": True,
         "stream": stream,
@@ -218,8 +217,8 @@ def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
 
 
 def _check_prompt(echo: msgspec.Raw, expected: RequestContract) -> None:
-    if bytes(echo) in (b"null", ids_json(expected.prompt_ids)):
-        return  # without parsing, if the server writes no white space
+    if bytes(echo) == b"null" or bytes(echo) == msgspec.json.encode(list(expected.prompt_ids)):
+        return  # without parsing, which takes 9 ms for 128,000 ids, if the server writes no white space
     try:
         echoed = msgspec.json.decode(echo, type=list[int])
     except msgspec.MsgspecError as error:

@@ -1,1 +1,1 @@
-"""Chat templates, tokenizers and the token context of a rollout."""
+"""Chat templates, tokenizers and the tokens of a rollout."""

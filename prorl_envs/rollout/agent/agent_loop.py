@@ -16,7 +16,6 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.base import Environment, Message, Prompt
 from prorl_envs.errors import ModelError
 from prorl_envs.model.routing.pause_gate import ActiveTimeout, HeldTime
-from prorl_envs.model.tokens.context import Context
 from prorl_envs.model.tokens.continuation import Append, Fork, next_prompt
 from prorl_envs.model.tokens.rendering import LONG
 from prorl_envs.model.types import (
@@ -194,7 +193,7 @@ class AgentLoop:
         self.warned = False
         self.tools = prompt.tools
         self.tool_names = frozenset(tool.name for tool in prompt.tools)
-        self.context = Context(prompt_ids)
+        self.context = list(prompt_ids)
         self.ledger = Ledger(self.context)
         self.transcript = transcript
         transcript.messages.extend(prompt.messages)
@@ -365,7 +364,7 @@ class AgentLoop:
             return StopReason.TOKEN_LIMIT
         if isinstance(step, Fork):
             self.ledger.fork(step.ids)
-            self.context = Context(step.ids)
+            self.context = list(step.ids)
         else:
             self.ledger.observed(step.ids)
             self.context.extend(step.ids)

@@ -13,7 +13,6 @@ from hashlib import blake2b
 
 from prorl_envs.env.base import Message
 from prorl_envs.errors import InputError
-from prorl_envs.model.tokens.context import Context
 from prorl_envs.model.tokens.continuation import Append, next_prompt
 from prorl_envs.model.types import AssistantTurn, Reasoning, Renderer, Sampled
 from prorl_envs.rollout.agent.agent_loop import PROMPT_END, assistant_message, openai_call
@@ -36,10 +35,14 @@ class _State:
     """Conversation up to the end of an answer."""
 
     row: _Row
-    context: Context
+    length: int  # number of ids up to the end of the answer, which are the first of the row
     sampled: Sampled
     messages: Sequence[Message]
     ended_at: float
+
+    @property
+    def context(self) -> list[int]:
+        return self.row.ledger.ids[: self.length]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +58,7 @@ class Pending:
         shared: number of ids in common with the state.
     """
 
-    ids: Context
+    ids: list[int]
     messages: Sequence[Message]
     tools: Sequence[ToolSpec]
     tools_key: bytes
@@ -100,7 +103,7 @@ class Recording:
                 return Pending(found[0], conversation, tools, tools_key, keys[-1], state, found[1])
         conversation = [self._with_model_ids(message) for message in messages]
         return Pending(
-            Context(self.renderer.prompt(conversation, tools)), conversation, tools, tools_key, keys[-1], None
+            self.renderer.prompt(conversation, tools), conversation, tools, tools_key, keys[-1], None
         )
 
     def _recorded_answers(
@@ -136,10 +139,8 @@ class Recording:
         if turn.malformed and turn.tool_calls:
             message = {**message, "tool_calls": [openai_call(call) for call in turn.tool_calls]}
         messages = [*pending.messages, message]
-        context = pending.ids.fork()
-        context.extend(sampled.ids)
         key = pending.tools_key + key_of(pending.key, message)
-        self._states[key] = _State(row, context, sampled, messages, now)
+        self._states[key] = _State(row, len(row.ledger), sampled, messages, now)
         return self._for_harness(turn, message, number), messages
 
     def record_unfinished(self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float) -> None:
@@ -156,7 +157,7 @@ class Recording:
     def _row_for(self, pending: Pending, number: int, asked_at: float) -> _Row:
         """Return a row that ends with the prompt: the parent's if the prompt continues it, else a new one."""
         parent = pending.parent
-        if parent is not None and pending.shared == len(parent.context) == len(parent.row.ledger):
+        if parent is not None and pending.shared == parent.length == len(parent.row.ledger):
             parent.row.ledger.tools_took(max(asked_at - parent.ended_at, 0.0))
             parent.row.ledger.observed(pending.ids[pending.shared :])
             return parent.row
@@ -166,26 +167,26 @@ class Recording:
 
     def _continue_state(
         self, state: _State, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]
-    ) -> tuple[Context, int] | None:
+    ) -> tuple[list[int], int] | None:
         """Return the context of a state with new messages appended, and the number of ids that it has in
         common with the state. Return None if the chat template cannot render the new messages. The first
         `known` of the messages are those of the state."""
-        ids, new = state.context.fork(), messages[known:]
+        ids, new = state.context, messages[known:]
         try:
             if all(message["role"] != "assistant" for message in new):
                 step = next_prompt(
                     self.renderer, self.reasoning, ids, state.sampled, messages, len(new), tools
                 )
                 if not isinstance(step, Append):
-                    return Context(step.ids), 0
+                    return step.ids, 0
                 ids.extend(step.ids)
             else:
                 self._append_rewritten(ids, state.sampled, new)
         except InputError:
             return None
-        return ids, len(state.context)
+        return ids, state.length
 
-    def _append_rewritten(self, context: Context, last: Sampled, new: Sequence[Message]) -> None:
+    def _append_rewritten(self, context: list[int], last: Sampled, new: Sequence[Message]) -> None:
         """Append messages to a context. They contain answers that are not recorded, so these are rendered."""
         observations: list[Message] = []
         for message in new:
