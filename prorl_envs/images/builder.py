@@ -16,7 +16,7 @@ from prorl_envs.images import digest
 from prorl_envs.images.apptainer import failure, find_program, rights
 from prorl_envs.images.archive import write_layout
 from prorl_envs.images.definition import BuildStage, render
-from prorl_envs.images.lock import KeyLock, Owner
+from prorl_envs.images.lock import key_lock
 from prorl_envs.images.modes import ImageMode
 from prorl_envs.images.scratch import make_scratch
 from prorl_envs.images.sources import REMOTE_SCHEMES, Source, SourceKind, parse_source
@@ -146,9 +146,8 @@ class ImageBuilder:
         name = digest.of_value({"name": template.name, "version": template.version})
         if found := await in_thread(self.store.find_version, template.name, template.version):
             return found
-        async with KeyLock(
-            await in_thread(self.store.lock_path, f"v{name}"), on_wait=self._waiting, clock=self._clock
-        ):
+        path = await in_thread(self.store.lock_path, f"v{name}")
+        async with key_lock(path, on_wait=self._waiting, clock=self._clock):
             if found := await in_thread(self.store.find_version, template.name, template.version):
                 return found
             return await self._locked_template(template, ImageMode.LOCK)
@@ -197,7 +196,7 @@ class ImageBuilder:
             yield found
             return
         path = await in_thread(self.store.lock_path, key)
-        async with KeyLock(path, on_wait=self._waiting, clock=self._clock):
+        async with key_lock(path, on_wait=self._waiting, clock=self._clock):
             yield None if mode is ImageMode.REBUILD else await in_thread(self.store.find, key)
 
     @asynccontextmanager
@@ -275,9 +274,8 @@ class ImageBuilder:
             self.store.add, image, key=key, name=name, version=version, source=source, content=content
         )
 
-    def _waiting(self, owner: Owner | None) -> None:
-        who = f"process {owner.pid} on {owner.place.host}" if owner else "another process"
-        self._progress(f"waiting for {who}, which builds the same image")
+    def _waiting(self) -> None:
+        self._progress("waiting for another process, which builds the same image")
 
 
 def _base(template: ImageTemplate, stage: BuildStage) -> Source | None:

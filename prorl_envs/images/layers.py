@@ -22,7 +22,7 @@ from typing import BinaryIO
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import SandboxError
 from prorl_envs.images.eviction import choose_unused, server_time
-from prorl_envs.images.lock import KeyLock, Owner
+from prorl_envs.images.lock import key_lock
 from prorl_envs.images.threads import in_thread
 from prorl_envs.sandbox.filesystem.directories import remove_tree
 from prorl_envs.sandbox.filesystem.layer_leases import LAYERS, LEASES, LayerLease, open_locked
@@ -77,14 +77,14 @@ class LayerStore:
 
     @asynccontextmanager
     async def making(
-        self, key: str, *, on_wait: Callable[[Owner | None], None] = lambda owner: None
+        self, key: str, *, on_wait: Callable[[], None] = lambda: None
     ) -> AsyncIterator[Path | None]:
         """Yield an empty directory that becomes the layer unless an exception leaves the block.
 
         Yields None if the layer exists, even if another process created it during the wait.
 
         Args:
-            on_wait: called once, with the owner of the lock, if another process is creating the layer.
+            on_wait: called once if another process is creating the layer.
 
         Raises:
             SandboxError: the store cannot be written, or the key is invalid.
@@ -93,7 +93,7 @@ class LayerStore:
             yield None
             return
         lock = await in_thread(self._lock_path, key)
-        async with KeyLock(lock, on_wait=on_wait, clock=self._clock):
+        async with key_lock(lock, on_wait=on_wait, clock=self._clock):
             if await in_thread(self.layer, key) is not None:
                 yield None
                 return
@@ -275,7 +275,7 @@ class LayerStore:
                 draft.rename(self._path(key))
             except OSError:
                 if not self._path(key).is_dir():
-                    raise  # else another node has taken over the lock and created the same layer
+                    raise  # else, on a file system without locks, another process has created the same layer
 
     def _last_use(self, key: str) -> float:
         for path in (self._leases / key, self._layers / key):

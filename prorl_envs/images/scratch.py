@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.images.lock import process_started
 from prorl_envs.images.supervisor import remove
 
 _NAME = re.compile(r"prorl-image-(\d+)-(\d+)-(\d+)-.*")
@@ -41,6 +40,16 @@ def make_scratch(base: Path) -> Path:
         remove(scratch)
         raise SandboxError(f"images cannot be built below {base}", hint="set run_dir to a short, plain path")
     return scratch
+
+
+def process_started(pid: int) -> str:
+    """Return a process's start time in clock ticks after the host's boot; empty if it is dead or absent."""
+    try:
+        # The name in the second field may contain any characters, including brackets and spaces.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
 
 
 def _pid_namespace() -> str:

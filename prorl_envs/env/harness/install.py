@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prorl_envs.env.harness.recipe import INSTALLED, Install, Recipe
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.images.lock import KeyLock
+from prorl_envs.images.lock import key_lock
 from prorl_envs.sandbox.base import Mount
 from prorl_envs.sandbox.filesystem.python_runtime import hidden_in
 
@@ -94,8 +94,7 @@ async def install(
     progress: Callable[[str], None],
     on_output: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Install a recipe's packages, unless they are installed. A lock allows one installation at a time,
-    across nodes.
+    """Install a recipe's packages, unless they are installed. A lock allows one installation at a time.
 
     An installation that failed or was interrupted keeps its downloads for the next attempt.
 
@@ -114,9 +113,7 @@ async def install(
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = place.with_name(f".{place.name}.lock")
-    async with KeyLock(
-        lock, on_wait=lambda owner: progress(f"another process installs {recipe.name}: waiting")
-    ):
+    async with key_lock(lock, on_wait=lambda: progress(f"another process installs {recipe.name}: waiting")):
         if not missing(recipe, cache_dir):
             return place
         progress(f"installing {', '.join(recipe.install.packages)}")
@@ -142,7 +139,7 @@ def _make_draft(place: Path) -> Path:
 
 def _publish(draft: Path, place: Path) -> None:
     draft.chmod(0o755)
-    with contextlib.suppress(OSError):  # another process took this lock for stale, and was faster
+    with contextlib.suppress(OSError):  # without locks on this file system, another process was faster
         draft.rename(place)
 
 

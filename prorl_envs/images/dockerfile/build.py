@@ -597,7 +597,7 @@ class _Build:
     async def _layer(self, key: str, fill: Callable[[Path], Awaitable[None]]) -> Path:
         store, name = self._builder.store, f"df{_FORMAT}-{key}"
         started = time.monotonic()
-        waiting = lambda owner: self._report("note", text="waiting for another build of the same layer")  # noqa: E731
+        waiting = lambda: self._report("note", text="waiting for another build of the same layer")  # noqa: E731
         async with store.making(name, on_wait=waiting) as place:
             if place is not None:
                 await fill(place)

@@ -13,7 +13,6 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.images.digest import of_value
 from prorl_envs.images.layers import LayerStore
-from prorl_envs.images.lock import Owner
 from prorl_envs.images.registry.client import (
     RegistryClient,
     RegistryError,
@@ -225,7 +224,7 @@ class ImagePuller:
             await asyncio.wait([working])
             raise
 
-    def _waiting(self, owner: Owner | None) -> None:
+    def _waiting(self) -> None:
         self._progress("waiting for another process, which pulls the same layer")
 
 
