@@ -12,8 +12,6 @@ from prorl_envs.env.node import Node
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.tools.types import ToolCall
 
-type Clock = Callable[[], float]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationVerdict:
@@ -78,7 +76,6 @@ async def validate[TaskT: Task](
     *,
     concurrency: int = 4,
     repeats: int = 2,
-    clock: Clock = time.monotonic,
     progress: Callable[[ValidationVerdict], None] | None = None,
 ) -> list[ValidationVerdict]:
     """Validate tasks.
@@ -89,7 +86,6 @@ async def validate[TaskT: Task](
         tasks: the tasks.
         concurrency: maximum number of concurrent episodes.
         repeats: runs of each reference; all runs must agree.
-        clock: returns monotonic seconds.
         progress: called with each verdict when it is ready.
 
     Returns:
@@ -99,7 +95,7 @@ async def validate[TaskT: Task](
 
     async def validated(task: TaskT) -> ValidationVerdict:
         async with slots:
-            verdict = await _validate_one(family, node, task, repeats, clock)
+            verdict = await _validate_one(family, node, task, repeats)
         if progress is not None:
             progress(verdict)
         return verdict
@@ -110,9 +106,9 @@ async def validate[TaskT: Task](
 
 
 async def _validate_one[TaskT: Task](
-    family: type[Environment[TaskT]], node: Node, task: TaskT, repeats: int, clock: Clock
+    family: type[Environment[TaskT]], node: Node, task: TaskT, repeats: int
 ) -> ValidationVerdict:
-    start = clock()
+    start = time.monotonic()
     if reason := await asyncio.to_thread(family.unavailable, task):
         return ValidationVerdict(
             task_id=task.id, reference=(), untouched=None, problems=(), seconds=0.0, skipped=reason
@@ -136,7 +132,7 @@ async def _validate_one[TaskT: Task](
         reference=tuple(grade.reward for grade in grades),
         untouched=untouched,
         problems=tuple(problems),
-        seconds=clock() - start,
+        seconds=time.monotonic() - start,
     )
 
 

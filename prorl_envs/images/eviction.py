@@ -8,23 +8,19 @@ from pathlib import Path
 def choose_unused[T](
     used: Sequence[tuple[float, int, T]],
     *,
-    max_bytes: int | None,
+    max_bytes: int,
     keep_after: float,
-    expire_before: float | None = None,
 ) -> list[T]:
     """Choose the entries of a store to remove, the least recently used first.
 
     Args:
         used: last use, bytes and key of each entry.
-        max_bytes: limit of the total size of the remaining entries; None means no limit.
+        max_bytes: limit of the total size of the remaining entries.
         keep_after: entries used after this time stay.
-        expire_before: entries not used since this time are removed in any case; None means no limit.
     """
     total, chosen = sum(size for _, size, _ in used), []
     for when, size, key in sorted(used, key=lambda entry: entry[:2]):
-        expired = expire_before is not None and when < expire_before
-        excess = max_bytes is not None and total > max_bytes
-        if when <= keep_after and (expired or excess):
+        if when <= keep_after and total > max_bytes:
             total -= size
             chosen.append(key)
     return chosen

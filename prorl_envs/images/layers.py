@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import SandboxError
 from prorl_envs.images.eviction import choose_unused, server_time
 from prorl_envs.images.lock import key_lock
@@ -52,15 +51,13 @@ class LayerStore:
 
     Args:
         root: directory, created at first use; users who share it trust each other.
-        clock: clock for waiting until another process has created a layer.
     """
 
-    def __init__(self, root: Path, *, clock: Clock | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._layers, self._leases = self.root / LAYERS, self.root / LEASES
         self._sizes, self._incoming = self.root / "sizes", self.root / "incoming"
         self._images = self.root / "images"
-        self._clock = clock or SystemClock()
 
     def layer(self, key: str) -> Path | None:
         """Return the directory of a layer and record its use; None if the layer does not exist.
@@ -93,7 +90,7 @@ class LayerStore:
             yield None
             return
         lock = await in_thread(self._lock_path, key)
-        async with key_lock(lock, on_wait=on_wait, clock=self._clock):
+        async with key_lock(lock, on_wait=on_wait):
             if await in_thread(self.layer, key) is not None:
                 yield None
                 return
@@ -178,16 +175,13 @@ class LayerStore:
         """Return the paths of the stored images."""
         return sorted(self._images.glob(f"*{SUFFIX}"))
 
-    def evict(
-        self, *, max_bytes: int | None = None, max_age_s: float | None = None, unused_s: float = 0.0
-    ) -> list[str]:
-        """Remove layers unused for too long, then the least recently used ones until the rest fits.
+    def evict(self, *, max_bytes: int, unused_s: float = 0.0) -> list[str]:
+        """Remove the least recently used layers until the rest fits.
 
         Layers with a lease stay. Also removes images that lost a layer, and the remains of killed processes.
 
         Args:
-            max_bytes: limit of the total size of the layers; None means no limit.
-            max_age_s: layers unused for more seconds are removed; None keeps layers of any age.
+            max_bytes: limit of the total size of the layers.
             unused_s: layers used within this number of seconds stay in any case.
 
         Returns:
@@ -204,13 +198,8 @@ class LayerStore:
                 (self._last_use(path.name), self.size(path.name), path.name)
                 for path in self._layers.iterdir()
             ]
-            now = server_time(self.root)
-            chosen = choose_unused(
-                used,
-                max_bytes=max_bytes,
-                expire_before=None if max_age_s is None else now - max_age_s,
-                keep_after=now - unused_s,
-            )
+            keep_after = server_time(self.root) - unused_s
+            chosen = choose_unused(used, max_bytes=max_bytes, keep_after=keep_after)
             removed = [key for key in chosen if self._remove(key)]
             self._remove_broken_images()
         return removed

@@ -137,11 +137,11 @@ async def test_files_of_a_killed_maker_are_removed_and_the_layer_is_made_again(l
     assert [path.name for path in layer.iterdir()] == ["file"]
 
 
-async def test_eviction_by_age_and_size_takes_the_least_recently_used(layers: LayerStore) -> None:
+async def test_eviction_takes_the_least_recently_used(layers: LayerStore) -> None:
     for number, key in enumerate("abcd"):
         await make(layers, key, 1 << 20)
         unused(layers, key, 1000 - 100 * number)
-    assert layers.evict(max_age_s=850) == ["a", "b"]
+    assert layers.evict(max_bytes=2 * layers.size("c")) == ["a", "b"]
     assert layers.evict(max_bytes=3 << 20, unused_s=0) == []
     layers.layer("c")  # used again
     assert layers.evict(max_bytes=layers.size("c")) == ["d"]
@@ -171,11 +171,11 @@ async def test_a_held_layer_was_not_evicted(layers: LayerStore) -> None:
 
 
 async def test_an_image_is_removed_with_its_layers(layers: LayerStore) -> None:
-    kept, lost = await make(layers, "kept"), await make(layers, "lost")
+    kept, lost = await make(layers, "kept", 1 << 20), await make(layers, "lost", 1 << 20)
     layers.write_image("one", LayeredImage(layers=(kept,)))
     layers.write_image("two", LayeredImage(layers=(kept, lost)))
     unused(layers, "lost", 100)
-    assert layers.evict(max_age_s=50) == ["lost"]
+    assert layers.evict(max_bytes=layers.size("kept")) == ["lost"]
     assert [path.name for path in layers.images()] == ["one.layers.json"]
     assert layers.image("one") is not None
     assert layers.image("two") is None
@@ -185,7 +185,7 @@ async def test_the_last_use_of_an_image_is_the_last_use_of_its_layers(layers: La
     layers.write_image("one", LayeredImage(layers=(await make(layers, "a"),)))
     unused(layers, "a", 100)
     assert layers.image("one") is not None
-    assert layers.evict(max_age_s=50) == []
+    assert layers.evict(max_bytes=0, unused_s=50) == []
 
 
 @pytest.mark.parametrize("key", ["", "..", "a/b", "A", "a" * 129, ".hidden", "a\0"])
@@ -225,19 +225,13 @@ async def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
 
 @given(
     used=st.lists(st.tuples(st.floats(0, 100), st.integers(0, 100)), max_size=8),
-    max_bytes=st.none() | st.integers(0, 400),
-    expire_before=st.none() | st.floats(0, 100),
+    max_bytes=st.integers(0, 400),
     keep_after=st.floats(0, 100),
 )
-def test_the_choice_of_layers(
-    used: list[tuple[float, int]], max_bytes: int | None, expire_before: float | None, keep_after: float
-) -> None:
+def test_the_choice_of_layers(used: list[tuple[float, int]], max_bytes: int, keep_after: float) -> None:
     found = [(when, size, str(number)) for number, (when, size) in enumerate(used)]
-    removed = set(
-        choose_unused(found, max_bytes=max_bytes, expire_before=expire_before, keep_after=keep_after)
-    )
+    removed = set(choose_unused(found, max_bytes=max_bytes, keep_after=keep_after))
     rest = [entry for entry in found if entry[2] not in removed]
     assert all(when <= keep_after for when, _, key in found if key in removed)
     movable = [entry for entry in rest if entry[0] <= keep_after]
-    assert all(expire_before is None or when >= expire_before for when, _, _ in movable)
-    assert not movable or max_bytes is None or sum(size for _, size, _ in rest) <= max_bytes
+    assert not movable or sum(size for _, size, _ in rest) <= max_bytes
