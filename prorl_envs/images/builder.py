@@ -3,14 +3,12 @@
 import os
 import platform
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.images import digest
 from prorl_envs.images.apptainer import failure, find_program, rights
@@ -21,7 +19,7 @@ from prorl_envs.images.modes import ImageMode
 from prorl_envs.images.scratch import make_scratch
 from prorl_envs.images.sources import REMOTE_SCHEMES, Source, SourceKind, parse_source
 from prorl_envs.images.store import ImageStore, StoredImage
-from prorl_envs.images.supervised import BuildLimits, BuildOutcome, environment, run_supervised
+from prorl_envs.images.supervised import BuildLimits, environment, run_supervised
 from prorl_envs.images.supervisor import remove
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.images.threads import in_thread
@@ -71,7 +69,6 @@ class ImageBuilder:
         scratch: Path | None = None,
         limits: BuildLimits | None = None,
         progress: Callable[[str], None] = lambda line: None,
-        clock: Clock | None = None,
         environ: Mapping[str, str] | None = None,
         puller: "ImagePuller | None" = None,
     ) -> None:
@@ -80,7 +77,6 @@ class ImageBuilder:
         self._scratch_base = node_local_base(scratch)
         self._limits = limits or BuildLimits()
         self._progress = progress
-        self._clock = clock or SystemClock()
         self._environ = os.environ if environ is None else environ
 
     async def resolve(
@@ -135,7 +131,7 @@ class ImageBuilder:
             async with self._scratch() as scratch:
                 image = scratch / "image.sif"
                 if source.kind is SourceKind.REMOTE:
-                    await self._pull(scratch, source.location, image)
+                    await self._apptainer(scratch, "pull", str(image), source.location)
                 else:
                     await self._convert(scratch, source, image)
                 return await self._add(image, key, source.name, "", source.location, content)
@@ -147,7 +143,7 @@ class ImageBuilder:
         if found := await in_thread(self.store.find_version, template.name, template.version):
             return found
         path = await in_thread(self.store.lock_path, f"v{name}")
-        async with key_lock(path, on_wait=self._waiting, clock=self._clock):
+        async with key_lock(path, on_wait=self._waiting):
             if found := await in_thread(self.store.find_version, template.name, template.version):
                 return found
             return await self._locked_template(template, ImageMode.LOCK)
@@ -196,7 +192,7 @@ class ImageBuilder:
             yield found
             return
         path = await in_thread(self.store.lock_path, key)
-        async with key_lock(path, on_wait=self._waiting, clock=self._clock):
+        async with key_lock(path, on_wait=self._waiting):
             yield None if mode is ImageMode.REBUILD else await in_thread(self.store.find, key)
 
     @asynccontextmanager
@@ -213,7 +209,7 @@ class ImageBuilder:
         for number, path in locked.bases.items():
             base = scratch / f"base-{number}"
             if may.unpack_base:
-                await self._apptainer(scratch, "--sandbox", str(base), str(path))
+                await self._apptainer(scratch, "build", "--sandbox", str(base), str(path))
             else:
                 base.symlink_to(path)
             stages[number].header["from"] = str(base)
@@ -225,12 +221,12 @@ class ImageBuilder:
         definition.write_text(render(stages), encoding="utf-8")
         arguments = (str(image), str(definition))
         try:
-            await self._apptainer(scratch, *arguments, identity=may.identity)
+            await self._apptainer(scratch, "build", *arguments, identity=may.identity)
         except SandboxError as error:
             # The host's `fakeroot` program runs only in images with a C library like the host's.
             if "--ignore-fakeroot-command" not in error.message:
                 raise
-            await self._apptainer(scratch, "--ignore-fakeroot-command", *arguments)
+            await self._apptainer(scratch, "build", "--ignore-fakeroot-command", *arguments)
         return image
 
     async def _convert(self, scratch: Path, source: Source, image: Path) -> None:
@@ -242,28 +238,22 @@ class ImageBuilder:
         else:
             kind = source.kind
             plain.symlink_to(source.path)
-        await self._apptainer(scratch, str(image), f"{kind}:{plain}")
+        await self._apptainer(scratch, "build", str(image), f"{kind}:{plain}")
 
-    async def _apptainer(self, scratch: Path, *arguments: str, identity: bool = False) -> None:
-        program = find_program(self._environ)
-        command = [program, "build", *arguments]
-        outcome = await self._run(scratch, command, identity=identity, remote=False)
-        if outcome.status:
-            raise failure(f"{Path(program).name} build", outcome.status, outcome.output, remote=False)
-
-    async def _pull(self, scratch: Path, address: str, image: Path) -> None:
-        program = find_program(self._environ)
-        command = [sys.executable, "-I", "-m", "prorl_envs.images.pull", program, address, str(image)]
-        outcome = await self._run(scratch, command, identity=False, remote=True)
-        if outcome.status or not await in_thread(image.is_file):
-            raise failure(f"pulling {address}", outcome.status, outcome.output, remote=True)
-
-    async def _run(self, scratch: Path, command: list[str], *, identity: bool, remote: bool) -> BuildOutcome:
-        env = environment(scratch, self._environ, remote=remote)
-        return await run_supervised(
-            command, scratch=scratch, env=env, identity=identity, limits=self._limits, clock=self._clock,
+    async def _apptainer(self, scratch: Path, action: str, *arguments: str, identity: bool = False) -> None:
+        """Run `build` or `pull` with these arguments; only `pull` gets the user's credentials."""
+        program, remote = find_program(self._environ), action == "pull"
+        outcome = await run_supervised(
+            [program, action, *arguments],
+            scratch=scratch,
+            env=environment(scratch, self._environ, remote=remote),
+            identity=identity,
+            limits=self._limits,
             progress=self._progress,
-        )  # fmt: skip
+        )
+        if outcome.status:
+            name = f"pulling {arguments[-1]}" if remote else f"{Path(program).name} {action}"
+            raise failure(name, outcome.status, outcome.output, remote=remote)
 
     async def _add(
         self, image: Path, key: str, name: str, version: str, source: str, content: dict[str, object]

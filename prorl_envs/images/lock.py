@@ -4,13 +4,13 @@ The guarded operations are correct even without the lock, on a file system witho
 name and is published by one rename. The same image is then only built twice.
 """
 
+import asyncio
 import fcntl
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.images.threads import in_thread
 from prorl_envs.sandbox.filesystem.layer_leases import open_locked
 
@@ -18,15 +18,13 @@ _POLL_S = 0.5
 
 
 @asynccontextmanager
-async def key_lock(
-    path: Path, *, on_wait: Callable[[], None] = lambda: None, clock: Clock | None = None
-) -> AsyncIterator[None]:
+async def key_lock(path: Path, *, on_wait: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
     """Hold the lock at `path`, a file in an existing directory. The kernel releases a killed owner's lock.
 
     Args:
         on_wait: called once if another owner holds the lock.
     """
-    clock, held, waits = clock or SystemClock(), list[int](), False
+    held, waits = list[int](), False
 
     def take() -> bool:
         lock = open_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,7 +37,7 @@ async def key_lock(
             if not waits:
                 on_wait()
             waits = True
-            await clock.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_S)
         yield
     finally:
         if held:

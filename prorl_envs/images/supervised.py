@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prorl_envs.clock import Clock
 from prorl_envs.errors import SandboxError
 
 _TAIL = 8192
@@ -69,7 +68,6 @@ async def run_supervised(
     env: Mapping[str, str],
     identity: bool,
     limits: BuildLimits,
-    clock: Clock,
     progress: Callable[[str], None],
 ) -> BuildOutcome:
     """Run `command` in `scratch`. Remove `scratch` if the run is interrupted.
@@ -98,8 +96,8 @@ async def run_supervised(
         os.close(write_end)
     reading = asyncio.create_task(_read(output.stream, tail, progress))
     try:
-        async with clock.timeout(limits.seconds):
-            await _watch(reading, scratch, limits.free_bytes, clock)
+        async with asyncio.timeout(limits.seconds):
+            await _watch(reading, scratch, limits.free_bytes)
     except TimeoutError:
         raise SandboxError(
             f"building the image took more than {limits.seconds:.0f} s: {tail.line}",
@@ -118,7 +116,7 @@ async def _read(stream: asyncio.StreamReader, tail: Tail, progress: Callable[[st
         progress(tail.line)
 
 
-async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, clock: Clock) -> None:
+async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int) -> None:
     """Return when the command's output is closed.
 
     Raises:
@@ -131,11 +129,7 @@ async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, cl
                 f"too little disk space to build the image: {free >> 20} MiB are free in {scratch.parent}",
                 hint="set run_dir to a larger local disk",
             )
-        pause = asyncio.ensure_future(clock.sleep(_POLL_S))
-        try:
-            await asyncio.wait([reading, pause], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            pause.cancel()
+        await asyncio.wait([reading], timeout=_POLL_S)
 
 
 async def _wait_for_exit(
