@@ -192,17 +192,20 @@ def layer_store(settings: Settings) -> LayerStore:
     return LayerStore(settings.images.layers_dir or (settings.cache_dir or default_cache_dir()) / "layers")
 
 
-def image_puller(settings: Settings, progress: Callable[[str], None]) -> ImagePuller:
+def image_puller(
+    settings: Settings, progress: Callable[[str], None], *, bases: Mapping[str, Path] | None = None
+) -> ImagePuller:
     """Return the client that pulls images from registries into the store of layers.
 
     Args:
         settings: all settings.
         progress: called with a short line on each progress.
+        bases: local images by reference, in addition to those of the settings.
     """
     registries = RegistrySettings(mirrors=settings.images.mirrors, insecure=settings.images.insecure)
     pulls = PullSettings(
         registry=registries,
-        bases=settings.images.bases,
+        bases={**settings.images.bases, **(bases or {})},
         limits=UnpackLimits(unpacked_bytes=settings.image_build_bytes),
         seconds=settings.image_build_s,
     )
@@ -255,12 +258,11 @@ def dockerfiles_of(
         driver: driver of the build's sandboxes.
         bases, allow: as in `dockerfile_builder`.
     """
-    puller = image_puller(settings, lambda line: None)
+    puller = image_puller(settings, lambda line: None, bases=bases)
     return DockerfileBuilder(
         puller.store,
         driver,
         puller=puller,
-        bases={**settings.images.bases, **(bases or {})},
         network=Network(allow=(*settings.images.allow, *allow)),
         limits=DockerfileLimits(run_s=settings.image_build_s),
         scratch=settings.run_dir,

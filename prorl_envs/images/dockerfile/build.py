@@ -49,7 +49,7 @@ from prorl_envs.images.dockerfile.stages import (
 )
 from prorl_envs.images.layers import LayerStore
 from prorl_envs.images.registry.documents import host_platform
-from prorl_envs.images.registry.puller import ImagePuller, PullSettings, find_base
+from prorl_envs.images.registry.puller import ImagePuller, PullSettings
 from prorl_envs.images.scratch import make_scratch
 from prorl_envs.images.threads import in_thread
 from prorl_envs.images.unpack import UnpackLimits
@@ -61,8 +61,6 @@ from prorl_envs.sandbox.filesystem.layered import (
     ImageConfig,
     LayeredImage,
     LayerTree,
-    is_layered,
-    read_layered,
 )
 
 #: Part of the keys of layers: raise it if instructions are executed differently.
@@ -133,7 +131,7 @@ class DockerfileBuilder:
     Args:
         store: store of the layers and images; builders that share it trust each other.
         driver: driver of the sandboxes of RUN: bubblewrap or apptainer.
-        bases: local images by reference, used in place of a registry: directories and `.layers.json` files.
+        bases: see `PullSettings`, for the default puller.
         network: hosts that RUN and ADD can reach.
         limits: limits of one build.
         puller: pulls other images; None creates a puller for the store.
@@ -152,11 +150,15 @@ class DockerfileBuilder:
         scratch: Path | None = None,
     ) -> None:
         self.store, self.driver = store, driver
-        self.bases = dict(bases or {})
         self.network = network or Network()
         self.limits = limits or DockerfileLimits()
-        self.puller = puller or ImagePuller(store, PullSettings(bases=self.bases))
+        self.puller = puller or ImagePuller(store, PullSettings(bases=dict(bases or {})))
         self.scratch = node_local_base(scratch)
+
+    @property
+    def bases(self) -> Mapping[str, Path]:
+        """Local images by reference; see `PullSettings`."""
+        return self.puller.settings.bases
 
     async def build(
         self,
@@ -299,33 +301,17 @@ class _Build:
         if reference == "scratch":
             found = _Stage([await self._layer("empty", _leave_empty)], "scratch", ImageConfig())
         else:
-            image = await self._local(reference) or await self._builder.puller.pull(
-                reference, platform=platform
-            )
+            if reference.startswith(("/", ".")):
+                raise InputError(
+                    f"{reference} is a path of this machine",
+                    hint="define a name for it: --base NAME=PATH, or images.bases",
+                )
+            image = await self._builder.puller.pull(reference, platform=platform)
             self._hold(image.layers)
             key = of_value({"format": _FORMAT, "layers": [self._identity(layer) for layer in image.layers]})
             found = _Stage([*image.layers], key, image.config)
         self._images[f"{platform} {reference}"] = found
         return found
-
-    async def _local(self, reference: str) -> LayeredImage | None:
-        """Return the image of an alias; None if there is no such alias. A path is refused as untrusted."""
-        if reference.startswith(("/", ".")):
-            raise InputError(
-                f"{reference} is a path of this machine",
-                hint="define a name for it: --base NAME=PATH, or images.bases",
-            )
-        path = self._builder.bases.get(reference) or find_base(reference, self._builder.bases)
-        if path is None:
-            return None
-        if is_layered(path):
-            return await in_thread(read_layered, path)
-        if path.is_dir():
-            return LayeredImage(layers=(path.absolute(),))
-        raise InputError(
-            f"the image {path} has no layers",
-            hint="name a directory or a .layers.json file; unpack a tar first",
-        )
 
     def _identity(self, layer: Path) -> str:
         if layer.parent == self._builder.store.root / LAYERS:

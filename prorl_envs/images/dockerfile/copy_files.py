@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prorl_envs.errors import InputError
+from prorl_envs.images.digest import of_stream
 from prorl_envs.images.dockerfile.ignore import IgnoreRules, glob_expression, is_glob
 from prorl_envs.sandbox.filesystem.directories import remove_tree
 from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerTree, is_opaque, is_whiteout
@@ -344,11 +345,8 @@ def _identity(entry: SourceEntry) -> tuple[object, ...]:
         return ("link", os.fsencode(entry.host.readlink()))
     if stat.S_ISDIR(mode):
         return ("directory", mode & 0o1777)
-    digest = hashlib.sha256()
     with _open(entry.host) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return ("file", mode & 0o777, digest.hexdigest())
+        return ("file", mode & 0o777, of_stream(file)[0])
 
 
 def _open(path: Path) -> BinaryIO:

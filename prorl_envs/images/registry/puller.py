@@ -69,6 +69,8 @@ def find_base(reference: str, bases: Mapping[str, Path]) -> Path | None:
     Raises:
         InputError: the reference or one of the aliases is invalid.
     """
+    if reference in bases:
+        return bases[reference]
     wanted = parse_reference(reference)
     return next((path for name, path in bases.items() if parse_reference(name) == wanted), None)
 
@@ -92,26 +94,25 @@ class ImagePuller:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.store = store
-        self._settings = settings or PullSettings()
+        self.settings = settings or PullSettings()
         self._progress = progress
         self._clock = clock or SystemClock()
         self._environ = os.environ if environ is None else environ
 
-    async def resolve(self, reference: str, *, platform: str = "", refresh: bool = False) -> Path:
+    async def resolve(self, reference: str, *, refresh: bool = False) -> Path:
         """Return the path of an image: that of a base alias, or one in the store. Pull a missing image.
 
         Args:
             reference: reference, with or without `docker://`.
-            platform: platform such as `linux/arm64`; "" is this machine's.
             refresh: whether to pull the image even if the store has it.
 
         Raises:
             InputError: the reference is invalid.
             SandboxError: the image cannot be pulled.
         """
-        if (base := find_base(reference, self._settings.bases)) is not None:
+        if (base := find_base(reference, self.settings.bases)) is not None:
             return base
-        parsed, wanted = parse_reference(reference), platform or host_platform()
+        parsed, wanted = parse_reference(reference), host_platform()
         key = of_value({"format": _FORMAT, "reference": str(parsed), "platform": wanted})
         name = f"{parsed.repository.rpartition('/')[2][:48]}-{key[:16]}"
         if not refresh and (found := await in_thread(self.store.image, name)):
@@ -124,13 +125,14 @@ class ImagePuller:
         """Return the layers and settings of a reference's image; download layers that are not in the store.
 
         Args:
-            reference, platform: as in `resolve`.
+            reference: as in `resolve`.
+            platform: platform such as `linux/arm64`; "" is this machine's.
 
         Raises:
             InputError: the reference is invalid, or an alias of a SIF, which has no layers.
             SandboxError: the image cannot be pulled.
         """
-        base = find_base(reference, self._settings.bases)
+        base = find_base(reference, self.settings.bases)
         if base is None:
             return await self._pull(parse_reference(reference), platform or host_platform())
         if is_layered(base):
@@ -138,24 +140,25 @@ class ImagePuller:
         if base.is_dir():
             return LayeredImage(layers=(base.absolute(),))
         raise InputError(
-            f"the image {base} for {reference} has no layers", hint="name a directory or a .layers.json file"
+            f"the image {base} for {reference} has no layers",
+            hint="name a directory or a .layers.json file; unpack a tar first",
         )
 
     async def _pull(self, reference: ImageReference, platform: str) -> LayeredImage:
         check_platform(platform)
         self._progress(f"pulling {reference}")
         try:
-            async with self._clock.timeout(self._settings.seconds), self._clients(reference) as clients:
+            async with self._clock.timeout(self.settings.seconds), self._clients(reference) as clients:
                 return await self._pull_from_any(clients, reference, platform)
         except TimeoutError as error:
             raise RegistryError(
-                f"the pull of {reference} took more than {self._settings.seconds:g} s",
+                f"the pull of {reference} took more than {self.settings.seconds:g} s",
                 hint="raise image_build_s; finished layers are kept",
             ) from error
 
     @asynccontextmanager
     async def _clients(self, reference: ImageReference) -> AsyncIterator[list[RegistryClient]]:
-        registry = self._settings.registry
+        registry = self.settings.registry
         async with http_client(registry) as http:
             clients = []
             for endpoint in endpoints_of(reference, registry):
@@ -181,7 +184,7 @@ class ImagePuller:
         manifest = await _find_manifest(client, reference.version, platform)
         config, digests = parse_config(await client.document(manifest.config), len(manifest.layers))
         parts = dict(zip(digests, manifest.layers, strict=True))  # a layer may occur twice
-        slots = asyncio.Semaphore(self._settings.parallel)
+        slots = asyncio.Semaphore(self.settings.parallel)
         try:
             async with asyncio.TaskGroup() as group:
                 for diff_id, blob in parts.items():
@@ -199,9 +202,9 @@ class ImagePuller:
         async with slots, self.store.making(_key(diff_id), on_wait=self._waiting) as place:
             if place is None:
                 return
-            if blob.size > self._settings.limits.unpacked_bytes:
+            if blob.size > self.settings.limits.unpacked_bytes:
                 raise RegistryRefused(
-                    f"a layer has {blob.size} bytes, more than {self._settings.limits.unpacked_bytes}",
+                    f"a layer has {blob.size} bytes, more than {self.settings.limits.unpacked_bytes}",
                     hint="raise image_build_bytes",
                 )
             with self.store.downloading(blob.digest.removeprefix("sha256:"), blob.size) as file:
@@ -214,7 +217,7 @@ class ImagePuller:
         """Unpack in a thread. A cancellation stops the thread at its next read."""
         source = _StoppableFile(file)
         work = in_thread(
-            unpack_layer, cast(BinaryIO, source), place, diff_id=diff_id, limits=self._settings.limits
+            unpack_layer, cast(BinaryIO, source), place, diff_id=diff_id, limits=self.settings.limits
         )
         working = asyncio.ensure_future(work)
         try:

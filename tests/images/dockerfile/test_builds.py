@@ -18,6 +18,7 @@ from prorl_envs.images.dockerfile.ignore import IgnoreRules
 from prorl_envs.images.dockerfile.parser import DockerfileError
 from prorl_envs.images.dockerfile.run import RunFailed
 from prorl_envs.images.layers import LayerStore
+from prorl_envs.images.registry.puller import ImagePuller, PullSettings
 from prorl_envs.sandbox.base import Network
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.layered import LAYER_LIMIT, LayeredImage, read_layered
@@ -391,7 +392,8 @@ async def test_the_network_is_part_of_the_request(project: Project) -> None:
 
 async def test_a_layered_image_is_a_base(project: Project) -> None:
     await project.build("RUN echo 1 > /one\nENV a=b\nWORKDIR /w", name="mine")
-    project.builder.bases["mine:1"] = project.store.root / "images" / "mine.layers.json"
+    mine = project.store.root / "images" / "mine.layers.json"
+    project.builder.puller = ImagePuller(project.store, PullSettings(bases={"mine:1": mine}))
     image = await project.build_all("FROM mine:1\nRUN cat /one > two")
     assert files_of(image)["w/two"] == "1\n"
     assert image.config.env == {"a": "b"}
