@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prorl_envs.errors import InputError
@@ -30,27 +29,6 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-#: Attributes of every dict. Jinja looks for these first.
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-#: Attributes of `loop` that templates use.
-_LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length"})
-_json = json.JSONEncoder(ensure_ascii=False).encode
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja environment with fast access to message fields and loop attributes.
-
-    It looks up the keys of plain dicts without raising exceptions, and omits the safety check for loops.
-    """
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
 
 
 class ChatTemplate:
@@ -72,7 +50,7 @@ class ChatTemplate:
         *,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        environment = _Environment(
+        environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )
         environment.filters["tojson"] = _tojson
@@ -82,9 +60,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise InputError(f"the chat template is not valid Jinja: {error}") from error
-        # Each context lists the names of the globals: this is faster for a dict than for a chain of mappings.
-        self._template.globals = dict(self._template.globals)
-        self._variables = {**self._template.globals, **(variables or {})}
+        self._variables = dict(variables or {})
 
     def render(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, generation_prompt: bool
@@ -100,15 +76,14 @@ class ChatTemplate:
             InputError: the template refuses this conversation.
         """
         try:
-            variables = {
-                **self._variables,
-                "messages": list(messages),
-                "tools": list(tools) or None,
-                "add_generation_prompt": generation_prompt,
-            }
-            # As `Template.render`, but without merging the globals each time.
-            context = self._template.new_context(variables, shared=True)
-            return "".join(self._template.root_render_func(context))
+            return self._template.render(
+                {
+                    **self._variables,
+                    "messages": list(messages),
+                    "tools": list(tools) or None,
+                    "add_generation_prompt": generation_prompt,
+                }
+            )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InputError(
                 f"the chat template refuses this conversation: {error}",
@@ -182,8 +157,6 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Return plain JSON, which templates expect; Jinja's own `tojson` escapes for HTML."""
-    if not (ensure_ascii or indent or separators or sort_keys):
-        return _json(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -18,18 +18,11 @@ A mark is never put next to leading or trailing white space, so a template that 
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any
 
-import msgspec
-
 # Unicode noncharacters: they "should never be interchanged", so no legitimate text contains them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_OPEN_UTF8, _OPEN_ASCII = _OPEN.encode(), _OPEN.encode("ascii", "backslashreplace")
-#: Maximum characters of a text whose cut positions are cached, and maximum cached texts. Short texts are
-#: mostly keys, roles and names, which recur in every message.
-_SHORT, _CACHED_TEXTS = 64, 4096
 
 
 def valid_unicode(text: str) -> str:
@@ -66,17 +59,12 @@ class ControlTokenEscaper:
         self._anywhere = [
             re.compile(f"{re.escape(first)}(?={'|'.join(after)})") for first, after in rests.items()
         ]
-        self._cuts_of_short = lru_cache(_CACHED_TEXTS)(self._cuts)
 
     def choose_mark(self, value: Any) -> str:
         """Return a mark that `value` (a JSON-like tree) does not contain, not even in ASCII JSON form."""
-        texts = [] if _free_of_marks(value) else list(_strings(value))
-        for number in count():
-            mark = f"{_OPEN}{number}{_CLOSE}"
-            escaped = in_ascii_json(mark)
-            if not any(mark in text or escaped in text for text in texts):
-                return mark
-        raise AssertionError("an unbounded search ends only by finding")
+        text = "\0".join(_strings(value))
+        marks = (f"{_OPEN}{number}{_CLOSE}" for number in count())
+        return next(mark for mark in marks if mark not in text and in_ascii_json(mark) not in text)
 
     def quote(self, text: str, mark: str, *, leading: bool = False) -> str:
         """Insert `mark` inside every literal that starts in `text`; removing the marks restores the text.
@@ -87,7 +75,7 @@ class ControlTokenEscaper:
             leading: also mark the start of a text that begins with the rest of a literal. Use it for prose,
                 but not for values that a template compares (`type == "object"`).
         """
-        cuts = (self._cuts_of_short if len(text) <= _SHORT else self._cuts)(text, leading)
+        cuts = self._cuts(text, leading)
         return mark.join(text[a:b] for a, b in pairwise((0, *cuts, len(text))))
 
     def quote_tree(self, value: Any, mark: str, *, leading: bool = False) -> Any:
@@ -119,16 +107,6 @@ class ControlTokenEscaper:
         if any(text[:end] in self._endings for end in range(1, min(len(text), self._longest) + 1)):
             return True
         return bool(text) and any(text in literal[1:] for literal in self._literals)
-
-
-def _free_of_marks(value: Any) -> bool:
-    """Return true if the JSON of `value` contains no possible mark. This is fast, and true for most
-    conversations. Escaped marks are found too: JSON doubles the backslash, which leaves the escape intact."""
-    try:
-        text = msgspec.json.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):  # search in detail
-        return False
-    return _OPEN_UTF8 not in text and _OPEN_ASCII not in text
 
 
 def _strings(value: Any) -> Iterable[str]:

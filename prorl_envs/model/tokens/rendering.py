@@ -7,7 +7,6 @@ tool results). The sampled ids are not rendered, so they cannot change. See docs
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from hashlib import blake2s
 from itertools import chain
 from typing import Any
@@ -27,8 +26,6 @@ from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
 _MAX_ID = 2**32 - 1
 #: Tokens at a prompt's end that are searched for the start of reasoning.
 _TAIL = 16
-#: Number of prompt ends that are cached. Most ends are written by the template, so they recur.
-_ENDS = 256
 #: Length in characters from which encoding takes milliseconds.
 LONG = 8192
 #: Fields of a message that a template may write next to its own text.
@@ -76,8 +73,6 @@ class TemplateRenderer:
         self._assistant = ControlTokenEscaper({*special, *self._ends.stops})
         self._stop_ids = tuple(dict.fromkeys((*(self._added[text] for text in self._ends.stops), *stop_ids)))
         opening = template.render([QUESTION], generation_prompt=True)
-        self._control = frozenset(added)
-        self._opened_by = lru_cache(_ENDS)(lambda ids: left_open(self.decode(ids), only_last=True))
         self._check_pieces()
         self._opened = left_open(opening)
         self._tools_known = self._knows_tools()
@@ -192,7 +187,7 @@ class TemplateRenderer:
         """
         opened = self._opened
         if prompt_ids is not None:
-            opened = self._opened_by(self._end_of(prompt_ids))
+            opened = left_open(self.decode(prompt_ids[-_TAIL:]), only_last=True)
         turn = self._format.turn(
             self.decode(self.without_stop(ids)), opened=opened, declared=Declared.of(tools)
         )
@@ -202,13 +197,6 @@ class TemplateRenderer:
             for index, call in enumerate(turn.calls)
         )
         return AssistantTurn(turn.content, calls, turn.malformed, turn.reasoning)
-
-    def _end_of(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids from the last control token on. The text that starts reasoning contains a control
-        token only at its beginning."""
-        tail = tuple(prompt_ids[-_TAIL:])
-        starts = (start for start in reversed(range(len(tail))) if tail[start] in self._control)
-        return tail[next(starts, 0) :]
 
     def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
         """Return an answer without the stop tokens at its end."""
