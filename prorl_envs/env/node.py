@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prorl_envs.env.search import SearchBackend, SearchSettings
+from prorl_envs.env.search import SearchSettings
 from prorl_envs.env.search_index import IndexSearch
 from prorl_envs.env.web_search import WebSearch
 from prorl_envs.errors import InputError
@@ -99,7 +99,7 @@ class Node:
         self._images = images
         self._dockerfiles = dockerfiles
         self._search = search or SearchSettings()
-        self._backend: SearchBackend | None = None
+        self._backend: IndexSearch | WebSearch | None = None
         self.cache_dir = cache_dir
         starts = max_concurrent_starts or STARTS_PER_PROCESSOR * len(os.sched_getaffinity(0))
         self._pool = WarmPool(driver, limit=warm_pool_size, max_concurrent_starts=starts)
@@ -141,7 +141,7 @@ class Node:
         self._seconds += time.monotonic() - asked
         return place
 
-    def search_backend(self, sample: Path) -> SearchBackend:
+    def search_backend(self, sample: Path) -> IndexSearch | WebSearch:
         """Return the back end of search tools; all episodes share it.
 
         Args:

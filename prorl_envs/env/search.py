@@ -7,7 +7,7 @@ a sandbox.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from prorl_envs.errors import InputError, ToolError
 
@@ -29,30 +29,6 @@ class Hit:
     title: str
     text: str
     source: str
-
-
-class SearchBackend(Protocol):
-    """Interface of a search back end."""
-
-    async def open(self) -> None:
-        """Prepare the back end; called before each episode, and cheap after the first.
-
-        Raises:
-            InputError: the settings refer to something that does not exist.
-        """
-        ...
-
-    async def search(self, query: str, limit: int) -> list[Hit]:
-        """Return the best hits, best first.
-
-        Args:
-            query: words; hostile.
-            limit: maximum number of hits.
-
-        Raises:
-            SearchFailed.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class IndexSearch:
         self._opening = asyncio.Lock()
 
     async def open(self) -> None:
-        """Build the index, unless it exists.
+        """Build the index, unless it exists. Called before each episode.
 
         Raises:
             InputError: `corpus` is not a folder, holds no text, or a file in it is wrong.
@@ -54,6 +54,11 @@ class IndexSearch:
                 self._path = await asyncio.to_thread(build_index, self._corpus, self._cache_dir)
 
     async def search(self, query: str, limit: int) -> list[Hit]:
+        """Return at most `limit` hits for a hostile query, best first.
+
+        Raises:
+            SearchFailed: the index cannot be searched.
+        """
         await self.open()
         assert self._path is not None
         try:

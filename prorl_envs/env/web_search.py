@@ -86,9 +86,14 @@ class WebSearch:
             raise InputError(f"{settings.backend} needs a key", hint="set PRORL_SEARCH__KEY")
 
     async def open(self) -> None:
-        return
+        """Do nothing; see `IndexSearch.open`."""
 
     async def search(self, query: str, limit: int) -> list[Hit]:
+        """Return at most `limit` hits for a hostile query, best first.
+
+        Raises:
+            SearchFailed: the service does not answer, or refuses the request.
+        """
         problem = ""
         async with httpx.AsyncClient(timeout=self._settings.timeout_s, follow_redirects=False) as client:
             for _ in range(_ATTEMPTS):

@@ -1,6 +1,5 @@
 """Lifetime of the resources servers and agents that NeMo Gym starts."""
 
-import ctypes
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -9,15 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from prorl_envs.sandbox.linux.syscall_wrappers import PR_SET_PDEATHSIG, prctl
 
 
 def die_with_parent() -> None:
     """Have the kernel send this process SIGTERM when its parent exits, for every kind of exit."""
     parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent exited before prctl
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,5 +1,6 @@
 """Recipe of a harness: its installation, its start, its task and model settings, and its exit statuses."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -117,16 +118,5 @@ class Endpoint:
 def filled(text: str, values: Mapping[str, str]) -> str:
     """Replace the names in braces in `text` by their values. Other braces stay; inserted values are not
     scanned."""
-    parts, rest = [], text
-    while rest:
-        position, name = min(
-            ((found, name) for name in values if (found := rest.find(f"{{{name}}}")) >= 0),
-            default=(len(rest), ""),
-        )
-        parts.append(rest[:position])
-        if name:
-            parts.append(values[name])
-            rest = rest[position + len(name) + 2 :]
-        else:
-            rest = ""
-    return "".join(parts)
+    names = "|".join(map(re.escape, values))
+    return re.sub(rf"{{({names})}}", lambda match: values[match[1]], text)
