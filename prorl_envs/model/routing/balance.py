@@ -66,27 +66,15 @@ class ServerState:
         return self.failures == 0 or (self.retry_at <= now and self.in_flight == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """Trade-off between session affinity and load balance.
-
-    Args:
-        room: requests in flight that do not slow any server; below it a session never moves for balance.
-        stay: a session without history stays while its server has less than this multiple of the mean in
-            flight. The bound grows with the tokens that a move would recompute.
-        spread: the same bound for sessions with the longest histories.
-        begin: further samples of a group start on the server that caches its prompt while that server has
-            less than this multiple of the mean in flight.
-    """
-
-    room: int = 8
-    stay: float = 1.1
-    spread: float = 1.2
-    begin: float = 1.1
-
-
-#: Best values found with `bench/router.py`.
-DEFAULT = Balance()
+# Trade-off between session affinity and load balance: the best values found with `bench/router.py`.
+#: Requests in flight that do not slow any server; below it a session never moves for balance.
+_ROOM = 8
+#: A session stays while its server has less than this multiple of the mean in flight: a session without
+#: history, and one with the longest history, whose tokens a move would recompute.
+_STAY, _STAY_LONGEST = 1.1, 1.2
+#: Further samples of a group start on a server that caches its prompt while that server has less than this
+#: multiple of the mean in flight.
+_BEGIN = 1.1
 
 
 def decide(
@@ -97,7 +85,6 @@ def decide(
     excluded: Collection[str] = (),
     warm: Collection[str] = (),
     weight: float = 1.0,
-    balance: Balance = DEFAULT,
 ) -> str | None:
     """Return the server for a session's next turn.
 
@@ -115,7 +102,6 @@ def decide(
         excluded: URLs on which this request has already failed.
         warm: URLs that cache the prompt of the session's group.
         weight: cost of recomputing the session's history elsewhere, from 0 (nothing) to 1 (maximum).
-        balance: the bounds.
     """
     usable = [server for server in servers if not server.draining and server.url not in excluded]
     ready = [server for server in usable if server.ready(now)]
@@ -127,14 +113,14 @@ def decide(
     home = next((server for server in ready if server.url == pinned), None)
     if home is not None:
         underloaded = (
-            least.joining and least.in_flight + 1 < mean <= home.in_flight and home.in_flight >= balance.room
+            least.joining and least.in_flight + 1 < mean <= home.in_flight and home.in_flight >= _ROOM
         )
-        bound = balance.stay + (balance.spread - balance.stay) * min(max(weight, 0.0), 1.0)
-        stays = home.in_flight < max(balance.room, bound * mean)
+        bound = _STAY + (_STAY_LONGEST - _STAY) * min(max(weight, 0.0), 1.0)
+        stays = home.in_flight < max(_ROOM, bound * mean)
         return home.url if stays and not underloaded else least.url
     caching = [server for server in ready if server.url in warm]
     if caching:
         candidate = min(caching, key=lambda server: (server.in_flight, server.sessions))
-        if candidate.in_flight < max(balance.room, balance.begin * mean):
+        if candidate.in_flight < max(_ROOM, _BEGIN * mean):
             return candidate.url
     return least.url

@@ -2,9 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
-from prorl_envs.model.routing.balance import DEFAULT, Balance, ServerState, decide
+from prorl_envs.model.routing.balance import ServerState, decide
 
 
 @dataclass(slots=True)
@@ -15,34 +15,19 @@ class _Pin:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RouterSnapshot:
-    """Counts and states of the router at one moment.
+@dataclass(slots=True)
+class RouterCounts:
+    """Counts of the router.
 
     Args:
-        servers: copies of the servers' states.
         turns: requests that were routed.
         prompt_tokens: prompt tokens of these requests.
         expected_hits: prompt tokens that the chosen server should have cached, by the router's own records.
         reported_prompt_tokens, reported_hits: prompt tokens and cache hits of servers that report their hits.
         rebalanced: number of times that a session left a server for balance.
         failed_over: number of times that a session left a server that failed or was drained.
-        load_imbalance: maximum over mean of the servers' requests in flight; 1.0 if all are idle.
     """
 
-    servers: tuple[ServerState, ...]
-    turns: int
-    prompt_tokens: int
-    expected_hits: int
-    reported_prompt_tokens: int
-    reported_hits: int
-    rebalanced: int
-    failed_over: int
-    load_imbalance: float
-
-
-@dataclass(slots=True)
-class _Counts:
     turns: int = 0
     prompt_tokens: int = 0
     expected_hits: int = 0
@@ -50,6 +35,19 @@ class _Counts:
     reported_hits: int = 0
     rebalanced: int = 0
     failed_over: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterSnapshot(RouterCounts):
+    """Counts and states of the router at one moment.
+
+    Args:
+        servers: copies of the servers' states.
+        load_imbalance: maximum over mean of the servers' requests in flight; 1.0 if all are idle.
+    """
+
+    servers: tuple[ServerState, ...]
+    load_imbalance: float
 
 
 @dataclass(slots=True)
@@ -67,7 +65,6 @@ class Router:
         max_sessions: maximum pins, and maximum groups; the longest idle are dropped first.
         cooldown_s: seconds for which a failed server gets no turn; doubles with each further failure.
         max_cooldown_s: maximum of these seconds.
-        balance: bounds of affinity.
     """
 
     def __init__(
@@ -76,16 +73,14 @@ class Router:
         max_sessions: int = 65_536,
         cooldown_s: float = 2.0,
         max_cooldown_s: float = 60.0,
-        balance: Balance = DEFAULT,
     ) -> None:
         self._max_sessions = max_sessions
         self._cooldown_s = cooldown_s
         self._max_cooldown_s = max_cooldown_s
-        self._balance = balance
         self._servers: dict[str, ServerState] = {}
         self._pins: OrderedDict[str, _Pin] = OrderedDict()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
-        self._counts = _Counts()
+        self._counts = RouterCounts()
         self._mean_tokens = 0.0  # moving average of the prompt length in tokens
 
     @property
@@ -97,18 +92,11 @@ class Router:
         """Return the counts and the servers' states."""
         loads = [server.in_flight for server in self._servers.values() if not server.draining]
         mean = sum(loads) / len(loads) if loads else 0.0
-        counts = self._counts
         return RouterSnapshot(
+            **asdict(self._counts),
             servers=tuple(
                 replace(server, window=replace(server.window)) for server in self._servers.values()
             ),
-            turns=counts.turns,
-            prompt_tokens=counts.prompt_tokens,
-            expected_hits=counts.expected_hits,
-            reported_prompt_tokens=counts.reported_prompt_tokens,
-            reported_hits=counts.reported_hits,
-            rebalanced=counts.rebalanced,
-            failed_over=counts.failed_over,
             load_imbalance=max(loads) / mean if mean else 1.0,
         )
 
@@ -148,7 +136,6 @@ class Router:
             excluded=excluded,
             warm=group.urls if group else (),
             weight=tokens / (2 * self._mean_tokens) if self._mean_tokens else 1.0,
-            balance=self._balance,
         )
         if url is None:
             return None

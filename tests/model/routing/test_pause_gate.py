@@ -11,7 +11,7 @@ from prorl_envs.clock import Clock
 from prorl_envs.errors import ModelError
 from prorl_envs.model.http.client import ClientLimits
 from prorl_envs.model.routing.balance import ServerState
-from prorl_envs.model.routing.health import Rhythm, due, watching
+from prorl_envs.model.routing.health import due, watching
 from prorl_envs.model.routing.pause_gate import ActiveTimeout, HeldTime, PauseGate
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.routing.resumable_turn import MAX_PARTS
@@ -241,12 +241,11 @@ async def test_draining_waits_for_turns_in_flight() -> None:
 
 async def test_a_watched_server_is_detected_as_dead_and_alive_again() -> None:
     clock = FakeClock()
-    rhythm = Rhythm(every_s=10, failed_s=1)
     async with ScriptedServer(BOOK, weight_version="5") as server:
         url = server.url
-        async with pool_on(url, clock=clock) as pool, watching(pool, rhythm=rhythm, clock=clock):
+        async with pool_on(url, clock=clock) as pool, watching(pool, clock=clock):
             await wait_for_state(pool, clock, lambda state: state.weight_version == "5")
-    async with pool_on(url, clock=clock) as pool, watching(pool, rhythm=rhythm, clock=clock):
+    async with pool_on(url, clock=clock) as pool, watching(pool, clock=clock):
         await wait_for_state(pool, clock, lambda state: state.failures == 1)
         async with ScriptedServer(BOOK, port=int(url.rpartition(":")[2])):
             await wait_for_state(pool, clock, lambda state: state.failures == 0)
@@ -262,8 +261,7 @@ async def wait_for_state(pool: ModelPool, clock: FakeClock, holds: Any) -> None:
 
 
 def test_an_unreachable_server_is_checked_less_and_less_often() -> None:
-    rhythm = Rhythm(every_s=15, failed_s=1, max_failed_s=30)
-    assert [due(ServerState("a", failures=n), rhythm) for n in (0, 1, 2, 3, 10)] == [15, 1, 2, 4, 30]
+    assert [due(ServerState("a", failures=n)) for n in (0, 1, 2, 3, 10)] == [15, 1, 2, 4, 30]
 
 
 async def test_time_at_a_closed_gate_is_not_active_time() -> None:
