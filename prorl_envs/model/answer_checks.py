@@ -5,14 +5,14 @@ The wire format of each kind of server is in that server's own module.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from prorl_envs.errors import ModelError
-from prorl_envs.model.types import FinishReason, Sampled, Sampling, VersionSpan
+from prorl_envs.model.types import FinishReason, Sampled, Sampling, VersionSpan, joined_spans, spans_at
 
 # A log-probability that is computed in low precision may be slightly above 0.
 _LOGPROB_SLACK = 1e-2
@@ -78,6 +78,10 @@ class RequestContract:
     vocab_size: int | None
     server: str
 
+    def cached(self, count: int | None) -> int | None:
+        """Return the reported number of cached prompt tokens; None if it is not possible."""
+        return count if count is not None and 0 <= count <= len(self.prompt_ids) else None
+
 
 class WireSpan(msgspec.Struct):
     """A span of one weight version, as vLLM and SGLang write it."""
@@ -103,6 +107,18 @@ def neutral_sampling(sampling: Sampling) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "n": 1,
     }
+
+
+def decoded[T](body: bytes, kind: type[T], problem: str) -> T:
+    """Decode the JSON of a server.
+
+    Raises:
+        ProtocolError: it has another format; the message is `problem` and the reason.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{problem}: {error}") from error
 
 
 def check_ids(ids: Sequence[int], expected: RequestContract) -> tuple[int, ...]:
@@ -178,19 +194,12 @@ def check_spans(spans: Sequence[WireSpan], count: int, expected: RequestContract
     if not adjacent or edges[-1] != count or len(spans) > MAX_SPANS:
         raise ProtocolError(f"{expected.server} returned weight versions that do not cover the answer")
     filled = [span for span in spans if span.end > span.start]
-    return joined_spans(
-        [VersionSpan(version=version_name(s.version), start=s.start, end=s.end) for s in filled]
-    )
+    return _several(VersionSpan(version=version_name(s.version), start=s.start, end=s.end) for s in filled)
 
 
-def joined_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+def _several(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Join adjacent spans of one version. If a single span remains, it is redundant, so return none."""
-    joined: list[VersionSpan] = []
-    for span in spans:
-        if joined and joined[-1].version == span.version:
-            joined[-1] = joined[-1].model_copy(update={"end": span.end})
-        else:
-            joined.append(span)
+    joined = joined_spans(spans)
     return tuple(joined) if len(joined) > 1 else ()
 
 
@@ -202,23 +211,17 @@ def version_name(version: str | int | None) -> str:
 def continued(first: Sampled, second: Sampled) -> Sampled:
     """Join two answers into one turn. The first was interrupted, and the second continues it."""
     count = len(first.ids)
-    spans = [*_spans(first, 0), *_spans(second, count)]
+    spans = [
+        *spans_at(0, count, first.weight_version, first.version_spans),
+        *spans_at(count, len(second.ids), second.weight_version, second.version_spans),
+    ]
     return Sampled(
         ids=first.ids + second.ids,
         logprobs=first.logprobs + second.logprobs,
         finish_reason=second.finish_reason,
         weight_version=first.weight_version if count else second.weight_version,
         server=second.server,
-        version_spans=joined_spans(spans),
+        version_spans=_several(spans),
         cached_tokens=first.cached_tokens if count else second.cached_tokens,
         exact=first.exact and second.exact,
     )
-
-
-def _spans(sampled: Sampled, offset: int) -> list[VersionSpan]:
-    default = VersionSpan(version=sampled.weight_version, start=0, end=len(sampled.ids))
-    return [
-        VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
-        for span in sampled.version_spans or (default,)
-        if span.end > span.start
-    ]

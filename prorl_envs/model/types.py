@@ -4,7 +4,7 @@ A prompt is a list of ids. An answer consists of the sampled ids with their log-
 observation is rendered separately, and its ids are appended. Sampled text is never tokenised again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -73,6 +73,26 @@ class VersionSpan(BaseModel):
     end: int = Field(ge=0)
 
 
+def spans_at(offset: int, count: int, version: str, spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Return the spans of an answer of `count` ids at `offset`. Without `spans`, one version sampled all."""
+    return [
+        VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
+        for span in spans or (VersionSpan(version=version, start=0, end=count),)
+        if span.end > span.start
+    ]
+
+
+def joined_spans(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
+    """Join adjacent spans of one version."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version and joined[-1].end == span.start:
+            joined[-1] = joined[-1].model_copy(update={"end": span.end})
+        else:
+            joined.append(span)
+    return joined
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One answer of a model server.
@@ -97,6 +117,11 @@ class Sampled:
     version_spans: tuple[VersionSpan, ...] = ()
     cached_tokens: int | None = None
     exact: bool = True
+
+    @property
+    def newest_version(self) -> str:
+        """Version of the weights that sampled the last id; "" if unknown."""
+        return self.version_spans[-1].version if self.version_spans else self.weight_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ An episode is one row, or several if its history was rewritten (`service.reasoni
 have its reward, so a loss should be normalised per episode, with each row's `weight`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from prorl_envs.errors import ProrlError
-from prorl_envs.model.types import VersionSpan
+from prorl_envs.model.types import VersionSpan, joined_spans, spans_at
 from prorl_envs.rollout.api.types import JobState, Result, StopReason, Trajectory, TurnRecord
 from prorl_envs.rollout.client.trajectory_checks import check_trajectory
 
@@ -143,6 +143,14 @@ def rows_of(result: Result) -> list[Row]:
     return rows
 
 
+def filled_rows(rows: Sequence[Row], token: int) -> list[Row]:
+    """Return rows for trainers that require one for every sample (`Row.filled`). An empty prompt becomes that
+    of another row of its group, or else of another group."""
+    prompts = {row.group_id: row.prompt_ids for row in rows if row.prompt_ids}
+    default = next(iter(prompts.values()), [token])
+    return [row.filled(prompts.get(row.group_id, default), token) for row in rows]
+
+
 def one_row(result: Result) -> Row:
     """Return the only row of an episode, for trainers that accept one row per sample.
 
@@ -193,29 +201,11 @@ def _row(result: Result, status: RowStatus, trajectory: Trajectory, index: int, 
         stop_reason=result.stop_reason or "",
         failure=result.failure.kind if result.failure else "",
         turns=tuple((turn.start - first, turn.end - first) for turn in turns),
-        versions=tuple(_merge(span for turn in turns for span in _spans(turn, first))),
+        versions=tuple(joined_spans(span for turn in turns for span in _spans(turn, first))),
         messages=result.messages,
     )
 
 
-def _spans(turn: TurnRecord, first: int) -> Iterator[VersionSpan]:
-    """Yield the weight versions of a turn with their spans, as indices relative to `first`."""
-    offset = turn.start - first
-    for span in turn.version_spans:
-        yield VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
-    if not turn.version_spans and turn.end > turn.start:
-        yield VersionSpan(version=turn.weight_version, start=offset, end=offset + turn.end - turn.start)
-
-
-def _merge(spans: Iterator[VersionSpan]) -> Iterator[VersionSpan]:
-    """Merge adjacent spans of the same version."""
-    merged: VersionSpan | None = None
-    for span in spans:
-        if merged is not None and merged.version == span.version and merged.end == span.start:
-            merged = merged.model_copy(update={"end": span.end})
-            continue
-        if merged is not None:
-            yield merged
-        merged = span
-    if merged is not None:
-        yield merged
+def _spans(turn: TurnRecord, first: int) -> list[VersionSpan]:
+    """Return the weight versions of a turn with their spans, as indices relative to `first`."""
+    return spans_at(turn.start - first, turn.end - turn.start, turn.weight_version, turn.version_spans)

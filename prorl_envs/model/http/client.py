@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 from urllib.parse import quote, unquote
 
 import aiohttp
@@ -29,7 +29,9 @@ from prorl_envs.model.answer_checks import (
     Refusal,
     RouteRefused,
     ServerUnavailable,
+    decoded,
 )
+from prorl_envs.model.http.event_stream import Events
 from prorl_envs.model.http.tls import client_tls
 
 #: Bodies of at least this many bytes are sent in pieces, so that the event loop runs in between.
@@ -82,18 +84,6 @@ class _Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
-
-
-class Listener(Protocol):
-    """Receiver of an answer's body while it arrives."""
-
-    def begin(self) -> None:
-        """Start an attempt; data of earlier attempts is void."""
-        ...
-
-    def feed(self, data: bytes) -> bool:
-        """Receive more of the body; return False if it exceeds the listener's limit. Must not raise."""
-        ...
 
 
 class LinkOptions(TypedDict, total=False):
@@ -162,7 +152,7 @@ class ModelHttpClient:
         path: str,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
-        listener: Listener | None = None,
+        listener: Events | None = None,
         *,
         final: str = "",
     ) -> bytes:
@@ -217,7 +207,7 @@ class ModelHttpClient:
         headers: dict[str, str] | None,
         *,
         control: bool = False,
-        listener: Listener | None = None,
+        listener: Events | None = None,
     ) -> bytes | _Failed:
         seconds = self._limits.control_s if control else self._limits.answer_s
         try:
@@ -250,7 +240,7 @@ class ModelHttpClient:
         headers: dict[str, str] | None,
         *,
         control: bool,
-        listener: Listener | None,
+        listener: Events | None,
     ) -> _Answer:
         if self._closed:
             raise self._unavailable("is no longer in use")
@@ -347,10 +337,7 @@ def first_model(body: bytes, server: str) -> NamedModel:
     Raises:
         ProtocolError: the list is empty or invalid.
     """
-    try:
-        models = msgspec.json.decode(body, type=_Models).data
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{server}/v1/models is not a list of models: {error}") from error
+    models = decoded(body, _Models, f"{server}/v1/models is not a list of models").data
     if not models:
         raise ProtocolError(f"{server} serves no model", hint="is a model still being loaded?")
     return models[0]
@@ -400,8 +387,8 @@ class _ErrorBody(msgspec.Struct):
 def _server_message(content: bytes) -> str:
     """Return the error message of an answer in any format, shortened."""
     try:
-        text = msgspec.json.decode(content, type=_ErrorBody).error.message
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        text = decoded(content, _ErrorBody, "").error.message
+    except ProtocolError:
         text = content[:2000].decode("utf-8", "replace")
     return text[:500].strip() or "(no message)"
 

@@ -26,7 +26,7 @@ _SHOWN_BYTES = 500
 
 
 class Events(ABC):
-    """Reader of one answer that arrives as events. Implements `model.http.client.Listener`.
+    """Reader of one answer that arrives as events.
 
     Args:
         on_partial: receives the partial answer.
@@ -39,7 +39,7 @@ class Events(ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Start the answer, or restart it."""
+        """Start an attempt; data of earlier attempts is void."""
         self._rest = bytearray()
         self._ended = False
         self._problem: ModelError | None = None
@@ -47,7 +47,7 @@ class Events(ABC):
         self._on_partial(self._partial)
 
     def feed(self, data: bytes) -> bool:
-        """Receive more of the answer; return False if an event is too long."""
+        """Receive more of the answer; return False if an event is too long. Never raises."""
         if self._problem is not None:
             return True
         *lines, rest = data.split(b"\n")

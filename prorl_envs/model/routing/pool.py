@@ -381,10 +381,7 @@ class ModelPool:
             return Sampled((), (), "abort", known, url)
         sampled = call.result()
         self._router.succeeded(
-            url,
-            tokens=tokens,
-            cached=sampled.cached_tokens,
-            version=(sampled.version_spans[-1].version if sampled.version_spans else sampled.weight_version),
+            url, tokens=tokens, cached=sampled.cached_tokens, version=sampled.newest_version
         )
         return sampled if sampled.weight_version else replace(sampled, weight_version=known)
 

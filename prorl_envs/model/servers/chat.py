@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import msgspec
 
 from prorl_envs.errors import ModelError
-from prorl_envs.model.answer_checks import ProtocolError
+from prorl_envs.model.answer_checks import ProtocolError, decoded
 from prorl_envs.model.http.client import LinkOptions, first_model, session_headers
 from prorl_envs.model.servers.base import Unsteered
 from prorl_envs.model.types import Conversation, FinishReason, Sampled, Sampling
@@ -135,10 +135,7 @@ def read_answer(body: bytes, server: str) -> tuple[dict[str, Any], FinishReason]
     Raises:
         ProtocolError: the answer has another format, or not exactly one choice.
     """
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{server} did not answer with a chat completion: {error}") from error
+    answer = decoded(body, _Answer, f"{server} did not answer with a chat completion")
     if len(answer.choices) != 1:
         raise ProtocolError(f"{server} answered with {len(answer.choices)} choices instead of one")
     choice = answer.choices[0]

@@ -13,24 +13,24 @@ from typing import Any, Literal, Unpack, get_args
 from prorl_envs.errors import InputError, ModelError
 from prorl_envs.model.answer_checks import NotAModelServer, ProtocolError, Refusal, RouteRefused
 from prorl_envs.model.http.client import LinkOptions, ModelHttpClient, base_url, first_model
+from prorl_envs.model.servers.base import TokenOptions
 from prorl_envs.model.servers.chat import OpenAIChatClient
 from prorl_envs.model.servers.llamacpp import LlamaCppClient
 from prorl_envs.model.servers.sglang import SglangClient, read_info
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import (
-    ControllableServer,
     InFlight,
     ModelClient,
     OnPartial,
     Sampled,
     Sampling,
     ServerNews,
-    Streaming,
 )
 
 Protocol = Literal["auto", "vllm", "sglang", "llamacpp", "openai"]
 PROTOCOLS: tuple[str, ...] = get_args(Protocol)
+type DetectedClient = VllmClient | SglangClient | LlamaCppClient
 
 
 def split_protocol(url: str) -> tuple[str, str]:
@@ -98,26 +98,31 @@ class Servers:
         return self.client(url_protocol or self.protocol, base)
 
     def client(self, protocol: str, url: str) -> ModelClient:
-        """Return the client of a server with this protocol."""
+        """Return the client of a server with this protocol.
+
+        Raises:
+            InputError: the protocol is `openai`, and there is no tokenizer.
+        """
         match protocol:
-            case "vllm":
-                return VllmClient(
-                    url,
-                    stop_ids=self.stop_ids,
-                    vocab_size=self.vocab_size,
-                    model=self.model,
-                    **self.options,
-                )
-            case "sglang":
-                return SglangClient(url, stop_ids=self.stop_ids, vocab_size=self.vocab_size, **self.options)
-            case "llamacpp":
-                return LlamaCppClient(url, stop_ids=self.stop_ids, vocab_size=self.vocab_size, **self.options)
+            case "vllm" | "sglang" | "llamacpp":
+                return self.token_client(protocol, url)
             case "openai" if self.encode is not None:
                 return OpenAIChatClient(url, encode=self.encode, model=self.model, **self.options)
             case "openai":
                 raise InputError("a server without token ids needs a tokenizer", hint="name it: --tokenizer")
             case _:
-                return AutoClient(url, self.client, self.options)
+                return AutoClient(url, self.token_client, self.options)
+
+    def token_client(self, protocol: str, url: str) -> DetectedClient:
+        """Return the client of a server with this protocol, one of those that `detect` returns."""
+        options = TokenOptions(stop_ids=self.stop_ids, vocab_size=self.vocab_size, **self.options)
+        match protocol:
+            case "sglang":
+                return SglangClient(url, **options)
+            case "llamacpp":
+                return LlamaCppClient(url, **options)
+            case _:
+                return VllmClient(url, model=self.model, **options)
 
 
 async def detect(link: ModelHttpClient) -> str:
@@ -152,7 +157,8 @@ async def _detected(link: ModelHttpClient) -> str:
 
 
 class AutoClient:
-    """Client that detects the protocol at its first use. Implements `ModelClient`, `ControllableServer`.
+    """Client that detects the protocol at its first use. Implements `ModelClient`, `Streaming` and
+    `ControllableServer`.
 
     Args:
         url: base URL.
@@ -160,11 +166,16 @@ class AutoClient:
         options: options of `ModelHttpClient`.
     """
 
-    def __init__(self, url: str, client: Callable[[str, str], ModelClient], options: LinkOptions) -> None:
+    def __init__(
+        self,
+        url: str,
+        client: Callable[[str, str], DetectedClient],
+        options: LinkOptions,
+    ) -> None:
         self.url = base_url(url)
         self._link = ModelHttpClient(url, **options)
         self._make = client
-        self._client: ModelClient | None = None
+        self._client: DetectedClient | None = None
         self._detecting = asyncio.Lock()
         self._failures = 0
         self._failure: ModelError | None = None
@@ -172,7 +183,12 @@ class AutoClient:
     @property
     def protocol(self) -> str:
         """Protocol of the server; "" before it is known."""
-        return self._client.protocol if isinstance(self._client, ControllableServer) else ""
+        return self._client.protocol if self._client else ""
+
+    @property
+    def complaints(self) -> int:
+        """See `ControllableServer.complaints`."""
+        return self._client.complaints if self._client else 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`."""
@@ -181,31 +197,21 @@ class AutoClient:
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
     ) -> Sampled:
-        """See `Streaming.stream`; without support for streaming, `on_partial` is never called."""
+        """See `Streaming.stream`."""
         client = await self._detected_client()
-        if isinstance(client, Streaming):
-            return await client.stream(prompt_ids, sampling, session=session, on_partial=on_partial)
-        return await client.generate(prompt_ids, sampling, session=session)
-
-    @property
-    def complaints(self) -> int:
-        """See `ControllableServer.complaints`."""
-        return self._client.complaints if isinstance(self._client, ControllableServer) else 0
+        return await client.stream(prompt_ids, sampling, session=session, on_partial=on_partial)
 
     async def look(self) -> ServerNews:
         """See `ControllableServer.look`."""
-        client = await self._detected_client()
-        return await client.look() if isinstance(client, ControllableServer) else ServerNews()
+        return await (await self._detected_client()).look()
 
     async def pause(self, mode: InFlight) -> bool:
         """See `ControllableServer.pause`."""
-        client = await self._detected_client()
-        return await client.pause(mode) if isinstance(client, ControllableServer) else False
+        return await (await self._detected_client()).pause(mode)
 
     async def resume(self, weight_version: str) -> bool:
         """See `ControllableServer.resume`."""
-        client = await self._detected_client()
-        return await client.resume(weight_version) if isinstance(client, ControllableServer) else False
+        return await (await self._detected_client()).resume(weight_version)
 
     async def aclose(self) -> None:
         """Close the connections; this stops generations in flight."""
@@ -213,7 +219,7 @@ class AutoClient:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _detected_client(self) -> ModelClient:
+    async def _detected_client(self) -> DetectedClient:
         failures = self._failures
         async with self._detecting:  # concurrent first turns share one detection and its failure
             if self._client is None:

@@ -28,6 +28,7 @@ from prorl_envs.model.answer_checks import (
     check_finish,
     check_ids,
     check_logprobs,
+    decoded,
 )
 from prorl_envs.model.http.client import session_headers
 from prorl_envs.model.http.event_stream import Events
@@ -70,29 +71,10 @@ class LlamaCppClient(TokenClient, Unsteered):
 
     protocol = "llamacpp"
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
-        """See `ModelClient.generate`. A cancellation closes the connection, so the server stops sampling.
-
-        Raises:
-            ServerUnavailable: no answer within the attempts.
-            ProtocolError: the server refuses the request, or its answer breaks the token protocol.
-        """
-        answer = await self._ask(encode_request(prompt_ids, sampling), session)
-        return read_answer(answer, self._expected(prompt_ids, sampling), self._stop_ids)
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
-    ) -> Sampled:
-        """See `Streaming.stream`.
-
-        Raises:
-            ServerUnavailable, ProtocolError: as `generate`.
-        """
-        events = LlamaCppEvents(on_partial, self._expected(prompt_ids, sampling), self._stop_ids)
-        await self._ask(encode_request(prompt_ids, sampling, stream=True), session, events)
-        return events.whole()
-
-    async def _ask(self, body: bytes, session: str, events: "LlamaCppEvents | None" = None) -> bytes:
+    async def _send(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str, events: Events | None = None
+    ) -> bytes:
+        body = encode_request(prompt_ids, sampling, stream=events is not None)
         headers = session_headers(session)
         try:
             return await self._link.request("POST", "/completion", body, headers, events, final=_LOST)
@@ -100,6 +82,12 @@ class LlamaCppClient(TokenClient, Unsteered):
             if _LOST not in error.message:
                 raise
             raise _lost(self.url) from error
+
+    def _read(self, answer: bytes, expected: RequestContract) -> Sampled:
+        return read_answer(answer, expected, self._stop_ids)
+
+    def _events(self, on_partial: OnPartial, expected: RequestContract) -> Events:
+        return LlamaCppEvents(on_partial, expected, self._stop_ids)
 
 
 def encode_request(prompt_ids: Sequence[int], sampling: Sampling, *, stream: bool = False) -> bytes:
@@ -183,10 +171,7 @@ class LlamaCppEvents(Events):
 
 
 def _decoded(body: bytes, expected: RequestContract) -> _Answer:
-    try:
-        return msgspec.json.decode(body, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{expected.server} did not answer as llama.cpp does: {error}") from error
+    return decoded(body, _Answer, f"{expected.server} did not answer as llama.cpp does")
 
 
 def _values(answer: _Answer, expected: RequestContract) -> list[float | None]:
@@ -220,7 +205,6 @@ def _judged(
     """
     _check_context(answer, expected)
     checked = check_ids(ids, expected)
-    cached = answer.timings.cache_n if answer.timings else None
     return Sampled(
         ids=checked,
         logprobs=check_logprobs(logprobs, len(checked), expected),
@@ -229,7 +213,7 @@ def _judged(
         ),
         weight_version="",
         server=expected.server,
-        cached_tokens=cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None,
+        cached_tokens=expected.cached(answer.timings.cache_n if answer.timings else None),
     )
 
 

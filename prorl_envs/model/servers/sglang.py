@@ -21,12 +21,13 @@ from prorl_envs.model.answer_checks import (
     check_ids,
     check_logprobs,
     check_spans,
+    decoded,
     neutral_sampling,
     version_name,
 )
-from prorl_envs.model.http.client import LinkOptions, session_headers
+from prorl_envs.model.http.client import session_headers
 from prorl_envs.model.http.event_stream import Events
-from prorl_envs.model.servers.base import TokenClient
+from prorl_envs.model.servers.base import TokenClient, TokenOptions
 from prorl_envs.model.types import InFlight, OnPartial, Sampled, Sampling, ServerNews
 
 #: SGLang's modes for requests in flight. `retract` returns the requests to the server's queue, so that the
@@ -100,18 +101,15 @@ def read_info(body: bytes, server: str) -> ServerNews:
     Raises:
         ProtocolError: the answer has another format.
     """
-    try:
-        info = msgspec.json.decode(body, type=_Info)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{server}/get_model_info is not SGLang's: {error}") from error
+    info = decoded(body, _Info, f"{server}/get_model_info is not SGLang's")
     return ServerNews(info.model_path, version_name(info.weight_version))
 
 
 def read_incremental(body: bytes) -> bool:
     """Return whether, according to `/get_server_info`, each event of a stream has only the new tokens."""
     try:
-        info = msgspec.json.decode(body, type=_ServerInfo)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        info = decoded(body, _ServerInfo, "")
+    except ProtocolError:
         return False
     return info.incremental_streaming_output or info.stream_output
 
@@ -157,10 +155,7 @@ class GenerateEvents(Events):
 
 
 def _decoded(body: bytes, expected: RequestContract) -> _Answer:
-    try:
-        return msgspec.json.decode(body, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{expected.server} did not answer as SGLang does: {error}") from error
+    return decoded(body, _Answer, f"{expected.server} did not answer as SGLang does")
 
 
 def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
@@ -178,7 +173,6 @@ def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
     spans = check_spans(meta.weight_versions, len(ids), expected) if meta.weight_versions else ()
     versions = [*(span.version for span in spans), meta.weight_version]
     versions += [span.version for span in meta.weight_versions or ()]
-    cached = meta.cached_tokens
     return Sampled(
         ids=ids,
         logprobs=logprobs,
@@ -188,7 +182,7 @@ def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
         weight_version=next((version_name(version) for version in versions if version is not None), ""),
         server=expected.server,
         version_spans=spans,
-        cached_tokens=cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None,
+        cached_tokens=expected.cached(meta.cached_tokens),
     )
 
 
@@ -214,49 +208,16 @@ class SglangClient(TokenClient):
 
     protocol = "sglang"
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        stop_ids: Sequence[int],
-        vocab_size: int | None = None,
-        **options: Unpack[LinkOptions],
-    ) -> None:
-        super().__init__(url, stop_ids=stop_ids, vocab_size=vocab_size, **options)
+    def __init__(self, url: str, **options: Unpack[TokenOptions]) -> None:
+        super().__init__(url, **options)
         self._aborts: set[asyncio.Task[None]] = set()
         self._incremental: bool | None = None
         self._detecting = asyncio.Lock()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
-        """See `ModelClient.generate`.
-
-        Raises:
-            ServerUnavailable: no answer within the attempts.
-            ProtocolError: the server refuses the request, or its answer breaks the token protocol.
-        """
-        answer = await self._ask(prompt_ids, sampling, session)
-        return read_answer(answer, self._expected(prompt_ids, sampling))
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
-    ) -> Sampled:
-        """See `Streaming.stream`.
-
-        Raises:
-            ServerUnavailable, ProtocolError: as `generate`.
-        """
-        events = GenerateEvents(on_partial, self._expected(prompt_ids, sampling))
-        await self._ask(prompt_ids, sampling, session, events, await self._interval(sampling))
-        return events.whole()
-
-    async def _ask(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        session: str,
-        events: GenerateEvents | None = None,
-        interval: int = 0,
+    async def _send(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str, events: Events | None = None
     ) -> bytes:
+        interval = 0 if events is None else await self._interval(sampling)
         rid = uuid.uuid4().hex
         body = encode_request(prompt_ids, sampling, self._stop_ids, rid, interval)
         try:
@@ -267,6 +228,12 @@ class SglangClient(TokenClient):
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
             raise
+
+    def _read(self, answer: bytes, expected: RequestContract) -> Sampled:
+        return read_answer(answer, expected)
+
+    def _events(self, on_partial: OnPartial, expected: RequestContract) -> Events:
+        return GenerateEvents(on_partial, expected)
 
     async def _interval(self, sampling: Sampling) -> int:
         """Return the number of tokens per event. A server without `--incremental-streaming-output` repeats

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from prorl_envs.errors import ModelError
-from prorl_envs.model.answer_checks import Refusal
-from prorl_envs.model.http.client import LinkOptions, first_model, session_headers
-from prorl_envs.model.servers.base import TokenClient
+from prorl_envs.model.answer_checks import Refusal, RequestContract
+from prorl_envs.model.http.client import first_model, session_headers
+from prorl_envs.model.http.event_stream import Events
+from prorl_envs.model.servers.base import TokenClient, TokenOptions
 from prorl_envs.model.servers.vllm_wire import (
     CompletionEvents,
     encode_generate,
@@ -41,53 +42,28 @@ class VllmClient(TokenClient):
 
     protocol = "vllm"
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        stop_ids: Sequence[int],
-        vocab_size: int | None = None,
-        model: str | None = None,
-        **options: Unpack[LinkOptions],
-    ) -> None:
-        super().__init__(url, stop_ids=stop_ids, vocab_size=vocab_size, **options)
+    def __init__(self, url: str, *, model: str | None = None, **options: Unpack[TokenOptions]) -> None:
+        super().__init__(url, **options)
         self._model = model
         self._names_versions = True
         self._has_generate: bool | None = None
         self._detecting = asyncio.Lock()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
-        """See `ModelClient.generate`.
-
-        Raises:
-            ServerUnavailable: no answer within the attempts.
-            ProtocolError: the server refuses the request, or its answer breaks the token protocol.
-        """
-        path, body = await self._request(prompt_ids, sampling, stream=False)
-        answer = await self._link.request("POST", path, body, session_headers(session))
-        return read_answer(answer, self._expected(prompt_ids, sampling))
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, on_partial: OnPartial
-    ) -> Sampled:
-        """See `Streaming.stream`.
-
-        Raises:
-            ServerUnavailable, ProtocolError: as `generate`.
-        """
-        path, body = await self._request(prompt_ids, sampling, stream=True)
-        events = CompletionEvents(on_partial, self._expected(prompt_ids, sampling))
-        await self._link.request("POST", path, body, session_headers(session), events)
-        return events.whole()
-
-    async def _request(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, stream: bool
-    ) -> tuple[str, bytes]:
-        """Return the route and the body of a request."""
+    async def _send(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str, events: Events | None = None
+    ) -> bytes:
         model = await self.model_name()
+        path, encode = _COMPLETIONS, encode_request
         if await self._supports_generate():
-            return _GENERATE, encode_generate(model, prompt_ids, sampling, self._stop_ids, stream=stream)
-        return _COMPLETIONS, encode_request(model, prompt_ids, sampling, self._stop_ids, stream=stream)
+            path, encode = _GENERATE, encode_generate
+        body = encode(model, prompt_ids, sampling, self._stop_ids, stream=events is not None)
+        return await self._link.request("POST", path, body, session_headers(session), events)
+
+    def _read(self, answer: bytes, expected: RequestContract) -> Sampled:
+        return read_answer(answer, expected)
+
+    def _events(self, on_partial: OnPartial, expected: RequestContract) -> Events:
+        return CompletionEvents(on_partial, expected)
 
     async def model_name(self) -> str:
         """Return the configured model, or the first in the server's list."""

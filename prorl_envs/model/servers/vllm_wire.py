@@ -15,6 +15,7 @@ from prorl_envs.model.answer_checks import (
     check_ids,
     check_logprobs,
     check_spans,
+    decoded,
     neutral_sampling,
     version_name,
 )
@@ -56,10 +57,6 @@ class _Details(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
-
-
-class _Version(msgspec.Struct):
-    weight_version: str | int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -158,10 +155,7 @@ class CompletionEvents(Events):
 
 
 def _decoded(body: bytes, expected: RequestContract) -> _Answer:
-    try:
-        return msgspec.json.decode(body, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
+    return decoded(body, _Answer, f"{expected.server} did not answer with a completion")
 
 
 def _merge(total: _Answer, event: _Answer) -> None:
@@ -219,10 +213,7 @@ def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
 def _check_prompt(echo: msgspec.Raw, expected: RequestContract) -> None:
     if bytes(echo) == b"null" or bytes(echo) == msgspec.json.encode(list(expected.prompt_ids)):
         return  # without parsing, which takes 9 ms for 128,000 ids, if the server writes no white space
-    try:
-        echoed = msgspec.json.decode(echo, type=list[int])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
+    echoed = decoded(bytes(echo), list[int], f"{expected.server} did not answer with a completion")
     if echoed != list(expected.prompt_ids):
         raise ProtocolError(
             f"{expected.server} read another prompt than it was sent"
@@ -285,13 +276,12 @@ def _version_spans(
 def _cached_tokens(answer: _Answer, expected: RequestContract) -> int | None:
     """Return the number of cached prompt tokens, if it is reported and possible."""
     details = answer.usage.prompt_tokens_details if answer.usage else None
-    cached = details.cached_tokens if details else None
-    return cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None
+    return expected.cached(details.cached_tokens if details else None)
 
 
 def read_version(body: bytes) -> str:
     """Return the weight version in an answer of `/weight_info`; "" if it names none."""
     try:
-        return version_name(msgspec.json.decode(body, type=_Version).weight_version)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return version_name(decoded(body, _Meta, "").weight_version)
+    except ProtocolError:
         return ""

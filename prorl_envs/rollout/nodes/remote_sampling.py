@@ -170,6 +170,7 @@ class RoutedModel:
             model_error = error if isinstance(error, ModelError) else ModelError(repr(error))
             return TurnOutcome(error=model_error, complaints=complaints), error
         sampled = call.result()
-        newest = sampled.version_spans[-1].version if sampled.version_spans else sampled.weight_version
-        outcome = TurnOutcome(sampled.finish_reason, newest, sampled.cached_tokens, complaints=complaints)
+        outcome = TurnOutcome(
+            sampled.finish_reason, sampled.newest_version, sampled.cached_tokens, complaints=complaints
+        )
         return outcome, sampled if sampled.weight_version else replace(sampled, weight_version=server.version)
