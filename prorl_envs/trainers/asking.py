@@ -70,6 +70,20 @@ class GroupTemplate:
         )
 
 
+def sampling_of(params: Mapping[str, Any]) -> Sampling:
+    """Convert a trainer's sampling parameters, which have the names of vLLM or SGLang; others are ignored.
+
+    Raises:
+        InputError: `top_p` is 0.
+    """
+    names = {"temperature": "temperature", "top_p": "top_p"}
+    names |= {"max_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+    chosen = {mine: params[theirs] for theirs, mine in names.items() if params.get(theirs) is not None}
+    if chosen.get("top_p") == 0:
+        raise InputError("top_p is 0", hint="top_p is a share of the probability: 1 allows all tokens")
+    return Sampling(**chosen)
+
+
 def _lease() -> float | None:
     """Return the lease in the environment variable `LEASE`, in seconds.
 

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prorl_envs.errors import InputError
-from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import neutral_rewards
-from prorl_envs.trainers.asking import GroupTemplate
+from prorl_envs.trainers.asking import GroupTemplate, sampling_of
 from prorl_envs.trainers.rollouts import shared
-from prorl_envs.trainers.rows import RowStatus, one_row, rows_of
-from prorl_envs.trainers.tasks import from_text, to_text
+from prorl_envs.trainers.rows import RowStatus, filled_rows, one_row, rows_of
+from prorl_envs.trainers.tasks import chat_prompt, from_text, to_text
 
 
 class RolloutGenerator:
@@ -60,7 +59,7 @@ class RolloutGenerator:
             QueueFull, Unavailable: the service stays full or unreachable.
         """
         rollouts = await shared(self._template.url)
-        sampling = _sampling(input_batch.get("sampling_params") or {})
+        sampling = sampling_of(input_batch.get("sampling_params") or {})
         call = next(self._calls)
         requests = [
             self._template.group(f"{call}/{index}", from_text(task), samples, sampling=sampling)
@@ -82,7 +81,7 @@ def rows(tasks: Iterable[Mapping[str, Any]], *, environment: str) -> list[dict[s
     the name of one of its environments in each row; neither is used."""
     return [
         {
-            "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
+            "prompt": chat_prompt(task),
             "env_class": environment,
             "task": to_text(task),
         }
@@ -111,27 +110,26 @@ def as_skyrl(
     results = [result for group in groups for result in group]
     rewards = itertools.chain(*neutral_rewards([[result.reward for result in group] for group in groups]))
     episodes = [rows_of(result) if step_wise else [one_row(result)] for result in results]
-    prompts_by_group = {row.group_id: row.prompt_ids for rows in episodes for row in rows if row.prompt_ids}
-    default = next(iter(prompts_by_group.values()), [end_token])
     ids = trajectory_ids or [None] * len(results)
     flat = [
-        (row.filled(prompts_by_group.get(row.group_id, default), end_token), reward, trajectory_id)
+        (row, reward, trajectory_id)
         for rows, reward, trajectory_id in zip(episodes, rewards, ids, strict=True)
         for row in rows
     ]
+    filled = filled_rows([row for row, _, _ in flat], end_token)
     statuses = Counter(row[-1].status for row in episodes)
     return {
-        "prompt_token_ids": [row.prompt_ids for row, _, _ in flat],
-        "response_ids": [row.response_ids for row, _, _ in flat],
+        "prompt_token_ids": [row.prompt_ids for row in filled],
+        "response_ids": [row.response_ids for row in filled],
         "rewards": [reward for _, reward, _ in flat],
-        "loss_masks": [row.mask for row, _, _ in flat],
-        "stop_reasons": ["length" if row.status is RowStatus.TRUNCATED else "stop" for row, _, _ in flat],
-        "rollout_logprobs": [row.logprobs for row, _, _ in flat],
+        "loss_masks": [row.mask for row in filled],
+        "stop_reasons": ["length" if row.status is RowStatus.TRUNCATED else "stop" for row in filled],
+        "rollout_logprobs": [row.logprobs for row in filled],
         "rollout_metrics": {
             f"rollouts/mean_{status}": statuses[status] / len(episodes) for status in RowStatus
         },
         "trajectory_ids": [trajectory_id for _, _, trajectory_id in flat] if trajectory_ids else None,
-        "is_last_step": [row.last for row, _, _ in flat] if step_wise else None,
+        "is_last_step": [row.last for row in filled] if step_wise else None,
         "trajectory_generation_times": None,
         "trajectory_time_splits": None,
         "rollout_expert_indices": None,
@@ -149,12 +147,3 @@ def _groups(batch: Mapping[str, Any]) -> Iterable[tuple[Any, int]]:
     for _, indices in itertools.groupby(range(len(extras)), key=lambda index: keys[index]):
         members = list(indices)
         yield extras[members[0]]["task"], len(members)
-
-
-def _sampling(params: Mapping[str, Any]) -> Sampling:
-    """Convert SkyRL's sampling parameters, which have vLLM's or SGLang's names."""
-    names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens"}
-    names["max_new_tokens"] = "max_tokens"
-    return Sampling(
-        **{mine: params[theirs] for theirs, mine in names.items() if params.get(theirs) is not None}
-    )

@@ -14,14 +14,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from prorl_envs.errors import InputError
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import neutral_rewards, spread
-from prorl_envs.trainers.asking import GroupTemplate
+from prorl_envs.trainers.asking import GroupTemplate, sampling_of
 from prorl_envs.trainers.rollouts import shared
 from prorl_envs.trainers.rows import Row, RowStatus, rows_of
-from prorl_envs.trainers.tasks import from_text, to_text
+from prorl_envs.trainers.tasks import chat_prompt, from_text, to_text
 
 #: Seconds between two checks whether slime has enough groups.
 CHECK_S = 0.5
@@ -114,7 +113,7 @@ def rows(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert task rows to rows of slime's data sets, which are JSONL files."""
     return [
         {
-            "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
+            "prompt": chat_prompt(task),
             "metadata": {"task": to_text(task)},
         }
         for task in tasks
@@ -156,7 +155,7 @@ def _parse_arguments(
     template = GroupTemplate(
         args.prorl_url, args.prorl_environment, limits=AgentLimits.model_validate(limits) if limits else None
     )
-    return template, from_text((sample.metadata or {}).get("task")), _sampling(params)
+    return template, from_text((sample.metadata or {}).get("task")), sampling_of(params)
 
 
 def _filled(sample: Any, result: Result) -> Any:
@@ -172,11 +171,3 @@ def _with_fields(sample: Any, fields: Mapping[str, Any]) -> Any:
     filled.status = type(sample).Status(fields["status"])
     filled.metadata = {**(sample.metadata or {}), **fields["metadata"]}
     return filled
-
-
-def _sampling(params: Mapping[str, Any]) -> Sampling:
-    names = {"temperature": "temperature", "top_p": "top_p", "max_new_tokens": "max_tokens"}
-    chosen = {mine: params[theirs] for theirs, mine in names.items() if params.get(theirs) is not None}
-    if chosen.get("top_p") == 0:
-        raise InputError("top_p is 0", hint="top_p is a share of the probability: 1 allows all tokens")
-    return Sampling(**chosen)

@@ -12,6 +12,11 @@ def to_text(task: Mapping[str, Any]) -> str:
     return json.dumps(task, ensure_ascii=False)
 
 
+def chat_prompt(task: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return a prompt for data sets that require one. The service renders its own."""
+    return [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}]
+
+
 def from_text(text: Any) -> dict[str, Any]:
     """Parse the text of `to_text`. A row that is already a mapping is copied.
 

@@ -20,7 +20,7 @@ from prorl_envs.model.types import InFlight, Sampling
 from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import NothingScored
 from prorl_envs.trainers.asking import GroupTemplate, collect, collect_informative, connect_sync
-from prorl_envs.trainers.rows import Row, one_row
+from prorl_envs.trainers.rows import Row, filled_rows, one_row
 from prorl_envs.trainers.tasks import from_text, to_text
 from prorl_envs.trainers.weights import weights_change_sync
 
@@ -176,9 +176,7 @@ def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
     """
     rows = [one_row(result) for result in results]
     _log_failures(rows)
-    prompts_by_group = {row.group_id: row.prompt_ids for row in rows if row.prompt_ids}
-    default = next(iter(prompts_by_group.values()), [end_token])
-    rows = [row.filled(prompts_by_group.get(row.group_id, default), end_token) for row in rows]
+    rows = filled_rows(rows, end_token)
     return {
         "prompt_ids": [row.prompt_ids for row in rows],
         "completion_ids": [row.response_ids for row in rows],

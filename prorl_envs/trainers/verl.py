@@ -24,7 +24,7 @@ from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.asking import GroupTemplate, connect, connect_sync
 from prorl_envs.trainers.rollouts import shared
 from prorl_envs.trainers.rows import Row, RowStatus, rows_of
-from prorl_envs.trainers.tasks import from_text, to_text
+from prorl_envs.trainers.tasks import chat_prompt, from_text, to_text
 from prorl_envs.trainers.weights import weights_change, weights_change_sync
 
 
@@ -107,7 +107,7 @@ def rows(
     return [
         {
             # verl tokenises the prompt to drop rows that are too long; the service renders its own prompt.
-            "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
+            "prompt": chat_prompt(task),
             "data_source": environment,
             "agent_name": agent,
             "reward_model": {"style": "rule", "ground_truth": ""},
