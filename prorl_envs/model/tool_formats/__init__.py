@@ -1,1 +1,1 @@
-"""How models write tool calls: one module per format, and the detection of the format."""
+"""How models write tool calls: the formats, and the detection of a model's format."""

@@ -7,8 +7,7 @@ same call is chosen. So fine-tuned and renamed models work like their originals.
 from prorl_envs.errors import InputError
 from prorl_envs.model.tool_formats.gemma import FunctionGemma, Gemma
 from prorl_envs.model.tool_formats.harmony import Harmony
-from prorl_envs.model.tool_formats.hermes import Hermes
-from prorl_envs.model.tool_formats.marked import DeepSeek, Kimi, Llama, Mistral
+from prorl_envs.model.tool_formats.marked import DeepSeek, Hermes, Kimi, Llama, Mistral
 from prorl_envs.model.tool_formats.pythonic import Pythonic
 from prorl_envs.model.tool_formats.reading import Declared, ReadCall, ToolFormat
 from prorl_envs.model.tool_formats.tagged import Coder, Dsml, Glm, MiniMax

@@ -1,4 +1,4 @@
-"""Formats with JSON arguments after special control tokens: Llama, DeepSeek V3, Kimi, Mistral."""
+"""Formats with JSON between tags or after control tokens: Hermes, Llama, DeepSeek V3, Kimi, Mistral."""
 
 import re
 from collections.abc import Sequence
@@ -21,6 +21,29 @@ from prorl_envs.model.tool_formats.reading import (
     skip_space,
     up_to,
 )
+
+
+class Hermes(ToolFormat):
+    """Qwen 2.5, Qwen 3, Hermes, and most models fine-tuned for tools.
+
+    <tool_call>
+    {"name": "bash", "arguments": {"command": "ls"}}
+    </tool_call>
+    """
+
+    name = "hermes"
+    form = 'Write <tool_call>{"name": ..., "arguments": {...}}</tool_call> with valid JSON.'
+    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+    def find(self, text: str, at: int) -> int:
+        return text.find(self._OPEN, at)
+
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        value, end = read_object(text, at + len(self._OPEN))
+        return [call_of(value)], end_of(text, end, self._CLOSE)
+
+    def resume(self, text: str, at: int) -> int:
+        return resume_behind(text, at, self._OPEN, self._CLOSE)
 
 
 class Llama(ToolFormat):

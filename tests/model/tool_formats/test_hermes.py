@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.model.tool_formats.hermes import Hermes
+from prorl_envs.model.tool_formats.marked import Hermes
 from prorl_envs.model.tool_formats.reading import MAX_CALLS, ReadCall
 
 read_turn = Hermes().turn
