@@ -56,9 +56,7 @@ class ScriptedOptions:
         max_model_len: largest number of tokens of prompt and answer; a longer request is answered with 400.
         weight_version: version of the weights at the start; every answer contains the version.
         dialect: field of answers that contains the sampled ids.
-        protocol: the server's interface.
-        generates: the server has the route of vLLM's `--enable-scale-out`.
-        incremental: stream events contain only new tokens, as with SGLang's `--incremental-streaming-output`.
+        owner: owner of the model in the list of models.
         most: largest number of concurrent requests; further requests are answered with 503. None sets no
             limit.
         steerable: the server has the routes that pause it and report or set its weight version.
@@ -73,9 +71,7 @@ class ScriptedOptions:
     max_model_len: int = 131_072
     weight_version: str = "scripted-0"
     dialect: ServerDialect = ServerDialect.TOKEN_IDS
-    protocol: Literal["vllm", "sglang", "llamacpp"] = "vllm"
-    generates: bool = False
-    incremental: bool = False
+    owner: str = OWNER
     most: int | None = None
     steerable: bool = True
 
@@ -449,7 +445,7 @@ def add_common(app: FastAPI, service: ScriptedService) -> None:
         model = {
             "id": MODEL_ID,
             "object": "model",
-            "owned_by": OWNER if service.options.protocol == "vllm" else service.options.protocol,
+            "owned_by": service.options.owner,
             "max_model_len": service.options.max_model_len,
         }
         return {"object": "list", "data": [model]}

@@ -1,4 +1,4 @@
-"""Scripted model server: the token protocol of vLLM, SGLang or llama.cpp over HTTP on a loopback port.
+"""Scripted model server: the token protocol of vLLM over HTTP on a loopback port.
 
     book = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
     async with ScriptedServer(book, mix=Mix.parse("solve=2,wrong=1")) as server:
@@ -18,23 +18,20 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.audit import AuditCounts, Exchange
-from prorl_envs.testing.generate_face import add_generate
-from prorl_envs.testing.llamacpp_face import add_llamacpp
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
 from prorl_envs.testing.scripted_engine import ScriptedEngine
-from prorl_envs.testing.sglang_face import add_sglang
 from prorl_envs.testing.tokenizer import builtin_renderer
 
+type Interface = Callable[[FastAPI, ScriptedService], None]
+"""Function that adds the routes of a kind of server, such as `add_vllm`."""
 
-def scripted_app(service: ScriptedService) -> FastAPI:
-    """Create the ASGI application of a scripted model server, with the interface in the service's options."""
+
+def scripted_app(service: ScriptedService, interface: Interface = add_vllm) -> FastAPI:
+    """Create the ASGI application of a scripted model server."""
     app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
     add_common(app, service)
-    faces = {"vllm": add_vllm, "sglang": add_sglang, "llamacpp": add_llamacpp}
-    faces[service.options.protocol](app, service)
-    if service.options.generates:
-        add_generate(app, service)
+    interface(app, service)
     return app
 
 
@@ -45,6 +42,7 @@ class ScriptedServer:
 
     Args:
         book: scripts of the known tasks; by default there are none.
+        interface: interface of the server.
         port: TCP port; 0 selects a free port.
         renderer: tokenizer and template of the simulated model; by default the built-in ones.
         clock: clock for the latency; by default the machine's.
@@ -55,6 +53,7 @@ class ScriptedServer:
         self,
         book: ScriptBook | None = None,
         *,
+        interface: Interface = add_vllm,
         port: int = 0,
         renderer: TemplateRenderer | None = None,
         clock: Clock | None = None,
@@ -66,6 +65,7 @@ class ScriptedServer:
             ScriptedOptions(**options),
             clock or SystemClock(),
         )
+        self._interface = interface
         self._port = port
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
@@ -93,7 +93,7 @@ class ScriptedServer:
         await self._service.until(holds)
 
     async def __aenter__(self) -> Self:
-        app = scripted_app(self._service)
+        app = scripted_app(self._service, self._interface)
         # Errors are not logged, because aborted answers are part of the script.
         serving = answering(app, port=self._port, last_requests_s=1, log_level="critical")
         self.url = await self._stack.enter_async_context(serving)

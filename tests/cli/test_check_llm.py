@@ -20,6 +20,7 @@ from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.scripted_servers import scripted_server
 from tests.support.tls import tls_front
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +48,7 @@ def findings(capsys: pytest.CaptureFixture[str]) -> Findings:
     [("vllm", {"L5", "L10"}), ("sglang", {"L5", "L10"}), ("llamacpp", {"L5", "L8", "L9", "L10"})],
 )
 async def test_correct_servers_of_any_kind_pass(protocol: str, lacks: set[str], findings: Findings) -> None:
-    async with ScriptedServer(BOOK, protocol=protocol) as server:
+    async with scripted_server(protocol, BOOK) as server:
         good, found = await findings(server.url, pause=True)
     assert good, found
     assert {name for name, each in found.items() if each["state"] == "absent"} == lacks, found

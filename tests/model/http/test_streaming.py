@@ -19,8 +19,8 @@ from prorl_envs.model.servers.vllm_wire import CompletionEvents
 from prorl_envs.model.types import Partial, Sampled, Sampling
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import Mix, ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.scripted_servers import KINDS, scripted_server
 
 pytestmark = pytest.mark.anyio
 
@@ -29,15 +29,6 @@ CALL = {"tool": "bash", "arguments": {"command": "ls"}, "content": "First I look
 BOOK = ScriptBook.from_tapes({"List the files.": [[CALL]]})
 PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 EXPECTED = RequestContract(PROMPT, 100, RENDERER.vocab_size, "here")
-
-#: The servers that stream, and their number of tokens per event.
-KINDS: dict[str, dict[str, Any]] = {
-    "completions": {},
-    "generate": {"generates": True},
-    "sglang": {"protocol": "sglang"},
-    "sglang-incremental": {"protocol": "sglang", "incremental": True},
-    "llamacpp": {"protocol": "llamacpp"},
-}
 
 
 class Listened:
@@ -66,7 +57,7 @@ async def pool(url: str, **options: Any) -> AsyncIterator[ModelPool]:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_streamed_answer_grows_and_equals_an_unstreamed_one(kind: str) -> None:
     heard = Listened()
-    async with ScriptedServer(BOOK, tokens_per_s=400.0, **KINDS[kind]) as server, pool(server.url) as model:
+    async with scripted_server(kind, BOOK, tokens_per_s=400.0) as server, pool(server.url) as model:
         told = await model.generate(PROMPT, Sampling(max_tokens=640), session="s", on_partial=heard)
         whole = await model.generate(PROMPT, Sampling(max_tokens=640), session="s")
     assert heard.partial is not None
@@ -80,7 +71,7 @@ async def test_a_streamed_answer_grows_and_equals_an_unstreamed_one(kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 async def test_cancelling_a_streamed_turn_stops_its_sampling(kind: str) -> None:
     heard = Listened()
-    async with ScriptedServer(BOOK, tokens_per_s=30.0, **KINDS[kind]) as server, pool(server.url) as model:
+    async with scripted_server(kind, BOOK, tokens_per_s=30.0) as server, pool(server.url) as model:
         call = asyncio.ensure_future(
             model.generate(PROMPT, Sampling(max_tokens=64), session="s", on_partial=heard)
         )
@@ -98,7 +89,7 @@ async def test_invalid_tokens_are_an_error_and_not_streamed(kind: str, behaviour
     heard, limits = Listened(), ClientLimits(attempts=2, backoff_s=0)
     mix = Mix.parse(behaviour)
     async with (
-        ScriptedServer(BOOK, mix=mix, **KINDS[kind]) as server,
+        scripted_server(kind, BOOK, mix=mix) as server,
         pool(server.url, limits=limits) as model,
     ):
         with pytest.raises(ModelError):

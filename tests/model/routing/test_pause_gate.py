@@ -20,6 +20,7 @@ from prorl_envs.model.types import InFlight, Sampled, Sampling, VersionSpan
 from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.support.clock import FakeClock
+from tests.support.scripted_servers import scripted_server
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +63,7 @@ async def test_turns_wait_while_weights_change() -> None:
 @PROTOCOLS
 @pytest.mark.parametrize("mode", ["finish", "abort", "keep"])
 async def test_no_prefix_of_old_weights_stays_cached(protocol: str, mode: InFlight) -> None:
-    async with ScriptedServer(BOOK, protocol=protocol) as server, pool_on(server.url) as pool:
+    async with scripted_server(protocol, BOOK) as server, pool_on(server.url) as pool:
         await turn(pool)
         await pool.pause(mode)
         before = server.counts.emptied
@@ -93,7 +94,7 @@ async def test_mode_finish_waits_for_turns_in_flight() -> None:
 async def test_an_aborted_turn_continues_with_the_new_weights(protocol: str) -> None:
     whole = await undisturbed()
     clock = FakeClock()
-    server = ScriptedServer(BOOK, protocol=protocol, tokens_per_s=1.0, clock=clock)
+    server = scripted_server(protocol, BOOK, tokens_per_s=1.0, clock=clock)
     async with server, pool_on(server.url) as pool:
         running = turn(pool)
         await clock.wait_for_sleepers()
@@ -150,7 +151,7 @@ async def test_turns_of_a_server_that_cannot_abort_are_disconnected() -> None:
 async def test_kept_turns_stop_and_continue(protocol: str) -> None:
     whole = await undisturbed()
     clock = FakeClock()
-    server = ScriptedServer(BOOK, protocol=protocol, tokens_per_s=1.0, clock=clock)
+    server = scripted_server(protocol, BOOK, tokens_per_s=1.0, clock=clock)
     async with server, pool_on(server.url) as pool:
         running = turn(pool)
         await clock.wait_for_sleepers()

@@ -10,8 +10,8 @@ from prorl_envs.model.servers.sglang import SglangClient
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling
 from prorl_envs.testing.scripted import Mix
-from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, talking_to
+from tests.support.scripted_servers import scripted_server
 
 type Client = type[VllmClient] | type[SglangClient] | type[LlamaCppClient]
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 async def test_max_tokens_truncates(client: Client) -> None:
     async with (
-        ScriptedServer(BOOK, protocol=client.protocol) as server,
+        scripted_server(client.protocol, BOOK) as server,
         talking_to(client, server.url) as talking,
     ):
         answer = await talking.generate(PROMPT, Sampling(max_tokens=5), session="s")
@@ -44,7 +44,7 @@ async def test_misbehaving_servers_become_typed_errors(
 ) -> None:
     limits = ClientLimits(attempts=3, backoff_s=0)
     async with (
-        ScriptedServer(BOOK, mix=Mix.parse(behaviour), protocol=client.protocol) as server,
+        scripted_server(client.protocol, BOOK, mix=Mix.parse(behaviour)) as server,
         talking_to(client, server.url, limits=limits) as talking,
     ):
         with pytest.raises(error, match=says) as caught:

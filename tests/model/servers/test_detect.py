@@ -14,6 +14,7 @@ from prorl_envs.testing.openai_face import scripted_openai
 from prorl_envs.testing.scripted_app import ServerDialect
 from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
+from tests.support.scripted_servers import scripted_server
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +42,7 @@ def test_urls_without_a_known_protocol_are_refused(url: str) -> None:
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang", "llamacpp"])
 async def test_the_protocol_is_detected_at_the_first_turn(protocol: str) -> None:
-    async with ScriptedServer(BOOK, protocol=protocol) as server:
+    async with scripted_server(protocol, BOOK) as server:
         client = Servers.of(RENDERER, limits=LIMITS).connect(server.url)
         assert isinstance(client, AutoClient) and client.protocol == ""
         answers = await asyncio.gather(
@@ -60,7 +61,7 @@ async def test_the_protocol_of_an_unreachable_server_is_detected_later() -> None
     for outcome in await asyncio.gather(*turns, return_exceptions=True):
         assert isinstance(outcome, ServerUnavailable)
     port = int(url.rpartition(":")[2])
-    async with ScriptedServer(BOOK, protocol="sglang", port=port):
+    async with scripted_server("sglang", BOOK, port=port):
         assert (await client.generate(PROMPT, Sampling(), session="s")).ids
     await client.aclose()
 
@@ -86,7 +87,7 @@ async def test_a_chat_server_accepts_no_ids() -> None:
 
 @pytest.mark.parametrize("protocol", ["auto", "sglang"])
 async def test_a_probe_of_sglang(protocol: Protocol) -> None:
-    async with ScriptedServer(BOOK, protocol="sglang", weight_version="4") as server:
+    async with scripted_server("sglang", BOOK, weight_version="4") as server:
         report = await probe(server.url, protocol=protocol, prompt_ids=PROMPT)
     assert report.ok, report.problem
     assert (report.model, report.weight_version) == ("scripted", "4")

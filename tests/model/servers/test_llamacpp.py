@@ -17,6 +17,7 @@ from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
+from tests.support.scripted_servers import scripted_server
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +26,7 @@ LOST = b"The model produced output that does not match the expected Content-only
 
 
 def server(**options: Any) -> ScriptedServer:
-    return ScriptedServer(BOOK, protocol="llamacpp", **options)
+    return scripted_server("llamacpp", BOOK, **options)
 
 
 talking_to = partial(talking, LlamaCppClient)

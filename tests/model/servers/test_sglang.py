@@ -13,12 +13,13 @@ from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
 from tests.support.clock import FakeClock
+from tests.support.scripted_servers import scripted_server
 
 pytestmark = pytest.mark.anyio
 
 
 def server(**options: Any) -> ScriptedServer:
-    return ScriptedServer(BOOK, protocol="sglang", **options)
+    return scripted_server("sglang", BOOK, **options)
 
 
 talking_to = partial(talking, SglangClient)

@@ -25,6 +25,7 @@ from prorl_envs.testing.scripted import Call, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from tests.rollout.conftest import OpenStore
 from tests.support.clock import FakeClock
+from tests.support.scripted_servers import scripted_server
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +66,7 @@ def check(result: Result) -> Trajectory:
 async def test_servers_of_both_kinds_serve_one_service(make_bench: Any, renderer: TemplateRenderer) -> None:
     async with (
         ScriptedServer(BOOK) as vllm,
-        ScriptedServer(BOOK, protocol="sglang") as sglang,
+        scripted_server("sglang", BOOK) as sglang,
         pool_on(renderer, vllm.url, f"sglang+{sglang.url}") as pool,
     ):
         bench = await make_bench(model=pool, run=32)
@@ -161,7 +162,7 @@ async def test_results_of_a_chat_server_are_never_trained_on(
 async def test_servers_are_added_with_their_protocol_and_drained(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
-    async with ScriptedServer(BOOK, protocol="sglang") as server, pool_on(renderer) as pool:
+    async with scripted_server("sglang", BOOK) as server, pool_on(renderer) as pool:
         bench = await make_bench(model=pool)
         async with client_of(bench.service) as client:
             [added] = await client.add_model_server(server.url, protocol="sglang")
@@ -197,7 +198,7 @@ async def test_servers_added_by_callers_survive_a_restart(
     """Resumed jobs need their servers, and the caller that added them may not notice the kill."""
     own = "http://127.0.0.1:1"
     async with (
-        ScriptedServer(BOOK, protocol="sglang") as server,
+        scripted_server("sglang", BOOK) as server,
         ScriptedServer(BOOK) as gone,
         opened() as store,
         pool_on(renderer, own) as first,

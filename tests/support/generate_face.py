@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from prorl_envs.testing.scripted_app import Played, ScriptedService
+from prorl_envs.testing.scripted_app import Played, ScriptedService, add_vllm
 from prorl_envs.tools.types import JsonObject
 
 
@@ -32,7 +32,8 @@ class TokensRequest(BaseModel):
 
 
 def add_generate(app: FastAPI, service: ScriptedService) -> None:
-    """Add the route to a scripted server."""
+    """Add vLLM's routes and this route to a scripted server."""
+    add_vllm(app, service)
 
     @app.post("/inference/v1/generate")
     async def generate(body: TokensRequest, request: Request) -> Response:

@@ -10,12 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from prorl_envs.testing.scripted_app import (
-    MODEL_ID,
-    NewVersion,
-    Played,
-    ScriptedService,
-)
+from prorl_envs.testing.scripted_app import MODEL_ID, NewVersion, Played, ScriptedService
 from prorl_envs.testing.scripted_engine import Treatment
 from prorl_envs.tools.types import JsonObject
 
@@ -50,8 +45,12 @@ class SglangPauseRequest(BaseModel):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-def add_sglang(app: FastAPI, service: ScriptedService) -> None:
-    """Add SGLang's routes to a scripted server."""
+def add_sglang(app: FastAPI, service: ScriptedService, *, incremental: bool = False) -> None:
+    """Add SGLang's routes to a scripted server.
+
+    Args:
+        incremental: stream events contain only new tokens, as with `--incremental-streaming-output`.
+    """
 
     @app.post("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -60,7 +59,7 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
         if body.stream:
 
             def piece(played: Played, sent: int) -> JsonObject:
-                new = played.after(sent) if service.options.incremental else played
+                new = played.after(sent) if incremental else played
                 return _answer(service, body, new, len(played.ids))
 
             return await service.stream(*arguments, piece, rid=body.rid, interval=params.stream_interval)
@@ -71,7 +70,7 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
 
     @app.get("/get_server_info")
     async def get_server_info() -> JsonObject:
-        return {"model_path": MODEL_ID, "incremental_streaming_output": service.options.incremental}
+        return {"model_path": MODEL_ID, "incremental_streaming_output": incremental}
 
     @app.get("/get_model_info")
     async def get_model_info() -> JsonObject:
