@@ -23,9 +23,9 @@ from prorl_envs.envs.swebench.images import Images
 from prorl_envs.envs.swebench.interpreters import choose
 from prorl_envs.envs.swebench.options import SwebenchOptions
 from prorl_envs.envs.swebench.root import BuiltRoot
-from prorl_envs.envs.swebench.steps import exclusive
 from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
 from prorl_envs.errors import EnvironmentFault
+from prorl_envs.images.lock import KeyLock
 from prorl_envs.sandbox.filesystem.directories import remove_tree
 
 type Progress = Callable[[str], None]
@@ -100,7 +100,7 @@ class Builder:
             if (built := await asyncio.to_thread(_load, folder)) is not None:
                 return built
             await asyncio.to_thread(self._cache.mkdir, parents=True, exist_ok=True)
-            async with exclusive(folder.with_suffix(".lock")):
+            async with KeyLock(folder.with_suffix(".lock")):
                 if (built := await asyncio.to_thread(_load, folder)) is None:
                     progress("building")
                     built = await _build(build, folder, progress)

@@ -1,17 +1,9 @@
-"""Parts of both build methods: git commands, the execution of a step, and the lock of a build."""
-
-import asyncio
-import fcntl
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+"""Parts of both build methods: git commands, and the execution of a step."""
 
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 STEP_TIMEOUT_S = 1200.0
-_LOCK_POLL_S = 0.05
 
 #: Excluded from the repository: files that installing and running Python creates in a tree. Source releases
 #: rarely include the repository's own .gitignore.
@@ -66,24 +58,3 @@ async def step(
             hint="check the row's x_env, or its image",
         )
     return output
-
-
-@asynccontextmanager
-async def exclusive(path: Path) -> AsyncIterator[None]:
-    """Hold the lock of a file; the kernel releases the lock even if this process is killed."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        # The holder may be another process. Polling can be cancelled, unlike a thread that waits for a lock.
-        while not _locked(fd):  # noqa: ASYNC110
-            await asyncio.sleep(_LOCK_POLL_S)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

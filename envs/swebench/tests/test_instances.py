@@ -221,7 +221,7 @@ async def test_a_failed_build_step_is_named_and_leaves_nothing(
     broken = task.model_copy(update={"environment": spec})
     with pytest.raises(EnvironmentFault, match=r"install failed \(exit status 3\): no such luck"):
         await Builder(Node(node.driver, tmp_path)).build(broken)
-    assert [path.suffix for path in (tmp_path / "swebench").iterdir()] == [".lock"]
+    assert not list((tmp_path / "swebench").iterdir())
 
 
 def fetching(cache: Path) -> bool:
@@ -238,4 +238,4 @@ async def test_a_cancelled_build_leaves_nothing(tmp_path: Path, node: Node, task
     building.cancel()
     with pytest.raises(asyncio.CancelledError):
         await building
-    assert [path.suffix for path in (tmp_path / "swebench").iterdir()] == [".lock"]
+    assert not list((tmp_path / "swebench").iterdir())
