@@ -32,13 +32,16 @@ from prorl_envs.cli.options import (
     ConfigOption,
     DataOption,
     EnvironmentArgument,
+    EpisodesOption,
     JsonOption,
     LlmOption,
     ModelOption,
     OutOption,
+    RowsArgument,
     TokenizerOption,
     api_key,
     settings_of,
+    succeed,
 )
 from prorl_envs.cli.output.console import discard, out, replace_unencodable, report
 from prorl_envs.cli.sources import SourceArgument
@@ -92,7 +95,6 @@ def demo(
 ) -> None:
     """Run real rollouts end to end on this machine; by default, a scripted model plays known solutions."""
     from prorl_envs.app.compose import connect
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.demo import FAMILIES, DemoOptions, demo
     from prorl_envs.cli.run_folders import check_folder
     from prorl_envs.testing.scripted import Mix
@@ -110,8 +112,7 @@ def demo(
             connected = await connect(llm, settings.model, tokenizer=tokenizer, name=model, api_key=api_key())
         return await demo(settings, options, out_dir, connected)
 
-    if not run(main()):
-        raise typer.Exit(1)
+    succeed(main())
 
 
 @cli.command(rich_help_panel=_ROLLOUTS)
@@ -199,24 +200,17 @@ def show(
 @cli.command(rich_help_panel=_ENVIRONMENTS)
 def validate(
     environment: EnvironmentArgument,
-    data: Annotated[
-        Path | None, typer.Argument(help="JSONL or Parquet of task rows; by default the family's examples.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
+    data: RowsArgument = None,
+    jobs: EpisodesOption = 4,
     config: ConfigOption = None,
     allow_missing: AllowMissingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check a data file without a model: references score 1, untouched workspaces 0, both twice."""
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.validate import validate_file
 
-    if not run(
-        validate_file(
-            settings_of(config), environment, data, jobs, allow_missing=allow_missing, as_json=as_json
-        )
-    ):
-        raise typer.Exit(1)
+    settings = settings_of(config)
+    succeed(validate_file(settings, environment, data, jobs, allow_missing=allow_missing, as_json=as_json))
 
 
 @cli.command(rich_help_panel=_STORED)
@@ -235,40 +229,31 @@ def replay(
     out_file: Annotated[
         Path | None, typer.Option("--out", help="File for the results with their new rewards.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
+    jobs: EpisodesOption = 4,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score stored rollouts again with the current graders, without a model, and report the changes."""
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.replay import replay_file
 
-    work = replay_file(settings_of(config), source, data=data, target=out_file, jobs=jobs, as_json=as_json)
-    if not run(work):
-        raise typer.Exit(1)
+    settings = settings_of(config)
+    succeed(replay_file(settings, source, data=data, target=out_file, jobs=jobs, as_json=as_json))
 
 
 @cli.command(rich_help_panel=_ENVIRONMENTS)
 def prepare(
     environment: EnvironmentArgument,
-    data: Annotated[
-        Path | None, typer.Argument(help="JSONL or Parquet of task rows; by default the family's examples.")
-    ] = None,
+    data: RowsArgument = None,
     jobs: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 4,
     config: ConfigOption = None,
     allow_missing: AllowMissingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Build, pull and check everything that the tasks of a data file need. Run it again to resume."""
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.prepare import prepare_file
 
-    if not run(
-        prepare_file(
-            settings_of(config), environment, data, jobs, allow_missing=allow_missing, as_json=as_json
-        )
-    ):
-        raise typer.Exit(1)
+    settings = settings_of(config)
+    succeed(prepare_file(settings, environment, data, jobs, allow_missing=allow_missing, as_json=as_json))
 
 
 @cli.command(rich_help_panel=_ENVIRONMENTS)
@@ -309,11 +294,9 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Report which features this machine supports and which parts are missing."""
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.doctor import doctor
 
-    if not run(doctor(settings_of(None), as_json=as_json)):
-        raise typer.Exit(1)
+    succeed(doctor(settings_of(None), as_json=as_json))
 
 
 @cli.command(rich_help_panel=_MACHINE)
@@ -332,7 +315,6 @@ def conformance(
     as_json: JsonOption = False,
 ) -> None:
     """Test every promise of a sandbox, and report which promises this machine keeps."""
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.conformance import conformance, print_promises, subject
     from prorl_envs.conformance.suite import chosen
 
@@ -340,8 +322,7 @@ def conformance(
     if list_:
         return print_promises(promises, as_json=as_json)
     against = subject(driver, image.resolve() if image is not None else None, emulate_root=emulate_root)
-    if not run(conformance(against, promises, as_json=as_json)):
-        raise typer.Exit(1)
+    succeed(conformance(against, promises, as_json=as_json))
 
 
 cli.command(rich_help_panel=_ROLLOUTS)(run)

@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from prorl_envs.config import Settings
 
 
@@ -35,6 +37,10 @@ EnvironmentArgument = Annotated[
 DataOption = Annotated[
     Path | None, typer.Option(help="JSONL or Parquet of task rows; by default the environment's examples.")
 ]
+RowsArgument = Annotated[
+    Path | None, typer.Argument(help="JSONL or Parquet of task rows; by default the family's examples.")
+]
+EpisodesOption = Annotated[int, typer.Option("--jobs", min=1, help="Episodes at a time.")]
 LlmOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -66,6 +72,14 @@ def settings_of(config: Path | None) -> "Settings":
     from prorl_envs.config import load_settings
 
     return load_settings(config, os.environ)
+
+
+def succeed(work: "Coroutine[Any, Any, bool]") -> None:
+    """Run the work of a command; exit with status 1 if it returns False."""
+    from prorl_envs.app.run_loop import run
+
+    if not run(work):
+        raise typer.Exit(1)
 
 
 def api_key() -> str | None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from prorl_envs.cli.options import ConfigOption, JsonOption, settings_of
+from prorl_envs.cli.options import ConfigOption, JsonOption, settings_of, succeed
 
 
 def check_llm(
@@ -22,12 +22,9 @@ def check_llm(
     as_json: JsonOption = False,
 ) -> None:
     """Test a model server: ids in and out, log-probabilities, stops, versions, pauses."""
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.check_llm_report import checked
     from prorl_envs.model.tokens.loading import load_renderer
 
     ca_file = settings_of(config).model.ca_file
     renderer = load_renderer(tokenizer) if tokenizer else None
-    check = checked(url, renderer, model, ca_file=ca_file, pause=pause, timeout_s=timeout, as_json=as_json)
-    if not run(check):
-        raise typer.Exit(1)
+    succeed(checked(url, renderer, model, ca_file=ca_file, pause=pause, timeout_s=timeout, as_json=as_json))

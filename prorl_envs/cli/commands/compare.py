@@ -49,18 +49,15 @@ def _summaries(source: str) -> "Sequence[Summary]":
 
 
 def _table(result: "Comparison", rows: int) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
+
+    from prorl_envs.cli.output.fitted_table import plain_table
 
     changed = sorted((task for task in result.tasks if task.change), key=lambda task: -abs(task.change))
     omitted = len(changed) - rows
-    table = Table(title="changed tasks", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    numbers = ("before", "after", "change")
+    table = plain_table("environment", "task", *numbers, title="changed tasks", numbers=numbers)
     table.caption = f"{omitted} more" if omitted > 0 else None
-    for name in ("environment", "task"):
-        table.add_column(name, overflow="fold")
-    for name in ("before", "after", "change"):
-        table.add_column(name, justify="right")
     for task in changed[:rows]:
         style = "green" if task.change > 0 else "red"
         values = (f"{task.before:.3f}", f"{task.after:.3f}", Text(f"{task.change:+.3f}", style=style))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from prorl_envs.catalog import Catalog, entries
 from prorl_envs.cli.output.console import err, out, plain, print_json, print_json_lines
+from prorl_envs.cli.output.fitted_table import plain_table
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Task
 from prorl_envs.env.directories import is_task_directory
@@ -138,12 +138,8 @@ def list_environments(settings: Settings, *, as_json: bool) -> None:
 
 def environments_table(found: list[EnvironmentSummary]) -> Table:
     """Return a table with one row per environment."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("environment", "kind"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("tasks", justify="right", no_wrap=True)
-    table.add_column("usable", no_wrap=True)
-    table.add_column("description", overflow="fold")
+    names = ("environment", "kind", "tasks", "usable", "description")
+    table = plain_table(*names, numbers=["tasks"], unwrapped=["environment", "kind", "usable"])
     for summary in found:
         count = "-" if summary.tasks is None else f"{summary.runnable} of {summary.tasks}"
         description = plain(summary.description)
@@ -234,9 +230,7 @@ def tasks_table(tasks: Iterable[tuple[Task, str]]) -> Table:
     Args:
         tasks: each task with the reason why it cannot run, or "".
     """
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("task", "runnable", "instruction"):
-        table.add_column(name, overflow="fold")
+    table = plain_table("task", "runnable", "instruction")
     for task, reason in tasks:
         runnable = (
             Text(plain(f"no: {reason}").plain, style="yellow") if reason else Text("yes", style="green")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import filesize
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from prorl_envs.cli.options import JsonOption
 from prorl_envs.cli.output.console import err, out, plain, print_json
+from prorl_envs.cli.output.fitted_table import plain_table
 from prorl_envs.errors import InputError
 
 if TYPE_CHECKING:
@@ -121,14 +121,6 @@ def _say(found: "BaseModel | Sequence[BaseModel]", as_json: bool, show: Callable
         show()
 
 
-def _table(*names: str, numbers: Sequence[str] = ()) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in names:
-        numeric = name in numbers
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    return table
-
-
 def top(
     service: ServiceOption = None,
     once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
@@ -153,7 +145,7 @@ def status(service: ServiceOption = None, as_json: JsonOption = False) -> None:
 def _show_status(found: "StatusView") -> None:
     state = f"paused: {found.paused}" if found.paused else found.state
     out.print(f"{state}, {found.unfinished} unfinished of {found.queue_limit}, up {found.uptime_s:.0f} s")
-    table = _table("stage", "active", "limit", "waiting", numbers=("active", "limit", "waiting"))
+    table = plain_table("stage", "active", "limit", "waiting", numbers=("active", "limit", "waiting"))
     for stage, pool in found.pools.items():
         table.add_row(stage.upper(), str(pool.active), str(pool.limit), str(pool.waiting))
     table.add_row("with a sandbox", str(found.jobs_with_sandbox), str(found.max_jobs_with_sandbox), "")
@@ -188,7 +180,7 @@ def jobs(
 def jobs_table(lines: "Sequence[JobLine]") -> Table:
     """Return a table with one row per unfinished job."""
     numbers = ("for s", "turns", "tokens", "memory", "attempt")
-    table = _table("job", "environment", "state", *numbers, "node", numbers=numbers)
+    table = plain_table("job", "environment", "state", *numbers, "node", numbers=numbers)
     for line in lines:
         state = line.state.value if line.active or line.state == "queued" else f"for {line.state.value}"
         table.add_row(
@@ -404,7 +396,7 @@ def drain_server(
 def servers_table(found: "Sequence[ModelServerView]") -> Table:
     """Return a table with one row per model server."""
     numbers = ("in flight", "sessions", "turns")
-    table = _table("server", "state", "protocol", *numbers, "weights", numbers=numbers)
+    table = plain_table("server", "state", "protocol", *numbers, "weights", numbers=numbers)
     for server in found:
         style = {"healthy": "green", "failing": "red"}.get(server.state, "yellow")
         counts = (str(n) for n in (server.in_flight, server.sessions, server.turns))
@@ -445,7 +437,7 @@ def resume_node(name: NodeName, service: ServiceOption = None, as_json: JsonOpti
 def nodes_table(found: "Sequence[NodeView]") -> Table:
     """Return a table with one row per node."""
     numbers = ("with sandbox", "limit", "sandboxes", "attempts")
-    table = _table("node", "state", *numbers, "reason", numbers=numbers)
+    table = plain_table("node", "state", *numbers, "reason", numbers=numbers)
     for node in found:
         style = {"ready": "green", "lost": "red"}.get(node.state, "yellow")
         counts = (

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 from prorl_envs.app.compose import node, open_store
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err, out, plain, print_json
+from prorl_envs.cli.output.fitted_table import plain_table
 from prorl_envs.cli.sources import is_store
 from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.env.node import Node
@@ -264,12 +263,8 @@ async def replay_file(
 
 
 def _show(outcomes: Sequence[ReplayOutcome], found: Stored) -> None:
-    table = Table(title="changes", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("job", overflow="fold")
-    table.add_column("was", justify="right")
-    table.add_column("is", justify="right")
-    table.add_column("observations", justify="right")
-    table.add_column("differing", overflow="fold")
+    numbers = ("was", "is", "observations")
+    table = plain_table("job", *numbers, "differing", title="changes", numbers=numbers)
     for outcome in outcomes:
         if outcome.verdict != "same":
             table.add_row(*_cells(outcome))

@@ -1,6 +1,7 @@
 """`prorl-envs view`: shows stored episodes in a browser, or writes them to one HTML file."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,14 +58,11 @@ def view(
     if _is_runs_folder(source):
         run(_serve_runs(Path(source), texts, port, browser))
         return
-    episodes = open_episodes(source)
-    try:
+    with closing(open_episodes(source)) as episodes:
         episodes.extend(_FIRST_BYTES)
         if not episodes.summaries:
             check_lines(episodes, source)
         run(_serve(episodes, texts, _run_of(source), port, browser))
-    finally:
-        episodes.close()
 
 
 def write_html(source: str, target: Path, texts: "Texts | None", only: Sequence[str] = ()) -> str:
@@ -79,11 +77,26 @@ def write_html(source: str, target: Path, texts: "Texts | None", only: Sequence[
     Raises:
         InputError: the source cannot be read or has no such episode, or the file cannot be written.
     """
-    episodes = open_episodes(source)
+    from prorl_envs.viewer.export import export_html
+
+    with closing(open_episodes(source)) as episodes:
+        episodes.extend()
+        name = episodes.name
+        check_lines(episodes, name)
+        numbered = enumerate(episodes.summaries)
+        chosen = [number for number, summary in numbered if not only or _matches(summary, only)]
+        if not chosen:
+            hint = f"prorl-envs show {name} lists its jobs"
+            raise InputError(f"no episode of {name} matches --job", hint=hint)
+        content = export_html((episodes.line(number) for number in chosen), name, texts, _run_of(source))
     try:
-        return _export(episodes, target, only, texts, _run_of(source))
-    finally:
-        episodes.close()
+        target.write_bytes(content)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {target}: {error.strerror}", hint="choose another path: --html"
+        ) from error
+    noun = "episode" if len(chosen) == 1 else "episodes"
+    return f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser"
 
 
 def _is_runs_folder(source: str) -> bool:
@@ -157,29 +170,6 @@ async def _answer(app: "ASGIApp", token: str, name: str, port: int, browser: boo
         if browser:
             webbrowser.open(link)
         await asyncio.Event().wait()
-
-
-def _export(
-    episodes: "EpisodeSource", target: Path, job_names: Sequence[str], texts: "Texts | None", run: "RunInfo"
-) -> str:
-    from prorl_envs.viewer.export import export_html
-
-    episodes.extend()
-    name = episodes.name
-    check_lines(episodes, name)
-    numbered = enumerate(episodes.summaries)
-    chosen = [number for number, summary in numbered if not job_names or _matches(summary, job_names)]
-    if not chosen:
-        raise InputError(f"no episode of {name} matches --job", hint=f"prorl-envs show {name} lists its jobs")
-    content = export_html((episodes.line(number) for number in chosen), name, texts, run)
-    try:
-        target.write_bytes(content)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {target}: {error.strerror}", hint="choose another path: --html"
-        ) from error
-    noun = "episode" if len(chosen) == 1 else "episodes"
-    return f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser"
 
 
 def _matches(summary: "Summary", job_names: Sequence[str]) -> bool:

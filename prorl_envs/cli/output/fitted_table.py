@@ -1,16 +1,37 @@
-"""Tables that keep all their columns on a narrow terminal, where Rich shrinks columns until they vanish."""
+"""Tables without borders, and tables that keep all columns on a narrow terminal, where Rich drops some."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.table import Column, Table
+from rich.text import TextType
 
 #: Minimum width of a column whose cells may be wrapped; less if all cells are shorter.
 _WRAPPED = 16
 #: Width that is large enough for every table.
 _UNLIMITED = 10_000
+
+
+def plain_table(
+    *names: str, title: TextType | None = None, numbers: Collection[str] = (), unwrapped: Collection[str] = ()
+) -> Table:
+    """Return an empty table without borders.
+
+    Args:
+        names: headings of the columns.
+        numbers: columns that are aligned to the right; their cells are not wrapped.
+        unwrapped: further columns whose cells are not wrapped.
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        no_wrap = name in numbers or name in unwrapped
+        table.add_column(
+            name, justify="right" if name in numbers else "left", no_wrap=no_wrap, overflow="fold"
+        )
+    return table
 
 
 class FittedTable:

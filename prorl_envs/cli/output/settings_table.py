@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
-from prorl_envs.cli.output.fitted_table import FittedTable
+from prorl_envs import config
+from prorl_envs.cli.output.fitted_table import FittedTable, plain_table
 from prorl_envs.config import (
     AgentSettings,
     EnvironmentSettings,
@@ -74,8 +73,8 @@ def meanings_of(model: type[BaseModel]) -> dict[str, str]:
 def settings_schema() -> dict[str, Any]:
     """Return the JSON schema of a settings file, with the meaning of each setting."""
     schema = Settings.model_json_schema()
-    for model in _sections(Settings):
-        described = schema if model is Settings else schema["$defs"][model.__name__]
+    sections = {getattr(config, name): section for name, section in schema["$defs"].items()}
+    for model, described in {Settings: schema, **sections}.items():
         described["description"] = (inspect.getdoc(model) or "").partition("\n")[0]
         for name, meaning in meanings_of(model).items():
             described["properties"][name]["description"] = meaning
@@ -95,29 +94,10 @@ def updated_page(page: str) -> str:
 
 def settings_table(rows: Iterable[SettingRow]) -> FittedTable:
     """Return a table of settings for a terminal; of links, only the text is shown."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("setting", no_wrap=True)
-    for name in ("default", "meaning"):
-        table.add_column(name, overflow="fold")
+    table = plain_table("setting", "default", "meaning", unwrapped=["setting"])
     for row in rows:
         table.add_row(row.name, row.default, _LINK.sub(r"\1", row.meaning))
     return FittedTable(table)
-
-
-def _sections(model: type[BaseModel]) -> set[type[BaseModel]]:
-    """Return a section, and all sections in the types of its fields."""
-    found = {model}
-    for field in model.model_fields.values():
-        for part in _parts(field.annotation):
-            if inspect.isclass(part) and issubclass(part, BaseModel):
-                found |= _sections(part)
-    return found
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
-    yield annotation
-    for part in getattr(annotation, "__args__", ()):
-        yield from _parts(part)
 
 
 def _yaml(value: object) -> str:

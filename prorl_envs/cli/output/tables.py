@@ -4,12 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 
 from prorl_envs.cli.output.console import plain
-from prorl_envs.cli.output.fitted_table import FittedTable
+from prorl_envs.cli.output.fitted_table import FittedTable, plain_table
 from prorl_envs.rollout.api.types import Result
 from prorl_envs.runs.statistics import RunSummary, Statistics
 from prorl_envs.viewer.summary import Summary
@@ -31,13 +29,8 @@ def outcome_cell(summary: Summary) -> Text:
 
 def samples_table(summaries: Iterable[Summary]) -> FittedTable:
     """Return a table with one row per sample."""
-    table = Table(
-        title="samples", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    for name in ("job", "reward", "ended"):
-        table.add_column(name, overflow="fold")
-    for name in ("turns", "tokens", "sampled", "init/run/eval s", "drift"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("turns", "tokens", "sampled", "init/run/eval s", "drift")
+    table = plain_table("job", "reward", "ended", *numbers, title="samples", numbers=numbers)
     for sample in summaries:
         table.add_row(
             plain(sample.job_id),
@@ -71,19 +64,10 @@ def tasks_table(ordered: Iterable[Summary], limit: int) -> FittedTable:
     """
     groups = [list(group) for _, group in groupby(ordered, key=lambda s: (s.environment, s.group_id))]
     omitted = f"; {len(groups) - limit} more tasks" if len(groups) > limit else ""
-    table = Table(
-        title="tasks",
-        title_justify="left",
-        caption=f"x: no reward; turns and seconds (active) are means over the samples{omitted}",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("task", overflow="fold")
-    table.add_column("rewards")
-    for name in ("turns", "tokens", "init/run/eval s", "drift"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("failures", no_wrap=True)
+    numbers = ("turns", "tokens", "init/run/eval s", "drift")
+    names = ("task", "rewards", *numbers, "failures")
+    table = plain_table(*names, title="tasks", numbers=numbers, unwrapped=["failures"])
+    table.caption = f"x: no reward; turns and seconds (active) are means over the samples{omitted}"
     environment = ""
     for samples in groups[:limit]:
         if samples[0].environment != environment:
@@ -115,21 +99,10 @@ def _failures(kinds: Mapping[str, int]) -> str:
 def statistics_table(summary: RunSummary) -> FittedTable:
     """Return a table of a run's statistics: a row per environment; with several, also a row for all."""
     title = plain(f"summary of the model {summary.model}" if summary.model else "summary")
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("environment", overflow="fold")
     passes = sorted(summary.overall.pass_at)
-    names = (
-        "tasks",
-        "results",
-        "reward",
-        *(f"pass@{k}" for k in passes),
-        "turns",
-        "tokens",
-        "sampled",
-        "failures",
-    )
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    scores = ("tasks", "results", "reward", *(f"pass@{k}" for k in passes))
+    numbers = (*scores, "turns", "tokens", "sampled", "failures")
+    table = plain_table("environment", *numbers, title=title, numbers=numbers)
     several = len(summary.environments) > 1
     for name, statistics in summary.environments.items():
         table.add_row(plain(name), *_statistics_row(statistics, passes))
