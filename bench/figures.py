@@ -68,7 +68,7 @@ class Bench:
         """Measure figure 1: an action, and many concurrent sessions."""
         with self._running("bash", catalogue.BASH) as running:
             self._together(running, "open", count=1)
-            self._latencies(running)
+            self._rounds(running, "act", "seconds", self.scale.batch)
             self._together(running, "shut")
             self.say(f"bash: opening {self.scale.sessions} sessions each")
             self._together(running, "open", count=self.scale.sessions)
@@ -81,16 +81,16 @@ class Bench:
     def ready(self) -> dict[str, Row]:
         """Measure figure 2: a new sandbox, up to its first answer."""
         with self._running("ready", catalogue.READY) as running:
-            self._readiness(running)
+            self._rounds(running, "ready", "ready", self.scale.starts)
         return {row.entry.key: row for row in running.rows}
 
     def cell(self) -> dict[str, Row]:
         """Measure figure 4: a Python cell, and a new session up to its first answer."""
         with self._running("cell", catalogue.CELL) as running:
             self._together(running, "open", count=1)
-            self._latencies(running)
+            self._rounds(running, "act", "seconds", self.scale.batch)
             self._together(running, "shut")
-            self._readiness(running)
+            self._rounds(running, "ready", "ready", self.scale.starts)
         return {row.entry.key: row for row in running.rows}
 
     def memory(self) -> dict[str, Row]:
@@ -106,15 +106,9 @@ class Bench:
             row.left += leaks_since(before, self.scratch)
         return rows
 
-    def _latencies(self, running: "_Running") -> None:
-        scale = self.scale
-        for number in range(scale.rounds + 1):
-            keep = number > 0  # the first turn only warms up
-            self._turns(running, _act(scale.batch, scale.turn_s, keep=keep))
-
-    def _readiness(self, running: "_Running") -> None:
-        for number in range(self.scale.rounds + 1):
-            self._turns(running, _ready(self.scale.starts, self.scale.turn_s, keep=number > 0))
+    def _rounds(self, running: "_Running", operation: str, values: str, count: int) -> None:
+        for number in range(self.scale.rounds + 1):  # the first turn only warms up
+            self._turns(running, _time(operation, values, count, self.scale.turn_s, keep=number > 0))
 
     def _together(
         self, running: "_Running", operation: str, **arguments: int
@@ -182,22 +176,13 @@ class _Running:
 type Step = Callable[[Row, SubjectProcess], None]
 
 
-def _act(count: int, budget_s: float, *, keep: bool) -> Step:
+def _time(operation: str, values: str, count: int, budget_s: float, *, keep: bool) -> Step:
+    """Time an operation of the subject, and add the seconds to a row's `values` if `keep` is true."""
+
     def step(row: Row, process: SubjectProcess) -> None:
-        answer = process.ask("act", count=count, budget_s=budget_s, timeout_s=ANSWER_TIMEOUT_S)
+        answer = process.ask(operation, count=count, budget_s=budget_s, timeout_s=ANSWER_TIMEOUT_S)
         if keep:
-            row.seconds += answer["seconds"]
-            row.wrong += answer["wrong"]
-            row.answers += len(answer["seconds"])
-
-    return step
-
-
-def _ready(count: int, budget_s: float, *, keep: bool) -> Step:
-    def step(row: Row, process: SubjectProcess) -> None:
-        answer = process.ask("ready", count=count, budget_s=budget_s, timeout_s=ANSWER_TIMEOUT_S)
-        if keep:
-            row.ready += answer["seconds"]
+            getattr(row, values).extend(answer["seconds"])
             row.wrong += answer["wrong"]
             row.answers += len(answer["seconds"])
 

@@ -1,90 +1,71 @@
 """Markdown tables of a run, for docs/performance.md."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from bench import catalogue
+from bench.catalogue import Entry
 from bench.results import Claim, Row, Rows, median, p99, ratio
+
+type Columns = Mapping[str, Callable[[Row], str]]
+"""Cells of a row, by the heading of their column."""
 
 
 def figure_1(rows: Rows, claims: list[Claim], sessions: int) -> str:
-    head = ("`echo TOKEN` through", "median ms", "p99 ms", "times ours", f"{sessions} sessions, commands/s")
-    ours = _median(rows, catalogue.OURS.key, "seconds")
-    body = [
-        (
-            row.entry.label,
-            _ms(median(row.seconds)),
-            _ms(p99(row.seconds)),
-            _number(ratio(median(row.seconds), ours)),
-            _number(median(row.rates)),
-            row.entry.keeps,
-            row.entry.isolates,
-            _remark(row),
-        )
-        for row in rows.values()
-    ]
-    return _section("1. A bash action", claims, (*head, "keeps state", "isolates", "measured"), body)
+    columns: Columns = {
+        "`echo TOKEN` through": lambda row: row.entry.label,
+        **_times(rows, catalogue.OURS, "seconds"),
+        f"{sessions} sessions, commands/s": lambda row: _number(median(row.rates)),
+        "keeps state": lambda row: row.entry.keeps,
+        "isolates": lambda row: row.entry.isolates,
+    }
+    return _section("1. A bash action", claims, rows, columns)
 
 
 def figure_2(rows: Rows, claims: list[Claim]) -> str:
-    head = ("ready, up to the first answer of its bash", "median ms", "p99 ms", "times ours", "isolates")
-    ours = _median(rows, catalogue.OURS.key, "ready")
-    body = [
-        (
-            row.entry.label,
-            _ms(median(row.ready)),
-            _ms(p99(row.ready)),
-            _number(ratio(median(row.ready), ours)),
-            row.entry.isolates,
-            _remark(row),
-        )
-        for row in rows.values()
-    ]
-    return _section("2. A sandbox ready", claims, (*head, "measured"), body)
+    columns: Columns = {
+        "ready, up to the first answer of its bash": lambda row: row.entry.label,
+        **_times(rows, catalogue.OURS, "ready"),
+        "isolates": lambda row: row.entry.isolates,
+    }
+    return _section("2. A sandbox ready", claims, rows, columns)
 
 
 def figure_3(rows: Rows, claims: list[Claim]) -> str:
-    head = ("one idle", "processes", "PSS, MB", "kernel, MB", "all of the machine, MB", "measured")
-    body = [
-        (
-            row.entry.label,
-            _number(row.memory.get("processes")),
-            *(_megabytes(row.memory.get(name)) for name in ("pss", "kernel", "all")),
-            _remark(row),
-        )
-        for row in rows.values()
-    ]
-    text = _section("3. Memory of an idle sandbox", claims, head, body)
+    columns: Columns = {
+        "one idle": lambda row: row.entry.label,
+        "processes": lambda row: _number(row.memory.get("processes")),
+        "PSS, MB": lambda row: _megabytes(row.memory.get("pss")),
+        "kernel, MB": lambda row: _megabytes(row.memory.get("kernel")),
+        "all of the machine, MB": lambda row: _megabytes(row.memory.get("all")),
+    }
+    text = _section("3. Memory of an idle sandbox", claims, rows, columns)
     return text + "".join(f"\n{line}\n" for row in rows.values() for line in _live(row))
 
 
 def figure_4(rows: Rows, claims: list[Claim]) -> str:
-    head = (
-        "`numbers[i] + n` in",
-        "median ms",
-        "p99 ms",
-        "times ours",
-        "ready ms",
-        "ready p99 ms",
-        "isolates",
-    )
-    ours = _median(rows, catalogue.IPYTHON.key, "seconds")
-    body = [
-        (
-            row.entry.label,
-            _ms(median(row.seconds)),
-            _ms(p99(row.seconds)),
-            _number(ratio(median(row.seconds), ours)),
-            _ms(median(row.ready)),
-            _ms(p99(row.ready)),
-            row.entry.isolates,
-            _remark(row),
-        )
-        for row in rows.values()
-    ]
-    return _section("4. A Python cell", claims, (*head, "measured"), body)
+    columns: Columns = {
+        "`numbers[i] + n` in": lambda row: row.entry.label,
+        **_times(rows, catalogue.IPYTHON, "seconds"),
+        "ready ms": lambda row: _ms(median(row.ready)),
+        "ready p99 ms": lambda row: _ms(p99(row.ready)),
+        "isolates": lambda row: row.entry.isolates,
+    }
+    return _section("4. A Python cell", claims, rows, columns)
 
 
-def _section(title: str, claims: list[Claim], head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+def _times(rows: Rows, entry: Entry, values: str) -> Columns:
+    """Return the columns of a row's times, compared with those of our entry."""
+    ours = median(getattr(rows[entry.key], values)) if entry.key in rows else None
+    return {
+        "median ms": lambda row: _ms(median(getattr(row, values))),
+        "p99 ms": lambda row: _ms(p99(getattr(row, values))),
+        "times ours": lambda row: _number(ratio(median(getattr(row, values)), ours)),
+    }
+
+
+def _section(title: str, claims: list[Claim], rows: Rows, columns: Columns) -> str:
+    """Return the tables of the claims and of the rows; the last column of the rows has remarks."""
+    columns = {**columns, "measured": _remark}
     asked = [
         (
             claim.text,
@@ -100,7 +81,7 @@ def _section(title: str, claims: list[Claim], head: Iterable[str], body: Iterabl
             "",
             *_table(("", "asked", "measured", "met?"), asked),
             "",
-            *_table(head, body),
+            *_table(columns, ([cell(row) for cell in columns.values()] for row in rows.values())),
             "",
         ]
     )
@@ -141,11 +122,6 @@ def _live(row: Row) -> Iterator[str]:
             f"{memory['live_all'] / 1e9:.2f} GB of the machine's memory in all."
             f"{closed} {left}"
         )
-
-
-def _median(rows: Rows, key: str, values: str) -> float | None:
-    row = rows.get(key)
-    return median(getattr(row, values)) if row else None
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,8 +1,7 @@
-"""Lower bounds: minimal subjects with and without a session.
+"""Lower bounds: minimal sessions.
 
 pty     a bash on a pseudo-terminal without a sandbox; each action writes a line and reads the output
 bwrap   a bash on pipes in a sandbox of bubblewrap, with the namespaces of our sandboxes
-spawn   a new `bash -c` per command without a sandbox
 """
 
 import os
@@ -66,15 +65,7 @@ class Bwrap:
         self._shell.wait()
 
 
-class Spawn:
-    def act(self, text: str) -> str:
-        return subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, check=True, text=True).stdout
-
-    def close(self) -> None:
-        pass
-
-
-KINDS: dict[str, type[Session]] = {"pty": Pty, "bwrap": Bwrap, "spawn": Spawn}
+KINDS: dict[str, type[Session]] = {"pty": Pty, "bwrap": Bwrap}
 
 
 class Floor:

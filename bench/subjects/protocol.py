@@ -166,18 +166,17 @@ class Runner:
         """Run actions in all open sessions concurrently for `budget_s`, one at a time in each session."""
         started = time.perf_counter()
         deadline = started + budget_s
+        task = self._subject.task
         if self._subject.blocking:
             loop = asyncio.get_running_loop()
             with ThreadPoolExecutor(len(self._sessions)) as threads:
                 waits = [
-                    loop.run_in_executor(threads, _until, s, self._subject.task, deadline)
+                    loop.run_in_executor(threads, asyncio.run, _until(s, task, deadline))
                     for s in self._sessions
                 ]
                 counts = await asyncio.gather(*waits)
         else:
-            counts = await asyncio.gather(
-                *(_async_until(s, self._subject.task, deadline) for s in self._sessions)
-            )
+            counts = await asyncio.gather(*(_until(s, task, deadline) for s in self._sessions))
         elapsed = time.perf_counter() - started
         answers = sum(done for done, _ in counts)
         return {"rate": answers / elapsed, "answers": answers, "wrong": sum(wrong for _, wrong in counts)}
@@ -187,18 +186,7 @@ class Runner:
         await settle(self._subject.close())
 
 
-def _until(session: Session, task: Task, deadline: float) -> tuple[int, int]:
-    done = wrong = 0
-    while not done or time.perf_counter() < deadline:
-        text, expected = task()
-        output = session.act(text)
-        assert isinstance(output, str)
-        wrong += output.strip() != expected
-        done += 1
-    return done, wrong
-
-
-async def _async_until(session: Session, task: Task, deadline: float) -> tuple[int, int]:
+async def _until(session: Session, task: Task, deadline: float) -> tuple[int, int]:
     done = wrong = 0
     while not done or time.perf_counter() < deadline:
         text, expected = task()
