@@ -56,7 +56,7 @@ class RunLine(WireModel):
 
 
 class RunView:
-    """Run of a results file. Implements `viewer.run_info.RunInfo`.
+    """Run of a results file. Implements `viewer.episodes.RunInfo`.
 
     Args:
         path: folder of the run; None if the results belong to no run.
@@ -107,7 +107,7 @@ class RunView:
 
 
 class RunsFolder:
-    """Runs of a folder. Implements `viewer.run_info.Runs`.
+    """Runs of a folder. Implements `viewer.episodes.Runs`.
 
     Args:
         path: path of the folder.

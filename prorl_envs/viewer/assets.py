@@ -31,7 +31,6 @@ HEADERS = {
 class Asset:
     """File of the pages."""
 
-    name: str
     content: bytes
     media_type: str
 
@@ -41,8 +40,8 @@ def assets() -> dict[str, Asset]:
     """Return the script and the style sheet by file name."""
     script = bundle(STATIC, "main.js").encode()
     return {
-        SCRIPT: Asset(SCRIPT, script, "text/javascript; charset=utf-8"),
-        STYLE: Asset(STYLE, (STATIC / STYLE).read_bytes(), "text/css; charset=utf-8"),
+        SCRIPT: Asset(script, "text/javascript; charset=utf-8"),
+        STYLE: Asset((STATIC / STYLE).read_bytes(), "text/css; charset=utf-8"),
     }
 
 
@@ -54,4 +53,4 @@ def page(source: str) -> Asset:
     """
     text = (STATIC / "page.html").read_text(encoding="utf-8")
     text = re.sub(r'data-source="\w*"', f'data-source="{source}"', text, count=1)
-    return Asset("page.html", text.encode(), "text/html; charset=utf-8")
+    return Asset(text.encode(), "text/html; charset=utf-8")

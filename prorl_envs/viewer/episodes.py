@@ -1,13 +1,17 @@
-"""Interface of the pages to the results in a file or in a store."""
+"""Interfaces of the pages to stored results, to the run of the results, and to a folder of runs."""
 
 import json
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from prorl_envs.errors import InputError
 from prorl_envs.viewer.summary import Summary
 
 #: Longest search text, in characters.
 MAX_QUERY = 1000
+
+type Texts = Callable[[Sequence[int]], list[str]]
+"""Decoder that returns the text of each token id."""
 
 
 class Found(NamedTuple):
@@ -82,6 +86,57 @@ class EpisodeSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class RunInfo(Protocol):
+    """Run of the shown results. Methods may be called from several threads."""
+
+    def overview(self, summaries: Sequence[Summary]) -> Any:
+        """Return the statistics of the results and the description of the run, as an object for JSON."""
+        ...
+
+    def request(self, group_id: str) -> Any:
+        """Return a group's request (task row, sampling, limits) as an object for JSON, or None."""
+        ...
+
+
+class Runs(Protocol):
+    """Runs of a folder. Methods may be called from several threads.
+
+    Attributes:
+        name: name of the folder.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def list(self) -> Any:
+        """Return the runs, newest first, as an object for JSON."""
+        ...
+
+    def open(self, name: str) -> tuple[EpisodeSource, RunInfo]:
+        """Open a run. The caller must close the returned source.
+
+        Raises:
+            InputError: the run does not exist, or cannot be read.
+        """
+        ...
+
+
+def rows_of(result: Any) -> list[dict[str, Any]]:
+    """Return the rows of a result's trajectory, forks first.
+
+    Args:
+        result: the parsed JSON of the result.
+
+    Raises:
+        InputError: the token ids of a row are not a list of integers.
+    """
+    forks, last = result.get("forks") or [], result.get("trajectory")
+    rows = [*forks, *([last] if last else [])]
+    if not all(isinstance(row["ids"], list) and set(map(type, row["ids"])) <= {int} for row in rows):
+        raise InputError("the token ids of this result are not numbers")
+    return rows
 
 
 def needles(text: str) -> list[bytes]:

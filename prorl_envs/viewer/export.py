@@ -16,9 +16,8 @@ import msgspec
 
 from prorl_envs.errors import InputError
 from prorl_envs.viewer.assets import SCRIPT, STYLE, assets, page
+from prorl_envs.viewer.episodes import RunInfo, Texts, rows_of
 from prorl_envs.viewer.markdown import markdown_of
-from prorl_envs.viewer.rows import Texts, rows_of
-from prorl_envs.viewer.run_info import RunInfo
 from prorl_envs.viewer.summary import Summary, summary_of
 
 

@@ -18,10 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prorl_envs.errors import InputError
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
-from prorl_envs.viewer.episodes import MAX_QUERY, EpisodeSource
+from prorl_envs.viewer.episodes import MAX_QUERY, EpisodeSource, RunInfo, Runs, Texts, rows_of
 from prorl_envs.viewer.markdown import markdown_of
-from prorl_envs.viewer.rows import Texts, rows_of
-from prorl_envs.viewer.run_info import RunInfo, Runs
 from prorl_envs.viewer.summary import Summary
 
 #: Bytes to read or search per request, and to read for the first request.

@@ -15,9 +15,7 @@ from prorl_envs.errors import InputError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from prorl_envs.viewer.episodes import EpisodeSource
-    from prorl_envs.viewer.rows import Texts
-    from prorl_envs.viewer.run_info import RunInfo
+    from prorl_envs.viewer.episodes import EpisodeSource, RunInfo, Texts
     from prorl_envs.viewer.summary import Summary
 
 #: Name of the scripted model's tokenizer, which the demo uses.

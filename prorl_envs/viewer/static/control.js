@@ -102,11 +102,6 @@ export async function cancelBatch(id) {
   return asked && act("DELETE", `/v1/batches/${encodeURIComponent(id)}`, undefined, "Cancelled.");
 }
 
-export async function cancelGroup(id) {
-  const asked = await ask("Cancel a group", `Unfinished samples of ${id} are stopped; finished ones keep their results.`, [], "Cancel the group");
-  return asked && act("DELETE", `/v1/groups/${encodeURIComponent(id)}`, undefined, "Cancelled.");
-}
-
 export async function retryJob(id) {
   const group = await act("POST", job(id, "/retry"), undefined, "Submitted again, as a group of its own.");
   if (group) location.hash = `#/episode/${encodeURIComponent(group.jobs[0].id)}`;

@@ -56,6 +56,13 @@ export function openTurns(elements) {
   for (const button of elements.flatMap((element) => [...element.querySelectorAll(".gist")])) button.setAttribute("aria-expanded", "true");
 }
 
+/** Open the folded texts in elements: turns of an outline, clipped outputs, and the details that `fits` accepts. */
+export function unfold(elements, fits) {
+  openTurns(elements);
+  for (const more of elements.flatMap((element) => [...element.querySelectorAll(".more")])) more.click();
+  for (const folded of elements.flatMap((element) => [element, ...element.querySelectorAll("details")])) if (fits(folded)) folded.open = true;
+}
+
 /** The reasoning of a turn, or null if there is none. Only short reasoning is open. */
 export function thought(reasoning) {
   return reasoning && el("details", { class: "thought", open: reasoning.length <= SHORT }, el("summary", {}, `Reasoning, ${count(reasoning.length)} characters`), el("div", { class: "prose" }, reasoning));

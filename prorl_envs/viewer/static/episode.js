@@ -5,7 +5,7 @@ import { addressOf, episodesOf, strip } from "./episodes.js";
 import { parse } from "./filter.js";
 import { finder } from "./find.js";
 import { tree, verdict } from "./evidence.js";
-import { active, count, date, seconds } from "./format.js";
+import { active, count, date, over, seconds } from "./format.js";
 import { gradeView } from "./grade.js";
 import { parsedTexts } from "./markdown.js";
 import { conversationOf, rowsOf, textIn, transcript } from "./result.js";
@@ -140,10 +140,6 @@ async function optional(promise) {
   } catch {
     return null;
   }
-}
-
-function over(result) {
-  return ["done", "failed", "cancelled"].includes(result.state);
 }
 
 /** Handler of the page's keys; help.js lists them. */

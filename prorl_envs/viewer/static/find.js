@@ -1,5 +1,5 @@
 // Search in the conversation of an episode: the places that contain a text, with its occurrences marked.
-import { openTurns } from "./conversation.js";
+import { unfold } from "./conversation.js";
 import { el, fill } from "./dom.js";
 
 const SHOWN = 20, MARKED = 2000;
@@ -27,14 +27,12 @@ export function finder(panel, text, places) {
     mark();
   }
 
-  /** Go to a place, by default the next one. Folded texts of the place are opened; `open` has no effect on other elements. */
+  /** Go to a place, by default the next one. Folded texts of the place are opened. */
   function step(to = (at + 1) % found.length) {
     if (!found.length) return;
     at = to;
     const needle = lower(field.value), { nodes } = found[at];
-    openTurns(nodes);
-    for (const more of nodes.flatMap((place) => [...place.querySelectorAll(".more")])) more.click();
-    for (const folded of nodes.flatMap((place) => [place, ...place.querySelectorAll("details")])) if (lower(folded.textContent).includes(needle)) folded.open = true;
+    unfold(nodes, (folded) => lower(folded.textContent).includes(needle));
     draw();
     show(ranges(nodes, needle)[0] ?? nodes[0]);
   }

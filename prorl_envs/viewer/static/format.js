@@ -62,6 +62,11 @@ export function outcome(entry) {
   return (entry.stop_reason ?? entry.state).replaceAll("_", " ");
 }
 
+/** Whether a job has ended. */
+export function over({ state }) {
+  return ["done", "failed", "cancelled"].includes(state);
+}
+
 /** The seconds of an episode in its stages, without waiting. */
 export function active(entry) {
   return entry.init_s + entry.run_s + entry.eval_s;

@@ -1,7 +1,7 @@
 // Entry point of the pages: the header, the keys, and the view of the current address.
 import { el, fill, say } from "./dom.js";
 import { client } from "./client.js";
-import { openTurns } from "./conversation.js";
+import { unfold } from "./conversation.js";
 import { episodePage } from "./episode.js";
 import { episodesPage } from "./episodes.js";
 import { groupPage } from "./group.js";
@@ -112,10 +112,8 @@ function nextTheme() {
 }
 
 /** Show the folded texts of a conversation, which a printed page should contain. */
-function unfold() {
-  openTurns([document.getElementById("main")]);
-  for (const folded of document.querySelectorAll(".conversation > details, .turn details")) folded.open = true;
-  for (const more of document.querySelectorAll("main .more")) more.click();
+function unfoldAll() {
+  unfold([document.getElementById("main")], (folded) => folded.matches(".conversation > details, .turn details"));
 }
 
 function onKey(event) {
@@ -140,7 +138,7 @@ async function start() {
   });
   window.addEventListener("hashchange", route);
   window.addEventListener("keydown", onKey);
-  window.addEventListener("beforeprint", unfold);
+  window.addEventListener("beforeprint", unfoldAll);
   try {
     if (live) await service.start();
     await source.load(() => {

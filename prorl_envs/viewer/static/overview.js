@@ -3,8 +3,6 @@ import { el, fill, say } from "./dom.js";
 import { histogram, ranking } from "./charts.js";
 import { active, count, date, number, outcome, plural, seconds } from "./format.js";
 
-const RUNNING_MS = 3000;
-
 /** The histograms: the value of an episode, and the function that formats it. */
 const HISTOGRAMS = [
   { name: "Reward", axis: "reward", of: (entry) => entry.reward, write: number },
@@ -60,7 +58,7 @@ export async function overviewPage(source) {
   }
 
   draw();
-  return { node, title, news, pollMs: RUNNING_MS };
+  return { node, title, news };
 }
 
 /** The kind of a failure as a link to the episodes that failed so. */

@@ -6,7 +6,7 @@ import * as control from "./control.js";
 import { emptyState } from "./first_job.js";
 import { jobName, strip } from "./episodes.js";
 import { follow } from "./feed.js";
-import { bytes, count, number, percent, plural, seconds } from "./format.js";
+import { bytes, count, number, over, percent, plural, seconds } from "./format.js";
 import { VirtualList } from "./list.js";
 
 const REMEMBERED = 300, JOBS_MS = 2000;
@@ -58,8 +58,7 @@ export class Service {
 
   /** Buttons for one episode. */
   actions(result) {
-    const over = ["done", "failed", "cancelled"].includes(result.state);
-    return over
+    return over(result)
       ? el("button", { type: "button", on: { click: () => control.retryJob(result.job_id) } }, "Retry")
       : el("button", { type: "button", class: "danger", on: { click: () => control.cancelJob(result.job_id) } }, "Cancel");
   }

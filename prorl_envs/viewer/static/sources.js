@@ -1,5 +1,6 @@
 // Sources of results: a running service, a file behind a small server, or the data in the page.
 import { client } from "./client.js";
+import { over } from "./format.js";
 
 /** The source of a kind. A source of kind `runs` has only load, and its entries are runs. Other sources have:
  *  - `kind`, and `texts`: whether the source can decode tokens;
@@ -189,8 +190,7 @@ class Live extends Source {
   async episode(key) {
     const job = `/v1/jobs/${encodeURIComponent(key)}`;
     const view = await client.get(job);
-    const over = ["done", "failed", "cancelled"].includes(view.state);
-    return client.get(`${job}/${over ? "result?acknowledge=false" : "partial"}`);
+    return client.get(`${job}/${over(view) ? "result?acknowledge=false" : "partial"}`);
   }
 
   async tokens(key) {
