@@ -115,14 +115,8 @@ def _with_agent(entry: CatalogEntry, agent: str, agents: Mapping[str, AgentSetti
         "limits": {**before.limits, **agent_settings.limits},
         "sampling": {**before.sampling, **agent_settings.sampling},
     }
-    return CatalogEntry(
-        name=entry.name,
-        environment=entry.environment,
-        settings=before.model_copy(update=changes),
-        offers=offers,
-        where=f"agents.{agent}.tools",
-        harness=harness,
-    )
+    settings = before.model_copy(update=changes)
+    return replace(entry, settings=settings, offers=offers, where=f"agents.{agent}.tools", harness=harness)
 
 
 def recipe_of(given: HarnessSettings, where: str) -> Recipe:
@@ -303,27 +297,10 @@ def _check(name: str, entry: EnvironmentSettings) -> None:
 
 
 def _server(name: str, nemo: NemoSettings) -> RunningServer:
-    bounds: dict[str, Any] = {
-        "finish_tool": nemo.finish_tool,
-        "fail_on_500": nemo.on_error == "fail",
-        "connect_s": nemo.connect_s,
-        "seed_s": nemo.seed_s,
-        "call_s": nemo.call_s,
-        "verify_s": nemo.verify_s,
-        "tool_bytes": nemo.tool_bytes,
-    }
+    bounds = nemo.model_dump(exclude={"url", "config", "on_error", *_STARTING})
+    bounds["fail_on_500"] = nemo.on_error == "fail"
     if nemo.config is not None:
-        return OwnServer(
-            name=name,
-            config=nemo.config,
-            instance=nemo.instance,
-            overrides=nemo.overrides,
-            python=nemo.python,
-            roots=nemo.roots,
-            pass_env=nemo.pass_env,
-            start_s=nemo.start_s,
-            **bounds,
-        )
+        return OwnServer(name=name, config=nemo.config, **nemo.model_dump(include=set(_STARTING)), **bounds)
     if idle := sorted(_STARTING & nemo.model_fields_set):
         raise InputError(
             f"environments.{name}.nemo.{idle[0]}: has no effect on a server that already runs",

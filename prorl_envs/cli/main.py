@@ -282,11 +282,11 @@ def scripted_model(
     """Serve a scripted model that plays reference solutions, to try a service without a model."""
     import asyncio
 
-    from prorl_envs.cli.commands.scripted_model import ScriptedModelOptions, serve_script
+    from prorl_envs.cli.commands.scripted_model import serve_script
     from prorl_envs.testing.scripted import Mix
 
-    options = ScriptedModelOptions(port=port, mix=Mix.parse(mix), seed=seed)
-    asyncio.run(serve_script(settings_of(config), environment, data, options))
+    dealt = Mix.parse(mix)
+    asyncio.run(serve_script(settings_of(config), environment, data, port=port, mix=dealt, seed=seed))
 
 
 @cli.command(rich_help_panel=_MACHINE)

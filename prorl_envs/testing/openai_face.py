@@ -17,7 +17,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -43,61 +42,13 @@ class FakeBehaviour(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class FakeAnswer:
-    """One scripted answer: a tool call, or, if `tool` is empty, a closing text."""
-
-    tool: str = ""
-    arguments: str = ""
-
-
-class FakeScript:
-    """Selection of the answers, without I/O.
-
-    Args:
-        tasks: the known tasks, with their reference calls.
-    """
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        # The longest instruction is first, because a shorter instruction may be a prefix of it.
-        self._tasks = sorted(tasks, key=lambda task: len(task.instruction), reverse=True)
-
-    def answer(self, prompt: str, calls_made: int, behaviour: FakeBehaviour) -> FakeAnswer:
-        """Return the next answer.
-
-        Args:
-            prompt: text of all user messages.
-            calls_made: number of tool results in the conversation.
-
-        Raises:
-            LookupError: the prompt does not contain the instruction of a known task.
-        """
-        task = next((task for task in self._tasks if task.instruction.strip() in prompt), None)
-        if task is None:
-            raise LookupError("the prompt contains the instruction of no known task")
-        script = self._script(task, behaviour)
-        if behaviour is FakeBehaviour.ENDLESS and script:
-            return script[0]
-        return script[calls_made] if calls_made < len(script) else FakeAnswer()
-
-    def _script(self, task: Task, behaviour: FakeBehaviour) -> list[FakeAnswer]:
-        reference = [FakeAnswer(call.tool, json.dumps(call.arguments)) for call in task.reference]
-        match behaviour:
-            case FakeBehaviour.NOTHING:
-                return []
-            case FakeBehaviour.MALFORMED:
-                first = reference[0].tool if reference else UNKNOWN_TOOL
-                return [FakeAnswer(first, MALFORMED_ARGUMENTS), *reference]
-            case FakeBehaviour.UNKNOWN:
-                return [FakeAnswer(UNKNOWN_TOOL, "{}"), *reference]
-            case _:
-                return reference
+type FakeCall = tuple[str, str]
+"""Tool, and arguments in JSON. None instead of a call is the closing text."""
 
 
 def face(tasks: Sequence[Task]) -> FastAPI:
     """Create the application: `POST /v1/responses`, `POST /v1/chat/completions`, `GET /v1/models`."""
     app = FastAPI()
-    script = FakeScript(tasks)
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
@@ -110,24 +61,21 @@ def face(tasks: Sequence[Task]) -> FastAPI:
         if isinstance(conversation, str):
             conversation = [{"role": "user", "content": conversation}]
         made = sum(1 for item in conversation if item.get("type") == "function_call_output")
-        return _response(body, _decide(script, body, conversation, made), made)
+        return _response(body, _next_call(tasks, body, conversation, made), made)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> JsonObject:
         body = await _body(request)
         messages = body.get("messages", [])
         made = sum(1 for message in messages if message.get("role") == "tool")
-        return _chat_completion(body, _decide(script, body, messages, made), made)
+        return _chat_completion(body, _next_call(tasks, body, messages, made), made)
 
     return app
 
 
 @contextmanager
-def scripted_openai(tasks: Sequence[Task], *, port: int = 0) -> Iterator[str]:
+def scripted_openai(tasks: Sequence[Task]) -> Iterator[str]:
     """Serve the application on the loopback interface while the block runs.
-
-    Args:
-        port: TCP port; 0 selects a free port.
 
     Yields:
         The base URL, `http://127.0.0.1:<port>/v1`.
@@ -135,7 +83,7 @@ def scripted_openai(tasks: Sequence[Task], *, port: int = 0) -> Iterator[str]:
     Raises:
         ProrlError: the server did not start.
     """
-    with served(face(tasks), port=port) as url:
+    with served(face(tasks)) as url:
         yield f"{url}/v1"
 
 
@@ -149,9 +97,15 @@ async def _body(request: Request) -> JsonObject:
     return body
 
 
-def _decide(
-    script: FakeScript, body: Mapping[str, Any], items: Sequence[Mapping[str, Any]], calls_made: int
-) -> FakeAnswer:
+def _next_call(
+    tasks: Sequence[Task], body: Mapping[str, Any], items: Sequence[Mapping[str, Any]], calls_made: int
+) -> FakeCall | None:
+    """Return the next call of the script.
+
+    Args:
+        items: messages of the request.
+        calls_made: number of tool results in the conversation.
+    """
     try:
         behaviour = FakeBehaviour(body.get("model", ""))
     except ValueError as error:
@@ -159,10 +113,28 @@ def _decide(
     if behaviour is FakeBehaviour.ERROR:
         raise HTTPException(500, "the scripted model fails because the request names the model 'error'")
     prompt = "\n".join(_text(item.get("content")) for item in items if item.get("role") == "user")
-    try:
-        return script.answer(prompt, calls_made, behaviour)
-    except LookupError as error:
-        raise HTTPException(400, str(error)) from error
+    found = [task for task in tasks if task.instruction.strip() in prompt]
+    if not found:
+        raise HTTPException(400, "the prompt contains the instruction of no known task")
+    # A shorter instruction may be a prefix of the right one.
+    script = _script(max(found, key=lambda task: len(task.instruction)), behaviour)
+    if behaviour is FakeBehaviour.ENDLESS and script:
+        return script[0]
+    return script[calls_made] if calls_made < len(script) else None
+
+
+def _script(task: Task, behaviour: FakeBehaviour) -> list[FakeCall]:
+    reference = [(call.tool, json.dumps(call.arguments)) for call in task.reference]
+    match behaviour:
+        case FakeBehaviour.NOTHING:
+            return []
+        case FakeBehaviour.MALFORMED:
+            first = reference[0][0] if reference else UNKNOWN_TOOL
+            return [(first, MALFORMED_ARGUMENTS), *reference]
+        case FakeBehaviour.UNKNOWN:
+            return [(UNKNOWN_TOOL, "{}"), *reference]
+        case _:
+            return reference
 
 
 def _text(content: object) -> str:
@@ -172,14 +144,15 @@ def _text(content: object) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
-def _response(body: JsonObject, answer: FakeAnswer, turn: int) -> JsonObject:
-    if answer.tool:
+def _response(body: JsonObject, call: FakeCall | None, turn: int) -> JsonObject:
+    if call:
+        tool, arguments = call
         item: JsonObject = {
             "type": "function_call",
             "id": f"fc_{turn}",
             "call_id": f"call_{turn}",
-            "name": answer.tool,
-            "arguments": answer.arguments,
+            "name": tool,
+            "arguments": arguments,
             "status": "completed",
         }
     else:
@@ -211,12 +184,13 @@ def _response(body: JsonObject, answer: FakeAnswer, turn: int) -> JsonObject:
     }
 
 
-def _chat_completion(body: JsonObject, answer: FakeAnswer, turn: int) -> JsonObject:
-    message: JsonObject = {"role": "assistant", "content": None if answer.tool else DONE_TEXT}
-    if answer.tool:
-        function = {"name": answer.tool, "arguments": answer.arguments}
+def _chat_completion(body: JsonObject, call: FakeCall | None, turn: int) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": None if call else DONE_TEXT}
+    if call:
+        tool, arguments = call
+        function = {"name": tool, "arguments": arguments}
         message["tool_calls"] = [{"id": f"call_{turn}", "type": "function", "function": function}]
-    reason = "tool_calls" if answer.tool else "stop"
+    reason = "tool_calls" if call else "stop"
     return {
         "id": f"chatcmpl-{turn}",
         "object": "chat.completion",

@@ -12,11 +12,8 @@ from prorl_envs.errors import ProrlError
 
 
 @contextmanager
-def served(app: FastAPI, *, port: int = 0) -> Iterator[str]:
+def served(app: FastAPI) -> Iterator[str]:
     """Serve `app` on the loopback interface, in a thread, while the block runs.
-
-    Args:
-        port: TCP port; 0 selects a free port.
 
     Yields:
         The base URL, `http://127.0.0.1:<port>`.
@@ -24,7 +21,7 @@ def served(app: FastAPI, *, port: int = 0) -> Iterator[str]:
     Raises:
         ProrlError: the server did not start; its log contains the reason.
     """
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning")
     sock = config.bind_socket()
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="served")

@@ -7,7 +7,7 @@ answers and faults in known proportions, so the demo knows the rewards of every 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -203,13 +203,6 @@ async def _scripted(
         yield Model(servers=[server.url], renderer=builtin_renderer(), name="scripted", tokenizer=folder)
 
 
-@asynccontextmanager
-async def _existing_model(model: Model) -> AsyncIterator[Model]:
-    for url in model.servers:
-        err.print(f"model server:    {url}")
-    yield model
-
-
 async def demo(
     settings: Settings, options: DemoOptions, path: Path | None, model: Model | None = None
 ) -> bool:
@@ -233,8 +226,10 @@ async def demo(
     settings = settings.model_copy(update={"service": pools})
     groups = requests(chosen, options, request_defaults(settings))
     name = model.name or "" if model else "scripted"
+    for server in model.servers if model else ():
+        err.print(f"model server:    {server}")
     async with (
-        _existing_model(model) if model else _scripted(settings, chosen, options) as behind,
+        nullcontext(model) if model else _scripted(settings, chosen, options) as behind,
         rollout_service(settings, behind) as service,
         serving(service) as url,
         RolloutClient(url) as client,

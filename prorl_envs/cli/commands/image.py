@@ -131,9 +131,12 @@ def build(
     """
     path = Path(source).expanduser()
     if file is not None or (path / "Dockerfile").is_file():
-        from prorl_envs.cli.commands.dockerfile_build import BuildOptions, build_dockerfile
+        from prorl_envs.app.run_loop import run
+        from prorl_envs.cli.commands.dockerfile_build import build_dockerfile
 
-        options = BuildOptions(
+        work = build_dockerfile(
+            settings_of(config),
+            path,
             file=file,
             tag=tag,
             target=target or None,
@@ -142,7 +145,7 @@ def build(
             bases=_paths("--base", bases),
             allow=allow or [],
         )
-        build_dockerfile(config, path, options)
+        out.print(str(run(work)), soft_wrap=True)
         return
     if tag or target or build_args or secrets or bases or allow:
         raise InputError(

@@ -1,7 +1,7 @@
 """Command `prorl-envs run`."""
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -81,7 +81,7 @@ def run(
         limit=limit,
         samples=samples,
         sampling=runs.sampling_of(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed),
-        limits=AgentLimits(**_named(max_turns=max_turns)),
+        limits=AgentLimits() if max_turns is None else AgentLimits(max_turns=max_turns),
         folder=out_dir,
         resume=resume,
         retry_failed=retry_failed,
@@ -113,7 +113,3 @@ def _with_concurrency(settings: "Settings", concurrency: int | None) -> "Setting
         return settings
     pools = settings.service.model_copy(update={"run": concurrency, "max_jobs_with_sandbox": concurrency})
     return settings.model_copy(update={"service": pools})
-
-
-def _named(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

@@ -1,7 +1,6 @@
 """`prorl-envs scripted-model`: scripted model server in the foreground, to test a service without a model."""
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.catalog import Catalog
@@ -12,21 +11,6 @@ from prorl_envs.errors import InputError
 from prorl_envs.stop_signals import on_stop
 from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptedModelOptions:
-    """Options of the scripted model server.
-
-    Args:
-        port: TCP port on loopback; 0 means a free port.
-        mix: proportions of the behaviours that are dealt to the episodes of each task.
-        seed: seed of the order of behaviours and of the log-probabilities.
-    """
-
-    port: int = 0
-    mix: Mix = Mix({Behaviour.SOLVE: 1})  # noqa: RUF009  (frozen)
-    seed: int = 0
 
 
 def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBook:
@@ -44,18 +28,24 @@ def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBo
 
 
 async def serve_script(
-    settings: Settings, environment: str, data: Path | None, options: ScriptedModelOptions
+    settings: Settings, environment: str, data: Path | None, *, port: int, mix: Mix, seed: int
 ) -> None:
     """Serve until a signal to stop, then print the request counts.
+
+    Args:
+        settings: all settings.
+        environment: name of the environment.
+        data: data file with the tasks; None means the environment's examples.
+        port: TCP port on loopback; 0 means a free port.
+        mix: proportions of the behaviours that are dealt to the episodes of each task.
+        seed: seed of the order of behaviours and of the log-probabilities.
 
     Raises:
         InputError: no task of the data has a reference, or the port is taken.
     """
     book, folder = read_book(Catalog.of(settings), environment, data), scripted_tokenizer(settings)
     stopped = asyncio.Event()
-    scripted = ScriptedServer(
-        book, port=options.port, mix=options.mix, seed=options.seed, unknown=Behaviour.SOLVE
-    )
+    scripted = ScriptedServer(book, port=port, mix=mix, seed=seed, unknown=Behaviour.SOLVE)
     with on_stop(lambda _: stopped.set()):
         async with scripted as server:
             err.print(
