@@ -4,7 +4,7 @@ and files that pages link to. The links in the sources do not change."""
 import itertools
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ PAGES = {
     for path in ROOT.glob("envs/*/README.md")
 }
 
-#: Pages of the public API: title, and packages of the described names.
+#: Generated pages: title, and packages whose public names are described, or modules that are described.
 API_PAGES = {
     "client": ("The client", ("rollout.client", "runs", "loggers")),
     "types": ("Results and requests", ("rollout.api", "model")),
@@ -47,13 +47,7 @@ API_PAGES = {
     "sandbox": ("Sandboxes and tools", ("sandbox", "tools", "images")),
     "errors": ("Errors", ("errors",)),
 }
-#: Pages of integrations: title, and described modules.
-MODULES = {
-    "trainers": (
-        "Trainers",
-        ["prorl_envs.trainers.rows", "prorl_envs.trainers.weights", "prorl_envs.trainers.advantages"],
-    ),
-}
+MODULES = {"trainers": ("Trainers", ("trainers.rows", "trainers.weights", "trainers.advantages"))}
 
 #: Factors of the search ranking by the prefix of a page's path. Other pages have the factor 1. Instructions
 #: rank before decisions and sources.
@@ -99,11 +93,12 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     for path, uri in PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
-    for name, (title, packages) in API_PAGES.items():
-        text = f"# {title}\n\n" + "".join(f"::: prorl_envs.{public}\n\n" for public in public_names(packages))
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
-    for name, (title, modules) in MODULES.items():
-        text = f"# {title}\n\n" + "".join(f"::: {module}\n\n" for module in modules)
+    pages: dict[str, tuple[str, Sequence[str]]] = {
+        **{name: (title, public_names(packages)) for name, (title, packages) in API_PAGES.items()},
+        **MODULES,
+    }
+    for name, (title, names) in pages.items():
+        text = f"# {title}\n\n" + "".join(f"::: prorl_envs.{each}\n\n" for each in names)
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     files.append(File.generated(config, "reference/commands.md", content=commands()))
     for path in sorted(linked()):

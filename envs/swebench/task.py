@@ -1,7 +1,10 @@
 """Task model for all data sets, and model of the recipe to rebuild an instance without its image."""
 
+import json
 import re
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,7 +22,6 @@ from prorl_envs.env.base import ReferenceCall, Task
 from prorl_envs.env.columns import decoded
 from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.foreign import missing
-from prorl_envs.envs.swebench.recipes import recipe
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER, normalised
 from prorl_envs.envs.swebench.verdict import Status
 
@@ -194,3 +196,19 @@ def reference_calls(
         ReferenceCall(tool="bash", arguments={"command": command}),
         ReferenceCall(tool="finish", arguments={}),
     )
+
+
+def recipe(instance: object) -> Mapping[str, Any] | None:
+    """Return the value of the column `x_env` for a known instance, or None.
+
+    Rows without the column get it, so that these instances run without images from an unmodified data file.
+    """
+    return _recipes().get(instance) if isinstance(instance, str) else None
+
+
+@cache
+def _recipes() -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = json.loads(
+        (Path(__file__).parent / "data/recipes.json").read_bytes()
+    )
+    return found

@@ -9,7 +9,7 @@ same answer.
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Literal
@@ -100,6 +100,8 @@ class Script:
     wrong: Tape | None = None
 
 
+#: The call that declares a task done; it follows the last turn of a script.
+_FINISH: Call = {"tool": "finish", "arguments": {}}
 # Arguments of a harmless call, by tool name.
 _HARMLESS: Mapping[str, JsonObject] = {
     "bash": {"command": "ls"},
@@ -117,11 +119,9 @@ class ScriptBook:
     Args:
         scripts: script of each task by key. A key is a text that the task's first user message contains. If
             several keys match, the longest is used.
-        finish: the call that declares the task done; it follows the last turn of a script.
     """
 
     scripts: Mapping[str, Script]
-    finish: Call = field(default_factory=lambda: {"tool": "finish", "arguments": {}})
 
     @classmethod
     def from_tapes(cls, tapes: Mapping[str, Tape]) -> "ScriptBook":
@@ -147,7 +147,7 @@ class ScriptBook:
 
     def turn(self, key: str | None, behaviour: Behaviour, number: int) -> Sequence[Call]:
         """Return the calls of turn `number` (from 0); an unknown task has only the finish call."""
-        script = self.scripts.get(key, Script(())) if key is not None else Script(())
+        script = self.scripts.get(key or "", Script(()))
         if behaviour is Behaviour.LOOP:
             return self._harmless(script) or (self._first(script),)
         tape: Tape = script.solve
@@ -156,7 +156,7 @@ class ScriptBook:
         elif behaviour is Behaviour.IDLE:
             tape = ()
         turns = [turn for turn in tape if turn]
-        return turns[number] if number < len(turns) else (self.finish,)
+        return turns[number] if number < len(turns) else (_FINISH,)
 
     def _harmless(self, script: Script) -> Sequence[Call]:
         used = (call["tool"] for turn in script.solve for call in turn)
@@ -164,7 +164,7 @@ class ScriptBook:
         return () if tool is None else ({"tool": tool, "arguments": _HARMLESS[tool]},)
 
     def _first(self, script: Script) -> Call:
-        return next((call for turn in script.solve for call in turn), self.finish)
+        return next((call for turn in script.solve for call in turn), _FINISH)
 
 
 @dataclass(frozen=True, slots=True)

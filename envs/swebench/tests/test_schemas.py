@@ -14,9 +14,8 @@ from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.rows import read_tasks
 from prorl_envs.env.rows import rows as file_rows
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
-from prorl_envs.envs.swebench.recipes import recipe
 from prorl_envs.envs.swebench.schemas import END_MARKER, normalised
-from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
+from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask, recipe
 from prorl_envs.envs.swebench.verdict import Status
 from prorl_envs.errors import InputError
 

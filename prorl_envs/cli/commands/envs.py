@@ -32,9 +32,9 @@ def tasks(
 
     --json prints the rows of the tasks as JSON Lines, a data file for `--data`.
     """
-    from prorl_envs.cli.commands.envs_report import TaskFilter, list_tasks
+    from prorl_envs.cli.commands.envs_report import list_tasks
 
     if data is None and "/" in environment and (folder := Path(environment)).is_dir():
         environment, data = "terminal", folder
-    chosen = TaskFilter(text=text, runnable=runnable, limit=limit)
-    list_tasks(settings_of(config), environment, data, chosen, as_json=as_json)
+    settings = settings_of(config)
+    list_tasks(settings, environment, data, text=text, runnable=runnable, limit=limit, as_json=as_json)

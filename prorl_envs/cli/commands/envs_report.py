@@ -155,25 +155,22 @@ def _mark(usable: bool | None) -> Text:
     return Text("yes", style="green") if usable else Text("no", style="bold red")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFilter:
-    """Filter of the tasks to list.
-
-    Args:
-        text: part of the id or of the instruction, ignoring letter case; "" for all tasks.
-        runnable: list only tasks that this machine can run.
-        limit: maximum tasks; None for all.
-    """
-
-    text: str = ""
-    runnable: bool = False
-    limit: int | None = None
-
-
 def list_tasks(
-    settings: Settings, environment: str, data: Path | None, chosen: TaskFilter, *, as_json: bool
+    settings: Settings,
+    environment: str,
+    data: Path | None,
+    *,
+    text: str,
+    runnable: bool,
+    limit: int | None,
+    as_json: bool,
 ) -> None:
     """Print tasks of an environment: a table, or their rows as JSON Lines, which `--data` accepts as a file.
+
+    Args:
+        text: list only tasks with this text in their id or instruction, ignoring letter case.
+        runnable: list only tasks that this machine can run.
+        limit: maximum tasks; None for all.
 
     Raises:
         InputError: no such environment, the environment ships no examples, or a row is wrong.
@@ -182,13 +179,11 @@ def list_tasks(
     family = catalog.family(environment)
     rows, unreadable = _readable(catalog, environment, data)
     matching = [
-        (row, task, family.obstacle(task, settings.driver))
-        for row, task in rows
-        if _matches(task, chosen.text)
+        (row, task, family.obstacle(task, settings.driver)) for row, task in rows if _matches(task, text)
     ]
-    if chosen.runnable:
+    if runnable:
         matching = [(row, task, reason) for row, task, reason in matching if not reason]
-    shown = matching[: chosen.limit]
+    shown = matching[:limit]
     if as_json:
         print_json_lines(row for row, _, _ in shown)
     else:

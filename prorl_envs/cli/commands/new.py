@@ -5,7 +5,6 @@ import keyword
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -36,22 +35,6 @@ RECORDED_NAME = "@name@"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """Spellings of an environment's name."""
-
-    name: str
-
-    @property
-    def camel(self) -> str:
-        """Name in camel case (`LabBook` for `lab_book`), for the class and the gymnasium id."""
-        return camel(self.name)
-
-    @property
-    def dashed(self) -> str:
-        return self.name.replace("_", "-")
-
-
 def new(name: str, flavour: str, parent: Path) -> Path:
     """Write the package `parent/name`.
 
@@ -71,10 +54,10 @@ def new(name: str, flavour: str, parent: Path) -> Path:
     if folder.exists():
         raise InputError(f"{folder} already exists", hint="choose another name, or another folder: --in")
     try:
-        for path, text in _files(Words(name), flavour).items():
+        for path, text in _files(name, flavour).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
-        _write_nemo_examples(folder, Words(name))
+        _write_nemo_examples(folder, name)
     except OSError as error:
         raise InputError(f"cannot write {folder}: {error.strerror}", hint="another folder: --in") from error
     err.print(f"the environment {name} is in {folder}. Next:")
@@ -99,24 +82,24 @@ def _check(name: str, flavour: str) -> None:
         raise InputError(f"a Python module {name!r} is installed already", hint="choose another name")
 
 
-def _write_nemo_examples(folder: Path, words: Words) -> None:
+def _write_nemo_examples(folder: Path, name: str) -> None:
     """Write the example rows, by the generated class; and the verifier's cases, from recorded rollouts."""
-    spec = importlib.util.spec_from_file_location(f"{words.name}.env", folder / words.name / "env.py")
+    spec = importlib.util.spec_from_file_location(f"{name}.env", folder / name / "env.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    instance = unstarted(getattr(module, f"{words.camel}Environment"))
+    instance = unstarted(getattr(module, f"{camel(name)}Environment"))
     server = folder / "nemo" / "server"
-    rows = example_rows(instance, folder / words.name / "data" / "example.jsonl")
+    rows = example_rows(instance, folder / name / "data" / "example.jsonl")
     write_jsonl(server / EXAMPLE, rows)
     write_jsonl(server / CASES, verifier_cases(rows[0], read_jsonl(server / ROLLOUTS)[0]))
 
 
-def _files(words: Words, flavour: str) -> dict[str, str]:
+def _files(name: str, flavour: str) -> dict[str, str]:
     """Return the package's files by path."""
     root = files("prorl_envs.cli").joinpath("scaffold")
     common, specific = root.joinpath("common"), root.joinpath(flavour)
-    values = {"name": words.name, "Class": words.camel, "Id": words.camel, "dashed": words.dashed}
+    values = {"name": name, "Class": camel(name), "Id": camel(name), "dashed": name.replace("_", "-")}
     texts: dict[str, str] = yaml.safe_load(specific.joinpath("texts.yaml").read_text("utf-8"))
     values |= {key: Template(text).substitute(values).rstrip() for key, text in texts.items()}
 
@@ -127,7 +110,6 @@ def _files(words: Words, flavour: str) -> dict[str, str]:
         """Return a file that scripts/nemo-examples.sh recorded with an environment of this flavour."""
         return specific.joinpath(Path(path).name).read_text("utf-8").replace(RECORDED_NAME, name)
 
-    name = words.name
     server, environment = "nemo/server", "nemo/environment"
     return {
         "pyproject.toml": filled(common / "pyproject.toml.txt"),

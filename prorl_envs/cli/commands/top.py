@@ -7,19 +7,18 @@ from rich import filesize
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from prorl_envs.cli.commands.operate import jobs_table, nodes_table, servers_table
 from prorl_envs.cli.output.console import out, plain
+from prorl_envs.cli.output.progress import pools_grid
 from prorl_envs.errors import ProrlError
 from prorl_envs.rollout.api.dashboard import Bucket, DashboardView
 from prorl_envs.rollout.api.errors import Retryable
 from prorl_envs.rollout.client.client import RolloutClient
 
 _POLL_S = 1.0
-_BAR = 26
 _SPARK = 32
 _PANEL = 8
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -88,13 +87,7 @@ def _heading(view: DashboardView, problem: ProrlError | None) -> Text:
 
 
 def _pools(view: DashboardView) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(style="bold")
-    grid.add_column(width=_BAR)
-    grid.add_column()
-    for stage, pool in view.status.pools.items():
-        bar = ProgressBar(total=pool.limit, completed=min(pool.active, pool.limit), width=_BAR)
-        grid.add_row(stage.upper(), bar, f"{pool.active}/{pool.limit} active, {pool.waiting} waiting")
+    grid = pools_grid(view.status)
     use = view.sandboxes
     memory = (
         f"; {filesize.decimal(use.busy_bytes or 0)} busy, {filesize.decimal(use.warm_bytes or 0)} warm"

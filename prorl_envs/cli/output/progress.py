@@ -78,15 +78,7 @@ class Progress:
         return " | ".join(parts)
 
     def __rich__(self) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(style="bold")
-        grid.add_column(width=_BAR)
-        grid.add_column()
-        if self.status is not None:
-            for stage in Stage:
-                pool = self.status.pools[stage]
-                bar = ProgressBar(total=pool.limit, completed=pool.active, width=_BAR)
-                grid.add_row(stage.upper(), bar, f"{pool.active}/{pool.limit} active, {pool.waiting} waiting")
+        grid = pools_grid(self.status)
         done = ProgressBar(total=self.expected, completed=self.done, width=_BAR)
         note = f"{self.done}/{self.expected}" + (f", {self.failed} without a reward" if self.failed else "")
         grid.add_row("DONE", done, note)
@@ -96,6 +88,18 @@ class Progress:
         if self.last is None:
             return Text("")
         return Text.assemble(("last: ", "dim"), plain(self.last.job_id), " ", outcome_cell(self.last))
+
+
+def pools_grid(status: StatusView | None) -> Table:
+    """Return a table without headings that has a row with a bar for each stage of a status."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="bold")
+    grid.add_column(width=_BAR)
+    grid.add_column()
+    for stage, pool in status.pools.items() if status is not None else ():
+        bar = ProgressBar(total=pool.limit, completed=min(pool.active, pool.limit), width=_BAR)
+        grid.add_row(stage.upper(), bar, f"{pool.active}/{pool.limit} active, {pool.waiting} waiting")
+    return grid
 
 
 @asynccontextmanager
