@@ -149,20 +149,20 @@ class _Environment(_Network):
 
 class _Agent(_Network):
     timeout_sec: _Seconds | None = None
-    user: str | int | None = None
+
+    def phase(self) -> Phase:
+        return Phase(timeout_s=self.timeout_sec, network=self.access())
 
 
 class _Collect(_Section):
     command: Text
     service: str = _MAIN
     timeout_sec: _Seconds = 60.0
-    user: str | int | None = None
 
 
 class _Verifier(_Network):
     timeout_sec: _Seconds = 600.0
     env: Variables = Field(default_factory=dict)
-    user: str | int | None = None
     environment_mode: Literal["shared", "separate"] | None = None
     environment: _Environment | None = None
     collect: tuple[_Collect, ...] = ()
@@ -178,12 +178,11 @@ class _Verifier(_Network):
         return self.environment_mode or ("separate" if self.environment is not None else None)
 
     def phase(self) -> Phase:
-        return Phase(timeout_s=self.timeout_sec, user=self.user, env=self.env, network=self.access())
+        return Phase(timeout_s=self.timeout_sec, env=self.env, network=self.access())
 
 
 class _Artifact(_Section):
     source: Text
-    destination: str | None = None
     exclude: tuple[str, ...] = ()
     service: str | None = None
 
@@ -207,9 +206,7 @@ class _Artifact(_Section):
 
     def artifact(self) -> Artifact:
         service = "" if self.service in (None, _MAIN) else str(self.service)
-        return Artifact(
-            source=self.source, destination=self.destination or "", exclude=self.exclude, service=service
-        )
+        return Artifact(source=self.source, exclude=self.exclude, service=service)
 
 
 class _Solution(_Section):
@@ -277,7 +274,6 @@ def harbor_task(id_: str, files: Files) -> TerminalTask:
                 command=hook.command,
                 service="" if hook.service == _MAIN else hook.service,
                 timeout_s=hook.timeout_sec,
-                user=hook.user,
             )
             for hook in hooks
         ),
@@ -290,7 +286,7 @@ def _only_step(files: Files, config: _Config, machine: Machine) -> Step:
         raise InputError("tests/test.sh: missing", hint=_windows_hint(files, "tests"))
     return Step(
         instruction=_instruction(files, "instruction.md"),
-        agent=_agent(config.agent),
+        agent=config.agent.phase(),
         verifier=config.verifier.phase(),
         verifier_machine=separate,
         tests={} if bundled else paths_below(files, "tests"),
@@ -311,13 +307,11 @@ def _step(files: Files, config: _Config, step: _Step, machine: Machine) -> Step:
     verifier, shared = step.verifier, config.verifier
     phase = Phase(
         timeout_s=verifier.timeout_sec if "timeout_sec" in verifier.model_fields_set else shared.timeout_sec,
-        user=verifier.user if verifier.user is not None else shared.user,
         env={**shared.env, **verifier.env},
         network=verifier.access() or shared.access(),
     )
     agent = Phase(
         timeout_s=step.agent.timeout_sec if step.agent.timeout_sec is not None else config.agent.timeout_sec,
-        user=step.agent.user if step.agent.user is not None else config.agent.user,
         network=step.agent.access() or config.agent.access(),
     )
     return Step(
@@ -381,10 +375,6 @@ def _is_canary(line: str) -> bool:
 def _solution(files: Files, folder: str) -> dict[str, str]:
     found = paths_below(files, folder)
     return found if "solve.sh" in found else {}
-
-
-def _agent(agent: _Agent) -> Phase:
-    return Phase(timeout_s=agent.timeout_sec, user=agent.user, network=agent.access())
 
 
 def _services(files: Files, folder: str) -> _Services:

@@ -91,13 +91,11 @@ class Phase(_Model):
 
     Args:
         timeout_s: timeout in seconds, or None.
-        user: name or number of the user; None means the image's.
         env: environment variables, in addition to those of the machine.
         network: network access instead of the machine's; None means the machine's.
     """
 
     timeout_s: float | None = None
-    user: str | int | None = None
     env: Variables = Field(default_factory=dict)
     network: NetworkAccess | None = None
 
@@ -106,7 +104,6 @@ class Artifact(_Model):
     """File or directory of the agent that is copied to a separate verifier, to the same path."""
 
     source: str
-    destination: str = ""
     exclude: tuple[str, ...] = ()
     service: str = ""
 
@@ -120,7 +117,6 @@ class Collect(_Model):
     command: str
     service: str = ""
     timeout_s: float = 60.0
-    user: str | int | None = None
 
 
 class Step(_Model):

@@ -60,7 +60,7 @@ def test_every_field_is_read(make_row: MakeRow) -> None:
     assert machine.network == NetworkAccess(mode="allowlist", hosts=("a.org", "*.b.org"))
     assert machine.env == {"E": "${E:-3}"}
     assert machine.health == HealthCheck(command="true", retries=7)
-    assert (step.agent.timeout_s, step.agent.user, step.agent.network) == (10, "somebody", NetworkAccess())
+    assert (step.agent.timeout_s, step.agent.network) == (10, NetworkAccess())
     assert (step.verifier.timeout_s, step.verifier.env, step.verifier.network) == (20, {"A": "1"}, None)
     assert step.tests == {"test.sh": "tests/test.sh"} and step.test_script == "test.sh"
     assert step.solution == {"solve.sh": "solution/solve.sh"} and step.solution_env == {"S": "2"}
