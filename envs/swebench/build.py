@@ -13,7 +13,6 @@ runs in another folder, which is renamed at the end; a lock per key makes other 
 import asyncio
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,18 +114,12 @@ class Builder:
 async def _build(
     build: "from_image.Build | from_release.Build", folder: Path, progress: Progress
 ) -> BuiltRoot:
-    started = time.monotonic()
     staging = folder.with_suffix(".building")
     await asyncio.to_thread(remove_tree, staging)  # left by a build that was killed
     try:
         await asyncio.to_thread(staging.mkdir)
         fields = await build.into(staging, progress)
-        built = BuiltRoot(
-            folder=folder,
-            build_s=round(time.monotonic() - started, 3),
-            size_bytes=await asyncio.to_thread(_size, staging),
-            **fields,
-        )
+        built = BuiltRoot(folder=folder, **fields)
         record = built.model_dump_json(exclude={"folder"})
         await asyncio.to_thread((staging / "built.json").write_text, record)
         await asyncio.to_thread(staging.rename, folder)
@@ -143,7 +136,3 @@ def _load(folder: Path) -> BuiltRoot | None:
         return None
     except (ValueError, TypeError) as error:  # errors of pydantic and json are ValueErrors
         raise EnvironmentFault(f"{folder} is damaged: {error}", hint="remove that folder") from error
-
-
-def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*"))

@@ -68,11 +68,7 @@ class Build:
         await asyncio.to_thread(_write_activate, conda)
         progress("installing")
         commit = await self._install(conda, tree)
-        return {
-            "base_commit": commit,
-            "python": self._interpreter.version,
-            "prefix": self._interpreter.prefix,
-        }
+        return {"base_commit": commit, "prefix": self._interpreter.prefix}
 
     async def _install(self, conda: Path, tree: Path) -> str:
         """Install and commit the tree, offline, in a sandbox like that of an episode; return the commit."""

@@ -26,12 +26,10 @@ class BuiltRoot(BaseModel):
         folder: folder of the build on the host; its content never changes.
         base_commit: name of the only commit of the repository.
         testbed: path of the tree in a sandbox.
-        python, prefix: if built from a release: full version and installation directory of the interpreter.
+        prefix: if built from a release: installation directory of the interpreter.
         image: if built from an image: path of the image.
         env: if built from an image: environment variables of its processes.
         hidden_directories, hidden_files: if built from an image: paths in it that the agent must not see.
-        build_s: duration of the build in seconds.
-        size_bytes: total size of the files of the build.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,14 +37,11 @@ class BuiltRoot(BaseModel):
     folder: Path
     base_commit: str
     testbed: str = TESTBED
-    python: str = ""
     prefix: Path | None = None
     image: Path | None = None
     env: Mapping[str, str] = {}
     hidden_directories: tuple[str, ...] = ()
     hidden_files: tuple[str, ...] = ()
-    build_s: float
-    size_bytes: int
 
     @property
     def tree(self) -> Path:

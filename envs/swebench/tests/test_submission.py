@@ -99,7 +99,7 @@ def commit(tree: Path, *configuration: str) -> BuiltRoot:
         ["bash", "-c", script], cwd=tree, check=True, capture_output=True, input=EXCLUDED.encode()
     )
     head = done.stdout.decode().splitlines()[-1]
-    return BuiltRoot(folder=tree.parent, base_commit=head, build_s=0, size_bytes=0)
+    return BuiltRoot(folder=tree.parent, base_commit=head)
 
 
 def random_tree(rng: random.Random, tree: Path) -> None:
