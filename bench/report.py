@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from bench import catalogue
 from bench.catalogue import Entry
-from bench.results import Claim, Row, Rows, median, p99, ratio
+from bench.results import Claim, Row, Rows, median, median_of, p99, ratio
 
 type Columns = Mapping[str, Callable[[Row], str]]
 """Cells of a row, by the heading of their column."""
@@ -55,7 +55,7 @@ def figure_4(rows: Rows, claims: list[Claim]) -> str:
 
 def _times(rows: Rows, entry: Entry, values: str) -> Columns:
     """Return the columns of a row's times, compared with those of our entry."""
-    ours = median(getattr(rows[entry.key], values)) if entry.key in rows else None
+    ours = median_of(rows, entry, values)
     return {
         "median ms": lambda row: _ms(median(getattr(row, values))),
         "p99 ms": lambda row: _ms(p99(getattr(row, values))),

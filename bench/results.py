@@ -83,7 +83,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
     """Return the targets of figure 1."""
-    ours = _seconds(rows, catalogue.OURS)
+    ours = median_of(rows, catalogue.OURS, "seconds")
     claims = [
         _claim(rows, catalogue.PTY, "action, times the raw pty", 5, True, lambda floor: ratio(ours, floor))
     ]
@@ -95,8 +95,7 @@ def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
     ):
         text = f"times faster than {entry.label}"
         claims.append(_claim(rows, entry, text, times, False, lambda theirs: ratio(theirs, ours)))
-    row = rows.get(catalogue.OURS.key)
-    rate = median(row.rates) if row else None
+    rate = median_of(rows, catalogue.OURS, "rates")
     claims.append(
         Claim(f"{sessions} sandboxes at once", 8000, False, "commands/s", rate, _why(rows, catalogue.OURS))
     )
@@ -105,8 +104,10 @@ def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
 
 def ready_claims(rows: Rows) -> list[Claim]:
     """Return the targets of figure 2."""
-    ours, pool, sif = (_ready(rows, entry) for entry in (catalogue.OURS, catalogue.POOL, catalogue.SIF))
-    bare, container = _ready(rows, catalogue.BWRAP), _ready(rows, catalogue.EXEC)
+    ours, pool, sif = (
+        median_of(rows, entry, "ready") for entry in (catalogue.OURS, catalogue.POOL, catalogue.SIF)
+    )
+    bare, container = median_of(rows, catalogue.BWRAP, "ready"), median_of(rows, catalogue.EXEC, "ready")
     return [
         Claim(
             "sandbox ready, times bare bubblewrap",
@@ -148,11 +149,11 @@ def memory_claims(rows: Rows, live: int) -> list[Claim]:
 
 def cell_claims(rows: Rows) -> list[Claim]:
     """Return the targets of figure 4, compared with the faster of ipykernel's two transports."""
-    ours = _seconds(rows, catalogue.IPYTHON)
-    kernels = [_seconds(rows, entry) for entry in (catalogue.KERNEL, catalogue.KERNEL_IPC)]
+    ours = median_of(rows, catalogue.IPYTHON, "seconds")
+    kernels = [median_of(rows, entry, "seconds") for entry in (catalogue.KERNEL, catalogue.KERNEL_IPC)]
     best = min((seconds for seconds in kernels if seconds is not None), default=None)
     why = _why(rows, catalogue.IPYTHON, catalogue.KERNEL)
-    ready = _ms(_ready(rows, catalogue.IPYTHON))
+    ready = _ms(median_of(rows, catalogue.IPYTHON, "ready"))
     return [
         Claim("cell, times faster than ipykernel", 10, False, "", ratio(best, ours), why),
         Claim("sandbox with IPython ready", 100, True, "ms", ready, _why(rows, catalogue.IPYTHON)),
@@ -160,18 +161,13 @@ def cell_claims(rows: Rows) -> list[Claim]:
 
 
 def _claim(rows: Rows, entry: Entry, text: str, asked: float, at_most: bool, measure: Measure) -> Claim:
-    measured = measure(_seconds(rows, entry))
+    measured = measure(median_of(rows, entry, "seconds"))
     return Claim(text, asked, at_most, "", measured, _why(rows, catalogue.OURS, entry))
 
 
-def _seconds(rows: Rows, entry: Entry) -> float | None:
-    row = rows.get(entry.key)
-    return median(row.seconds) if row else None
-
-
-def _ready(rows: Rows, entry: Entry) -> float | None:
-    row = rows.get(entry.key)
-    return median(row.ready) if row else None
+def median_of(rows: Rows, entry: Entry, values: str) -> float | None:
+    """Return the median of `seconds`, `ready` or `rates` of an entry; None without values."""
+    return median(getattr(rows[entry.key], values)) if entry.key in rows else None
 
 
 def _ms(seconds: float | None) -> float | None:
