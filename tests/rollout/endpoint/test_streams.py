@@ -12,9 +12,9 @@ from prorl_envs.model.tool_formats.choice import FORMATS
 from prorl_envs.model.types import AssistantTurn, Sampling
 from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser
-from tests.model.http.test_streaming import KINDS
 from tests.rollout.endpoint.conftest import LS, Served, check_rows, scripted_endpoint
 from tests.support.families import family_renderer
+from tests.support.scripted_servers import KINDS
 
 pytestmark = pytest.mark.anyio
 
@@ -101,7 +101,9 @@ async def test_tokens_sampled_for_a_disconnected_client_are_kept_apart(stream: b
         (row,) = served.rows
         check_rows([row, kept])
         assert turn.finish_reason == "abort" and turn.end == len(kept.ids) > turn.start
-        assert turn.weight_version == ("" if kind in ("generate", "llamacpp") else "scripted-0")  # no version
+        assert turn.weight_version == (
+            "" if kind in ("vllm-scale-out", "llamacpp") else "scripted-0"
+        )  # no version
         whole = row.ids[row.turns[0].start :]
         assert kept.ids[turn.start :] == whole[: turn.end - turn.start], "exactly what was sampled"
 
