@@ -256,19 +256,12 @@ class Catalog(Mapping[str, Family]):
                         exits.push_async_callback(server.aclose)
                         group.create_task(server.start())
             except* InputError as errors:
-                raise _first(errors) from None
+                raise errors.exceptions[0] from None  # a server starts in one task, so the group is flat
             self._exits = exits.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._exits.aclose()
-
-
-def _first(errors: BaseExceptionGroup[InputError]) -> BaseException:
-    inner: BaseException = errors
-    while isinstance(inner, BaseExceptionGroup):
-        inner = inner.exceptions[0]
-    return inner
 
 
 def _check(name: str, entry: EnvironmentSettings) -> None:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from coverage import Coverage, CoverageData
+from coverage import Coverage
 
 SETTINGS = Path("build/coverage/coveragerc")
 DATA = Path("build/coverage/data").resolve()
@@ -59,17 +59,10 @@ def run(arguments: list[str]) -> int:
     return subprocess.run([sys.executable, "-m", *command, *arguments], check=False).returncode
 
 
-def executed() -> CoverageData:
-    """Return the combined data of all processes."""
+def report(*, with_functions: bool) -> None:
+    """Combine the processes' data, and print the executed and all statements and functions per package."""
     coverage = Coverage(config_file=str(SETTINGS))
     coverage.combine(keep=True)
-    return coverage.get_data()
-
-
-def report(*, with_functions: bool) -> None:
-    """Print the numbers of executed and of all statements and functions per package."""
-    coverage = Coverage(config_file=str(SETTINGS))
-    coverage.load()
     table: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     unused: list[str] = []
     files = [*Path("prorl_envs").rglob("*.py"), *Path("envs").rglob("*.py")]
@@ -93,7 +86,6 @@ def main() -> int:
     arguments = sys.argv[1:]
     with_functions = "--functions" in arguments
     status = run([argument for argument in arguments if argument != "--functions"])
-    executed()
     report(with_functions=with_functions)
     return status
 

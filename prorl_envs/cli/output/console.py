@@ -89,15 +89,11 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
     from pydantic_core import to_json
 
     text = to_json(value, indent=indent, inf_nan_mode="null").decode()
-    if not _is_utf8(out.encoding):
+    if codecs.lookup(out.encoding).name != "utf-8":
         # JSON strings can have escapes, so no character is lost. Outside of strings, JSON is ASCII.
         text = _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
     # For many lines, `out.print` would take several times as long.
     out.file.write(f"{text}\n")
-
-
-def _is_utf8(encoding: str) -> bool:
-    return codecs.lookup(encoding).name == "utf-8"
 
 
 def print_json_lines(values: Iterable[object]) -> None:

@@ -133,7 +133,6 @@ def _settings(task: Any) -> list[dict[str, Any]]:
         found.append({
             "instruction": task.step_instruction(step.name) if step else task.instruction,
             "agent_s": config.agent.timeout_sec if agent.timeout_sec is None else agent.timeout_sec,
-            "agent_user": config.agent.user if agent.user is None else agent.user,
             "env": {**config.verifier.env, **own.env},
             "solution_env": config.solution.env,
             "artifacts": [one if isinstance(one, str) else one.source for one in artifacts],
@@ -151,7 +150,6 @@ def _own_settings(task: TerminalTask) -> list[dict[str, Any]]:
         found.append({
             "instruction": step.instruction,
             "agent_s": step.agent.timeout_s,
-            "agent_user": step.agent.user,
             "env": step.verifier.env,
             "solution_env": step.solution_env,
             "artifacts": [one.source for one in step.artifacts],
