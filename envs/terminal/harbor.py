@@ -77,14 +77,8 @@ class _Health(_Section):
     retries: int = Field(default=3, ge=0)
 
     def check(self) -> HealthCheck:
-        return HealthCheck(
-            command=self.command,
-            interval_s=self.interval_sec,
-            timeout_s=self.timeout_sec,
-            start_period_s=self.start_period_sec,
-            start_interval_s=self.start_interval_sec,
-            retries=self.retries,
-        )
+        values = {name.replace("_sec", "_s"): value for name, value in self.model_dump().items()}
+        return HealthCheck.model_validate(values)
 
 
 class _Tool(_Section):
@@ -264,7 +258,6 @@ def harbor_task(id_: str, files: Files) -> TerminalTask:
     return TerminalTask(
         id=id_,
         instruction=steps[0].instruction,
-        format="harbor",
         files=files,
         machine=machine,
         steps=steps,

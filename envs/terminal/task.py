@@ -163,7 +163,6 @@ class TerminalTask(Task):
     """One task.
 
     Args:
-        format: format of the task directory.
         files: contents of the task directory, by relative path.
         machine: machine of the agent.
         steps: the steps, at least one.
@@ -171,7 +170,6 @@ class TerminalTask(Task):
         collects: commands that run after the agent has finished, before artifacts are copied.
     """
 
-    format: Literal["harbor", "terminal-bench"]
     files: Mapping[str, Text | TaskFile]
     machine: Machine
     steps: tuple[Step, ...] = Field(min_length=1)

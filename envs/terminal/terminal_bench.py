@@ -67,7 +67,6 @@ def terminal_bench_task(id_: str, files: Files) -> TerminalTask:
     return TerminalTask(
         id=id_,
         instruction=config.instruction,
-        format="terminal-bench",
         files=files,
         machine=Machine(
             folder=".",

@@ -51,9 +51,7 @@ retries = 7
 def test_every_field_is_read(make_row: MakeRow) -> None:
     task = task_of(make_row(config=CONFIG))
     machine, (step,) = task.machine, task.steps
-    assert (
-        task.format == "harbor" and task.instruction == step.instruction == "Write hello to /app/out.txt.\n"
-    )
+    assert task.instruction == step.instruction == "Write hello to /app/out.txt.\n"
     assert (machine.folder, machine.image, machine.build_s) == ("environment", "registry/image:1", 30)
     assert (machine.cpus, machine.memory_bytes, machine.disk_bytes) == (2, 512 << 20, 1024 << 20)
     assert (machine.gpus, machine.tools, machine.workdir) == (1, ("search",), "/w")
