@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
@@ -105,17 +105,14 @@ def pools_grid(status: StatusView | None) -> Table:
 @asynccontextmanager
 async def following(client: RolloutClient, progress: Progress) -> AsyncIterator[None]:
     """Draw the progress and the status of the service while the block runs."""
-    live = Live(progress, console=err, refresh_per_second=8, transient=True) if err.is_terminal else None
-    if live is not None:
-        live.start()
-    drawing = asyncio.create_task(_draw(client, progress, lines=live is None))
-    try:
-        yield
-    finally:
-        drawing.cancel()
-        await asyncio.wait({drawing})
-        if live is not None:
-            live.stop()
+    live = Live(progress, console=err, refresh_per_second=8, transient=True)
+    with live if err.is_terminal else nullcontext():
+        drawing = asyncio.create_task(_draw(client, progress, lines=not err.is_terminal))
+        try:
+            yield
+        finally:
+            drawing.cancel()
+            await asyncio.wait({drawing})
     if not drawing.cancelled():
         drawing.result()
 
