@@ -249,10 +249,7 @@ def harbor_task(id_: str, files: Files) -> TerminalTask:
     """
     config = parsed(_Config, CONFIG, mapping_of(files, CONFIG))
     machine = config.environment.machine("environment", _services(files, "environment"))
-    if config.steps:
-        steps = tuple(_step(files, config, step, machine) for step in config.steps)
-    else:
-        steps = (_only_step(files, config, machine),)
+    steps = tuple(_step(files, config, step, machine) for step in config.steps or (None,))
     verifiers = [config.verifier, *(step.verifier for step in config.steps or ())]
     hooks = [hook for verifier in verifiers for hook in verifier.collect]
     return TerminalTask(
@@ -273,28 +270,17 @@ def harbor_task(id_: str, files: Files) -> TerminalTask:
     )
 
 
-def _only_step(files: Files, config: _Config, machine: Machine) -> Step:
-    separate, bundled = _verifier_machine(files, config, None, machine)
-    if not bundled and "tests/test.sh" not in files:
-        raise InputError("tests/test.sh: missing", hint=_windows_hint(files, "tests"))
-    return Step(
-        instruction=_instruction(files, "instruction.md"),
-        agent=config.agent.phase(),
-        verifier=config.verifier.phase(),
-        verifier_machine=separate,
-        tests={} if bundled else paths_below(files, "tests"),
-        solution=_solution(files, "solution"),
-        solution_env=config.solution.env,
-        artifacts=tuple(artifact.artifact() for artifact in config.artifacts),
-    )
-
-
-def _step(files: Files, config: _Config, step: _Step, machine: Machine) -> Step:
-    folder = f"steps/{step.name}"
-    separate, bundled = _verifier_machine(files, config, step, machine)
-    tests = paths_below(files, "tests", f"{folder}/tests")
+def _step(files: Files, config: _Config, named: _Step | None, machine: Machine) -> Step:
+    """Read a step; None is the only step of a task that names none."""
+    step = _Step.model_construct(name="") if named is None else named
+    prefix = "" if named is None else f"steps/{step.name}/"
+    separate, bundled = _verifier_machine(files, config, named, machine)
+    tests = paths_below(files, "tests", f"{prefix}tests")
     if not bundled and "test.sh" not in tests:
-        raise InputError(f"{folder}/tests/test.sh: missing", hint="or tests/test.sh for all steps")
+        hint = "or tests/test.sh for all steps"
+        if named is None:
+            hint = "tests for Windows cannot run here" if "tests/test.bat" in files else ""
+        raise InputError(f"{prefix}tests/test.sh: missing", hint=hint)
     score = step.min_reward
     min_reward = score if isinstance(score, Mapping) else {} if score is None else {"reward": score}
     verifier, shared = step.verifier, config.verifier
@@ -309,14 +295,14 @@ def _step(files: Files, config: _Config, step: _Step, machine: Machine) -> Step:
     )
     return Step(
         name=step.name,
-        instruction=_instruction(files, f"{folder}/instruction.md"),
+        instruction=_instruction(files, f"{prefix}instruction.md"),
         agent=agent,
         verifier=phase,
         verifier_machine=separate,
         tests={} if bundled else tests,
-        solution=_solution(files, f"{folder}/solution"),
+        solution=_solution(files, f"{prefix}solution"),
         solution_env=config.solution.env,
-        workdir_files=paths_below(files, f"{folder}/workdir"),
+        workdir_files={} if named is None else paths_below(files, f"{prefix}workdir"),
         min_reward=min_reward,
         health=None if step.healthcheck is None else step.healthcheck.check(),
         artifacts=tuple(artifact.artifact() for artifact in (*config.artifacts, *step.artifacts)),
@@ -382,10 +368,6 @@ def _services(files: Files, folder: str) -> _Services:
         others=tuple(sorted(str(name) for name in services if name != _MAIN)),
         host=host_parts(main) if isinstance(main, Mapping) else (),
     )
-
-
-def _windows_hint(files: Files, folder: str) -> str:
-    return "tests for Windows cannot run here" if f"{folder}/test.bat" in files else ""
 
 
 def _size(name: str, megabytes: int | None, text: str | None) -> int | None:
