@@ -147,15 +147,10 @@ def _swe_bench_5(row: Row) -> dict[str, Any]:
 
 
 def _swe_bench_4(row: Row) -> dict[str, Any]:
+    """Convert a row before version 5, with the script and the parser of the official package."""
     eval_script, parser = classic_script(row)
-    return {
-        **_common(row),
-        "base_commit": row["base_commit"],
-        "test_patch": row["test_patch"],
-        "eval_script": eval_script,
-        "log_parser": parser,
-        "image": docker_name("swebench/sweb.eval.x86_64.", str(row["instance_id"]), "_1776_"),
-    }
+    added = {"eval_script": eval_script, "log_parser": parser, "image": None, "eval_type": None}
+    return _swe_bench_5({**row, **added})
 
 
 def _swe_gym(row: Row) -> dict[str, Any]:
