@@ -20,7 +20,7 @@ import json
 import pickle
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prorl_envs.env.columns import decoded, user_text
@@ -63,14 +63,8 @@ def _apps(row: Mapping[str, Any]) -> JsonObject:
     tests = _calls(data["fn_name"], inputs, outputs) if data.get("fn_name") else _programs(inputs, outputs)
     solutions = _parsed(row["solutions"], "solutions") if row.get("solutions") else []
     reference = next((code for code in solutions if isinstance(code, str)), "")
-    return {
-        "id": _id(row, "problem_id", "question"),
-        "instruction": _instruction(_text(row, "question", needed=True), tests, starter),
-        "starter": starter,
-        "tests": tests,
-        **_limits(row),
-        **_reference(reference),
-    }
+    instruction = _instruction(_text(row, "question", needed=True), tests, starter)
+    return _task(row, ("problem_id", "question"), instruction, tests, reference, starter)
 
 
 def _programs(inputs: list[Any], outputs: list[Any]) -> JsonObject:
@@ -116,14 +110,9 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
     else:
         tests = _programs([case["input"] for case in cases], [case["output"] for case in cases])
     starter = _text(row, "starter_code")
-    return {
-        "id": _id(row, "question_id", "question_content"),
-        "instruction": _instruction(_text(row, "question_content", needed=True), tests, starter),
-        "starter": starter,
-        "tests": tests,
-        **_limits(row),
-        **_reference(_text(row, "reference_solution")),
-    }
+    instruction = _instruction(_text(row, "question_content", needed=True), tests, starter)
+    reference = _text(row, "reference_solution")
+    return _task(row, ("question_id", "question_content"), instruction, tests, reference, starter)
 
 
 def _call(case: Mapping[str, Any]) -> JsonObject:
@@ -174,13 +163,7 @@ def _humaneval(row: Mapping[str, Any]) -> JsonObject:
     tests = {"type": "script", "functions": [name], "prelude": prompt, "cases": [{"code": test}]}
     solution = _text(row, "canonical_solution")
     instruction = f"Complete this Python module; the function {name} is tested.\n\n```python\n{prompt}```"
-    return {
-        "id": _id(row, "task_id", "prompt"),
-        "instruction": instruction,
-        "tests": tests,
-        **_limits(row),
-        **_reference(prompt + solution if solution else ""),
-    }
+    return _task(row, ("task_id", "prompt"), instruction, tests, prompt + solution if solution else "")
 
 
 def _mbpp(row: Mapping[str, Any]) -> JsonObject:
@@ -194,13 +177,7 @@ def _mbpp(row: Mapping[str, Any]) -> JsonObject:
     instruction = f"{problem}\n\nThe tests call it like this:\n\n```python\n{asserts[0]}\n```"
     cases = [{"code": line} for line in asserts]
     tests = {"type": "script", "functions": functions, "prelude": prelude, "cases": cases}
-    return {
-        "id": _id(row, "task_id", "text", "prompt"),
-        "instruction": instruction,
-        "tests": tests,
-        **_limits(row),
-        **_reference(_text(row, "code")),
-    }
+    return _task(row, ("task_id", "text", "prompt"), instruction, tests, _text(row, "code"))
 
 
 def _verl(row: Mapping[str, Any]) -> JsonObject:
@@ -253,12 +230,32 @@ def _instruction(problem: str, tests: JsonObject, starter: str) -> str:
     return f"{text} Begin with:\n\n```python\n{starter}\n```" if starter.strip() else text
 
 
-def _reference(code: str) -> JsonObject:
-    if not code:
-        return {}
-    # The editor's `create` would refuse to overwrite a starter file.
-    write = {"code": f"open({SOLUTION!r}, 'w', encoding='utf-8').write({code!r})"}
-    return {"reference": [{"tool": "ipython", "arguments": write}, {"tool": "finish", "arguments": {}}]}
+def _task(
+    row: Mapping[str, Any],
+    id_fields: Sequence[str],
+    instruction: str,
+    tests: JsonObject,
+    reference: str,
+    starter: str = "",
+) -> JsonObject:
+    """Return a row in our format.
+
+    Args:
+        id_fields: as the fields of `_id`.
+        reference: code of a right solution; "" without one.
+    """
+    task: JsonObject = {
+        "id": _id(row, *id_fields),
+        "instruction": instruction,
+        "starter": starter,
+        "tests": tests,
+    }
+    task |= _limits(row)
+    if reference:
+        # The editor's `create` would refuse to overwrite a starter file.
+        write = {"code": f"open({SOLUTION!r}, 'w', encoding='utf-8').write({reference!r})"}
+        task["reference"] = [{"tool": "ipython", "arguments": write}, {"tool": "finish", "arguments": {}}]
+    return task
 
 
 def _limits(row: Mapping[str, Any]) -> JsonObject:
