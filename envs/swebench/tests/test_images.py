@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from prorl_envs.cli.commands.prepare import Display, prepare
+from prorl_envs.cli.commands.prepare import prepare
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.options import Options, with_options
@@ -249,8 +249,8 @@ async def test_preparing_again_finds_existing_images(
     write_rootfs(images / "broken", PROGRAMS)
     tasks = [ready, absent, broken]
     with Progress(disable=True) as progress:
-        first = await prepare(family, node, tasks, 2, Display(progress, 3))
-        again = await prepare(family, node, tasks, 2, Display(progress, 3))
+        first = await prepare(family, node, tasks, 2, progress)
+        again = await prepare(family, node, tasks, 2, progress)
     assert [result.state for result in first] == ["done", "left out", "failed"]
     assert [result.state for result in again] == ["was there", "left out", "failed"]
     assert "there is no image of it here: options.images.pull: true" in first[1].why

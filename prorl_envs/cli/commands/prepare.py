@@ -1,13 +1,14 @@
 """`prorl-envs prepare`: preparation of a data file's tasks, which the first episode of each would do."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -35,30 +36,6 @@ class Preparation:
     state: str
     why: str = ""
     seconds: float = 0.0
-
-
-class Display:
-    """Progress bar with a line per running task; without a terminal, one line per finished task."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress = progress
-        self._overall = progress.add_task("preparing", total=total)
-        self._done = 0
-        self._total = total
-
-    def begin(self, name: str) -> TaskID:
-        return self._progress.add_task(f"  {plain(name)}", total=None, visible=False)
-
-    def say(self, row: TaskID, name: str, line: str) -> None:
-        self._progress.update(row, description=f"  {plain(name)}: {plain(line)}", visible=True)
-
-    def end(self, row: TaskID, result: Preparation) -> None:
-        self._progress.remove_task(row)
-        self._progress.advance(self._overall)
-        self._done += 1
-        if not err.is_terminal and result.state != "was there":
-            detail = f": {result.why}" if result.why else f" in {result.seconds:.0f} s"
-            err.print(plain(f"{self._done}/{self._total} {result.task_id} {result.state}{detail}"))
 
 
 async def prepare_file(
@@ -94,7 +71,7 @@ async def prepare_file(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with node(settings) as opened, catalog.only(environment):
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-            results = await prepare(family, opened, tasks, jobs, Display(progress, len(tasks)))
+            results = await prepare(family, opened, tasks, jobs, progress)
     if as_json:
         print_json(results)
     else:
@@ -108,16 +85,31 @@ async def prepare_file(
 
 
 async def prepare(
-    family: type[Environment[Any]], opened: Node, tasks: Sequence[Task], jobs: int, display: Display
+    family: type[Environment[Any]], opened: Node, tasks: Sequence[Task], jobs: int, progress: Progress
 ) -> list[Preparation]:
-    """Prepare tasks; a failed task does not stop the others. Return outcomes in the order of the tasks."""
-    slots = asyncio.Semaphore(jobs)
+    """Prepare tasks; a failed task does not stop the others. Return outcomes in the order of the tasks.
+
+    Args:
+        progress: shows a line per running task; without a terminal, a line per finished task is printed.
+    """
+    slots, overall = asyncio.Semaphore(jobs), progress.add_task("preparing", total=len(tasks))
+    numbers = itertools.count(1)
 
     async def prepare_with_slot(task: Task) -> Preparation:
         async with slots:
-            row = display.begin(task.id)
-            result = await _prepare_one(family, opened, task, lambda line: display.say(row, task.id, line))
-            display.end(row, result)
+            name = f"  {plain(task.id)}"
+            row = progress.add_task(name, total=None, visible=False)
+
+            def show(line: str) -> None:
+                progress.update(row, description=f"{name}: {plain(line)}", visible=True)
+
+            result = await _prepare_one(family, opened, task, show)
+            progress.remove_task(row)
+            progress.advance(overall)
+            number = next(numbers)
+            if not err.is_terminal and result.state != "was there":
+                detail = f": {result.why}" if result.why else f" in {result.seconds:.0f} s"
+                err.print(plain(f"{number}/{len(tasks)} {result.task_id} {result.state}{detail}"))
             return result
 
     async with asyncio.TaskGroup() as group:
