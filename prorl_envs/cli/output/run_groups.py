@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from shlex import quote
 
 from prorl_envs.cli.output.console import err, out, plain, program
@@ -19,26 +18,6 @@ from prorl_envs.runs.statistics import RunSummary, by_environment, statistics_of
 
 #: Maximum printed rows of a table.
 MAX_ROWS = 24
-
-
-@dataclass(slots=True)
-class _Failures:
-    """Number of failures by kind and stage, with the first message and hint."""
-
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    messages: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def add(self, failure: Failure) -> None:
-        key = (failure.kind.value, failure.stage.value)
-        self.counts[key] += 1
-        hint = f" (hint: {failure.hint})" if failure.hint else ""
-        self.messages.setdefault(key, failure.message + hint)
-
-    def lines(self) -> list[str]:
-        return [
-            f"{kind} in {stage} x{n}: {self.messages[kind, stage]}"
-            for (kind, stage), n in self.counts.items()
-        ]
 
 
 async def run_groups(
@@ -65,7 +44,8 @@ async def run_groups(
     expected = sum(group.samples for group in folder.groups)
     progress = Progress(expected, done=len(folder.summaries))
     by_id = {submission.request.id: submission for submission in submitted}
-    failures, started, sampled = _Failures(), time.monotonic(), 0
+    failures: defaultdict[tuple[str, str], list[Failure]] = defaultdict(list)
+    started, sampled = time.monotonic(), 0
     report = RunReport(loggers, lambda text: err.print(plain(f"warning: {text}")))
     try:
         if loggers:
@@ -80,8 +60,8 @@ async def run_groups(
                     progress.add(result)
                     report.add(folder.summaries[result.group_id, result.sample], folder.summaries.values())
                     sampled += tokens_of(result)[1]
-                    if result.failure is not None:
-                        failures.add(result.failure)
+                    if (failure := result.failure) is not None:
+                        failures[failure.kind.value, failure.stage.value].append(failure)
     except BaseException:
         _report_interruption(folder, expected)
         await asyncio.to_thread(report.finish, None, folder.summaries.values())
@@ -102,8 +82,9 @@ async def run_groups(
     _print(folder, summary, tables=tables)
     if submitted:
         err.print(f"stages: {progress.overlap_sentence}")
-    for line in failures.lines():
-        err.print(plain(line))
+    for (kind, stage), found in failures.items():
+        hint = f" (hint: {found[0].hint})" if found[0].hint else ""
+        err.print(plain(f"{kind} in {stage} x{len(found)}: {found[0].message}{hint}"))
     _print_next_steps(folder)
 
 
