@@ -45,9 +45,16 @@ def _builder(config: Path | None) -> "Iterator[ImageBuilder]":
     from prorl_envs.app.compose import image_builder
 
     settings = settings_of(config)
-    driver = _driver(settings)
+    driver, next_s = _driver(settings), 0.0
+
+    def print_line(line: str) -> None:
+        nonlocal next_s
+        if line and time.monotonic() >= next_s:
+            next_s = time.monotonic() + _LINE_S
+            err.print(plain(line))
+
     if not err.is_terminal:
-        yield image_builder(settings, _Lines(), driver=driver)
+        yield image_builder(settings, print_line, driver=driver)
         return
     with err.status("starting") as status:
         yield image_builder(settings, lambda line: status.update(plain(line)), driver=driver)
@@ -67,19 +74,6 @@ def _layers(config: Path | None) -> "LayerStore":
     from prorl_envs.app.compose import layer_store
 
     return layer_store(settings_of(config))
-
-
-class _Lines:
-    """Progress for an output that is not a terminal: prints a line at intervals."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def __call__(self, line: str) -> None:
-        now = time.monotonic()
-        if now >= self._next and line:
-            self._next = now + _LINE_S
-            err.print(plain(line))
 
 
 def _resolve(config: Path | None, source: "str | ImageTemplate", mode: ImageMode) -> None:
