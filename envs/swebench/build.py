@@ -99,7 +99,8 @@ class Builder:
             if (built := await asyncio.to_thread(_load, folder)) is not None:
                 return built
             await asyncio.to_thread(self._cache.mkdir, parents=True, exist_ok=True)
-            async with KeyLock(folder.with_suffix(".lock")):
+            # Earlier versions left files called `.lock`, which would count as locks of an unknown owner.
+            async with KeyLock(folder.with_suffix(".build-lock")):
                 if (built := await asyncio.to_thread(_load, folder)) is None:
                     progress("building")
                     built = await _build(build, folder, progress)
