@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from prorl_envs.images.modes import ImageMode
 from prorl_envs.images.scratch import make_scratch
 from prorl_envs.images.sources import REMOTE_SCHEMES, Source, SourceKind, parse_source
 from prorl_envs.images.store import ImageStore, StoredImage
-from prorl_envs.images.supervised import BuildLimits, environment, run_supervised
+from prorl_envs.images.supervised import BuildLimits, BuildOutcome, environment, run_supervised
 from prorl_envs.images.supervisor import remove
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.images.threads import in_thread
@@ -131,7 +132,7 @@ class ImageBuilder:
             async with self._scratch() as scratch:
                 image = scratch / "image.sif"
                 if source.kind is SourceKind.REMOTE:
-                    await self._apptainer(scratch, "pull", str(image), source.location)
+                    await self._pull(scratch, source.location, image)
                 else:
                     await self._convert(scratch, source, image)
                 return await self._add(image, key, source.name, "", source.location, content)
@@ -209,7 +210,7 @@ class ImageBuilder:
         for number, path in locked.bases.items():
             base = scratch / f"base-{number}"
             if may.unpack_base:
-                await self._apptainer(scratch, "build", "--sandbox", str(base), str(path))
+                await self._apptainer(scratch, "--sandbox", str(base), str(path))
             else:
                 base.symlink_to(path)
             stages[number].header["from"] = str(base)
@@ -221,12 +222,12 @@ class ImageBuilder:
         definition.write_text(render(stages), encoding="utf-8")
         arguments = (str(image), str(definition))
         try:
-            await self._apptainer(scratch, "build", *arguments, identity=may.identity)
+            await self._apptainer(scratch, *arguments, identity=may.identity)
         except SandboxError as error:
             # The host's `fakeroot` program runs only in images with a C library like the host's.
             if "--ignore-fakeroot-command" not in error.message:
                 raise
-            await self._apptainer(scratch, "build", "--ignore-fakeroot-command", *arguments)
+            await self._apptainer(scratch, "--ignore-fakeroot-command", *arguments)
         return image
 
     async def _convert(self, scratch: Path, source: Source, image: Path) -> None:
@@ -238,22 +239,30 @@ class ImageBuilder:
         else:
             kind = source.kind
             plain.symlink_to(source.path)
-        await self._apptainer(scratch, "build", str(image), f"{kind}:{plain}")
+        await self._apptainer(scratch, str(image), f"{kind}:{plain}")
 
-    async def _apptainer(self, scratch: Path, action: str, *arguments: str, identity: bool = False) -> None:
-        """Run `build` or `pull` with these arguments; only `pull` gets the user's credentials."""
-        program, remote = find_program(self._environ), action == "pull"
-        outcome = await run_supervised(
-            [program, action, *arguments],
+    async def _apptainer(self, scratch: Path, *arguments: str, identity: bool = False) -> None:
+        program = find_program(self._environ)
+        outcome = await self._run(scratch, [program, "build", *arguments], identity=identity, remote=False)
+        if outcome.status:
+            raise failure(f"{Path(program).name} build", outcome.status, outcome.output, remote=False)
+
+    async def _pull(self, scratch: Path, address: str, image: Path) -> None:
+        program = find_program(self._environ)
+        command = [sys.executable, "-I", "-m", "prorl_envs.images.pull", program, address, str(image)]
+        outcome = await self._run(scratch, command, identity=False, remote=True)
+        if outcome.status or not await in_thread(image.is_file):
+            raise failure(f"pulling {address}", outcome.status, outcome.output, remote=True)
+
+    async def _run(self, scratch: Path, command: list[str], *, identity: bool, remote: bool) -> BuildOutcome:
+        return await run_supervised(
+            command,
             scratch=scratch,
             env=environment(scratch, self._environ, remote=remote),
             identity=identity,
             limits=self._limits,
             progress=self._progress,
         )
-        if outcome.status:
-            name = f"pulling {arguments[-1]}" if remote else f"{Path(program).name} {action}"
-            raise failure(name, outcome.status, outcome.output, remote=remote)
 
     async def _add(
         self, image: Path, key: str, name: str, version: str, source: str, content: dict[str, object]

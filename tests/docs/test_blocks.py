@@ -199,10 +199,6 @@ async def use_rewards(made: dict[str, Any], url: str) -> None:
     assert await asyncio.to_thread(first) == "eval/bad"
 
 
-async def use_resolved(made: dict[str, Any], _: str) -> None:
-    assert await asyncio.to_thread(made["resolved"], ROWS) == 8
-
-
 async def use_notes(made: dict[str, Any], url: str) -> None:
     task = made["NotesTask"](id="n", instruction="Two lines.", expected="2")
     async with Node.local() as node, made["NotesEnvironment"](node) as episode:
@@ -239,7 +235,6 @@ USES: dict[str, Callable[[dict[str, Any], str], Awaitable[None]]] = {
     "episode": use_episode,
     "update": use_update,
     "rewards": use_rewards,
-    "resolved": use_resolved,
     "NotesEnvironment": use_notes,
     "FileLogger": use_logger,
 }
