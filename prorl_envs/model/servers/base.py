@@ -35,7 +35,7 @@ class LinkedClient:
         await self._link.aclose()
 
 
-class TokenOptions(LinkOptions):
+class TokenOptions(LinkOptions, total=False):
     """Options of `TokenClient`."""
 
     stop_ids: Required[Sequence[int]]
