@@ -24,7 +24,7 @@ from prorl_envs.envs.swebench.options import SwebenchOptions
 from prorl_envs.envs.swebench.root import BuiltRoot
 from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.images.lock import KeyLock
+from prorl_envs.images.lock import key_lock
 from prorl_envs.sandbox.filesystem.directories import remove_tree
 
 type Progress = Callable[[str], None]
@@ -99,8 +99,7 @@ class Builder:
             if (built := await asyncio.to_thread(_load, folder)) is not None:
                 return built
             await asyncio.to_thread(self._cache.mkdir, parents=True, exist_ok=True)
-            # Earlier versions left files called `.lock`, which would count as locks of an unknown owner.
-            async with KeyLock(folder.with_suffix(".build-lock")):
+            async with key_lock(folder.with_suffix(".lock")):
                 if (built := await asyncio.to_thread(_load, folder)) is None:
                     progress("building")
                     built = await _build(build, folder, progress)

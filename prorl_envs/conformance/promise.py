@@ -97,7 +97,8 @@ class Promises:
         exempt: see `Promise`; the default for the promises of the theme.
     """
 
-    def __init__(self, *, exempt: Mapping[str, str] | None = None) -> None:
+    def __init__(self, theme: str, *, exempt: Mapping[str, str] | None = None) -> None:
+        self.theme = theme
         self._exempt = exempt or {}
         self._promises: list[Promise] = []
 

@@ -6,7 +6,7 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxLimit
 from prorl_envs.sandbox.base import SandboxLimits
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("resources held by descriptors", exempt=NOT_LOCAL)
 
 _SMALL = SandboxLimits(memory_bytes=128 << 20, processes=64, open_files=8192, disk_bytes=64 << 20)
 _TIMEOUT_S = 120.0

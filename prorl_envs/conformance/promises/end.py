@@ -15,7 +15,7 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.tools.client.server_handle import ENTRY
 
-promises = Promises()
+promises = Promises("end")
 
 _NO_PID_NAMESPACE = {"local": "has no pid namespace that ends with the service"}
 

@@ -9,7 +9,7 @@ from prorl_envs.conformance.promises.end import Victim
 from prorl_envs.conformance.promises.processes import SEARCH, halves
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises()
+promises = Promises("environment")
 
 #: Variables of every process besides the spec's: those of the sandbox, the tools and the shell.
 CUSTOMARY = {"PATH", "HOME", "LANG", "TERM", "PAGER", "GIT_PAGER", "MANPAGER", "PWD", "OLDPWD", "SHLVL", "_"}

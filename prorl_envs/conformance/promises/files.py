@@ -10,7 +10,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.tools.protocol.messages import CONTENT_LIMIT
 from prorl_envs.tools.types import ToolResult
 
-promises = Promises()
+promises = Promises("files")
 
 _ANY_BYTES = bytes(range(256)) * 5 + "☃".encode()
 

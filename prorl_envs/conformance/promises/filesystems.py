@@ -22,7 +22,7 @@ from prorl_envs.conformance.static_program import static_program
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import SandboxSpec
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("file systems", exempt=NOT_LOCAL)
 
 #: `w PATH` prints PATH if it can be opened for writing. It writes nothing.
 WRITE = 'w() { ( : >> "$1" ) 2>/dev/null && echo "$1 can be written"; }'

@@ -7,7 +7,7 @@ from prorl_envs.conformance.host import MARK, eventually, marked
 from prorl_envs.conformance.promise import Promises, expect, raises, same
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises()
+promises = Promises("fresh processes")
 
 
 @promises.add("RUN-001", "The exit status of a process is returned; a signal is a negative number.")

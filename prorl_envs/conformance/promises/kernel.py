@@ -6,7 +6,7 @@ from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, Promises
 from prorl_envs.conformance.promises.filesystems import WRITE
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("privileges", exempt=NOT_LOCAL)
 
 
 #: Number of the system call `clone`, because the C library's wrapper does more than the call.

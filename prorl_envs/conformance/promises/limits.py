@@ -5,7 +5,7 @@ from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, PromiseBroken, P
 from prorl_envs.errors import SandboxLimit
 from prorl_envs.sandbox.base import SandboxLimits
 
-promises = Promises()
+promises = Promises("limits")
 
 _NOT_LOCAL = {"local": "has no pid namespace, and enforces only limits per process"}
 _SMALL = SandboxLimits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)

@@ -11,7 +11,7 @@ from prorl_envs.conformance.promises.filesystems import WRITE, digest
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import Mount
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("file systems", exempt=NOT_LOCAL)
 
 
 def tree(world: PromiseContext) -> Path:

@@ -9,7 +9,7 @@ from prorl_envs.conformance.host import marked
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, NotApplicable, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("network", exempt=NOT_LOCAL)
 
 #: Connects to an address, and prints it if it can be reached.
 CONNECT = """

@@ -12,7 +12,7 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, Network
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("network", exempt=NOT_LOCAL)
 
 
 #: Requests a target from the proxy, and returns the answer of the proxy or of the server behind it.

@@ -7,7 +7,7 @@ from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.promise import NO_IMAGE, NOT_LOCAL, ORDINARY, PYTHON, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("privileges", exempt=NOT_LOCAL)
 
 #: Prints the capabilities and filters of a process, for `parsed`.
 STATUS = (

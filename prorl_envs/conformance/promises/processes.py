@@ -10,7 +10,7 @@ from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, 
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import ToolError
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("processes", exempt=NOT_LOCAL)
 
 #: Prints the processes whose /proc file $1 contains the text $2$3.
 SEARCH = """

@@ -8,8 +8,8 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
 
-promises = Promises()
-kernel_promises = Promises()
+promises = Promises("python")
+kernel_promises = Promises("jupyter")
 
 type SessionTest = Callable[[Toolbox], Awaitable[None]]
 

@@ -11,7 +11,7 @@ from prorl_envs.conformance.promises.privileges import BARE, STATUS, parsed
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.linux.syscall_wrappers import ROOT_CAPABILITIES
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("emulated root", exempt=NOT_LOCAL)
 
 _NEEDS = (EMULATED_ROOT, PYTHON)
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")

@@ -13,7 +13,7 @@ from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Mount
 from prorl_envs.tools.types import JsonObject, ToolCall
 
-promises = Promises()
+promises = Promises("tool server")
 
 #: Malformed calls that a model might make.
 _HOSTILE: tuple[tuple[str, JsonObject], ...] = (

@@ -13,7 +13,7 @@ from prorl_envs.conformance.promises.kernel import calls
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import SandboxLimits
 
-promises = Promises(exempt=NOT_LOCAL)
+promises = Promises("the shared kernel", exempt=NOT_LOCAL)
 
 _MEGABYTE = 1 << 20
 #: Memory limit of a sandbox that tries to exceed it with System V memory.

@@ -6,7 +6,7 @@ from prorl_envs.conformance.box import TIMEOUT_S, Probe
 from prorl_envs.conformance.promise import Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 
-promises = Promises()
+promises = Promises("bash")
 
 _BASH = ("bash",)
 

@@ -10,7 +10,7 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount
 
-promises = Promises()
+promises = Promises("snapshots")
 
 
 @promises.add(

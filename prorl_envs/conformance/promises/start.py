@@ -13,7 +13,7 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
 from prorl_envs.tools.client.server_handle import ENTRY
 
-promises = Promises()
+promises = Promises("start")
 
 
 async def refused(world: PromiseContext, spec: SandboxSpec) -> SandboxError:

@@ -16,7 +16,7 @@ from prorl_envs.sandbox.drivers.local import MARK
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS
 from prorl_envs.sandbox.linux.syscall_wrappers import ROOT_CAPABILITIES
 
-promises = Promises()
+promises = Promises("start ways")
 
 _LIMITS = SandboxLimits(open_files=3000, processes=500, file_bytes=1 << 30)
 _HOSTNAME = "own-name"

@@ -39,13 +39,17 @@ class Counter:
 
     Args:
         name: the counted things, in the plural.
-        size: limit of all processes of this user, or of the machine.
+        source: the setting that determines the size.
+        size: limit of all processes of this user, or of the machine if `machine` is True.
         share: limit of one sandbox.
+        machine: whether other users share it.
     """
 
     name: str
+    source: str
     size: int
     share: int
+    machine: bool = False
 
     @property
     def total_limit(self) -> int:
@@ -62,14 +66,26 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
     """
     found = {}
     if watches := _setting(proc / "sys/fs/epoll/max_user_watches"):
-        share = max(1, watches // _SHARE_DIVISOR)
-        found["watches"] = Counter(name="epoll watches", size=watches, share=share)
-    # The size of this counter is the soft limit of open files in sandboxes.
-    share = SOFT_OPEN_FILES // _IN_FLIGHT_DIVISOR
-    found["in_flight"] = Counter(name="descriptors in flight", size=SOFT_OPEN_FILES, share=share)
+        found["watches"] = Counter(
+            name="epoll watches",
+            source="fs.epoll.max_user_watches",
+            size=watches,
+            share=max(1, watches // _SHARE_DIVISOR),
+        )
+    found["in_flight"] = Counter(
+        name="descriptors in flight",
+        source="the soft limit of open files in sandboxes",
+        size=SOFT_OPEN_FILES,
+        share=SOFT_OPEN_FILES // _IN_FLIGHT_DIVISOR,
+    )
     files = _setting(proc / "sys/fs/file-max") or UNLIMITED
-    share = min(_DESCRIPTORS, max(1, files // _SHARE_DIVISOR))
-    found["descriptors"] = Counter(name="open files", size=files, share=share)
+    found["descriptors"] = Counter(
+        name="open files",
+        source="fs.file-max",
+        size=files,
+        share=min(_DESCRIPTORS, max(1, files // _SHARE_DIVISOR)),
+        machine=True,
+    )
     return found
 
 

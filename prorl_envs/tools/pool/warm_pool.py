@@ -1,6 +1,6 @@
 """Warm pool: idle sandboxes, each with a shell that has answered, ready for the next request.
 
-The number per kind follows recent requests (`demand.py`), within one limit over all kinds. The pool starts
+The number per kind follows recent requests (`pool_size.py`), within one limit over all kinds. The pool starts
 one sandbox at a time, so that it does not compete with waiting requests.
 """
 

@@ -20,9 +20,9 @@ from prorl_envs.sandbox.limits.kernel_counters import (
 from prorl_envs.sandbox.limits.policy import ProcessUse
 
 SHARES = {
-    "watches": Counter(name="epoll watches", size=1600, share=200),
-    "in_flight": Counter(name="descriptors in flight", size=400, share=100),
-    "descriptors": Counter(name="open files", size=8000, share=1000),
+    "watches": Counter(name="epoll watches", source="x", size=1600, share=200),
+    "in_flight": Counter(name="descriptors in flight", source="y", size=400, share=100),
+    "descriptors": Counter(name="open files", source="z", size=8000, share=1000, machine=True),
 }
 
 
