@@ -25,6 +25,7 @@ from prorl_envs.rollout.service.batches import Batches
 from prorl_envs.rollout.service.gate import ServiceGate
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
+from prorl_envs.rollout.service.lifecycle import Lifecycle
 from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.notifier import Notifier
@@ -118,6 +119,19 @@ def build_service(
     batches.on_decision(metrics.decided)
     feed.subscribe(metrics.observe, dashboard.observe, batches.ended)
 
+    lifecycle = Lifecycle(
+        gate,
+        settings,
+        store,
+        engine,
+        groups,
+        batches,
+        episodes,
+        feed,
+        model_servers,
+        (dashboard, memory, notifier),
+        clock,
+    )
     service = RolloutService(
         settings=settings,
         renderer=renderer,
@@ -128,10 +142,10 @@ def build_service(
         feed=feed,
         batches=batches,
         episodes=episodes,
+        lifecycle=lifecycle,
         model_servers=model_servers,
         fleet=fleet,
         live_jobs=live_jobs,
-        memory=memory,
         dashboard=dashboard,
         metrics=metrics,
         connections=connections,

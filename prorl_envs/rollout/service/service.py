@@ -1,8 +1,5 @@
 """Rollout service: interface for callers. `build.py` composes it."""
 
-import asyncio
-import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,37 +8,32 @@ from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.listener.connection import ConnectionCounts
 from prorl_envs.model.types import ModelClient, Renderer
-from prorl_envs.rollout.api.dashboard import LimitsRequest
 from prorl_envs.rollout.api.interactive import EpisodeRequest, EpisodeView
 from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Selection, Stage
 from prorl_envs.rollout.api.views import GroupView, JobView, Pause, PoolView, ResultPage, StatusView
 from prorl_envs.rollout.monitoring.dashboard_state import DashboardState
 from prorl_envs.rollout.monitoring.metrics import Metrics
-from prorl_envs.rollout.monitoring.sandbox_memory import SandboxMemory
 from prorl_envs.rollout.nodes.fleet import Fleet
-from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.admission import Quota
 from prorl_envs.rollout.service.batches import Batches
 from prorl_envs.rollout.service.gate import ServiceGate, ServiceState
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
+from prorl_envs.rollout.service.lifecycle import Lifecycle
 from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers
-from prorl_envs.rollout.service.recovery import plan_recovery
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.store.sqlite import SqlStore
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RolloutService:
     """Rollout service: accepts groups, runs their jobs through the stages, and stores the results.
 
-    The service must be started, used and stopped in one event loop.
+    The service must be started, used and stopped in one event loop. Its methods call the attributes below.
 
     Attributes:
-        settings: the settings that the service was built with, with the limits of `resize`.
+        settings: the settings that the service was built with.
         renderer: the model's tokenizer and chat template.
         model: client of the model servers; the service does not close it.
         store: stores groups and results.
@@ -50,10 +42,10 @@ class RolloutService:
         feed: stream of results.
         batches: batches of informative groups.
         episodes: episodes that a caller drives step by step.
+        lifecycle: start, stop, pause, drain, resume, resize.
         model_servers: operations of callers on the model servers.
         fleet: further nodes that run jobs, or None.
         live_jobs, dashboard, metrics: views of the running service.
-        memory: memory use of the sandboxes.
         connections: counts of the HTTP server's connections.
         clock: measures the time since the service was built.
     """
@@ -67,10 +59,10 @@ class RolloutService:
     feed: ResultFeed
     batches: Batches
     episodes: InteractiveEpisodes
+    lifecycle: Lifecycle
     model_servers: ModelServers
     fleet: Fleet | None
     live_jobs: LiveJobs
-    memory: SandboxMemory
     dashboard: DashboardState
     metrics: Metrics
     connections: ConnectionCounts
@@ -85,95 +77,20 @@ class RolloutService:
         return self.gate.state
 
     async def start(self) -> None:
-        """Resume the unfinished jobs of the store, each with a new attempt, and start to serve. Jobs that
-        cannot continue fail, without an effect on other jobs."""
         await self.dashboard.load()
-        self.feed.newest = await self.store.newest()
-        await self.model_servers.restore()
-        unfinished = await self.store.unfinished()
-        await self.batches.restore()  # before the groups of batches produce results
-        leases = self.groups.leases
-        for group in unfinished:
-            recovery = plan_recovery(group, self.groups.environments.load)
-            for result in recovery.given_up:
-                self.groups.engine.give_up(result)
-            if recovery.task is not None:
-                share = self.batches.share(group.batch_id)
-                self.groups.engine.readmit(group, recovery.task, recovery.samples, share=share)
-                leases.grant("groups", group.request.id, group.request.lease_s)
-        # Only now: a group that was submitted during recovery would be among the unfinished groups as well.
-        self.gate.state = ServiceState.SERVING
-        self.batches.start()
-        leases.start()
+        await self.lifecycle.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
-        """Stop the service. It accepts no more work; results can still be read. Idempotent.
-
-        Args:
-            drain_s: seconds for accepted jobs to finish. Remaining jobs are then cancelled; with a durable
-                store they are kept for the next start instead. Every sandbox is closed before this returns.
-        """
-        if self.gate.state is ServiceState.STOPPED:
-            return
-        self.gate.stopping = True
-        async with self.gate.lock:  # groups that are being accepted are admitted first
-            self.gate.state = ServiceState.DRAINING
-        try:
-            await self._stop_batches()
-            async with self.clock.timeout(drain_s):
-                await self.groups.engine.settled()
-        except TimeoutError:
-            log.info("stopping %d unfinished jobs", len(self.groups.engine.scheduler))
-        finally:  # also if the drain is cancelled
-            self.groups.engine.cancel_all()
-            await asyncio.shield(self._close())
+        await self.lifecycle.stop(drain_s=drain_s)
 
     def pause(self, mode: Pause) -> None:
-        """Accept groups, but start no stages until `resume`. A restarted service is not paused.
-
-        Args:
-            mode: which stages do not start.
-        """
-        log.warning("paused: %s", mode)
-        self.groups.engine.pause(mode)
+        self.lifecycle.pause(mode)
 
     async def drain(self, wait_s: float = 0.0) -> None:
-        """Accept no more work until `resume`, and finish the accepted jobs. Idempotent.
-
-        Args:
-            wait_s: maximum seconds to wait until all jobs are finished and their sandboxes are closed.
-
-        Raises:
-            Unavailable: the service has not started, or is stopping.
-        """
-        async with self.gate.lock:  # groups that are being accepted are admitted first
-            self.gate.check_operable()
-            if self.gate.state is ServiceState.SERVING:
-                log.warning("draining")
-                self.gate.state = ServiceState.DRAINING
-        with contextlib.suppress(TimeoutError):  # the caller sees from the status whether jobs remain
-            async with self.clock.timeout(wait_s):
-                await self.groups.engine.settled()
+        await self.lifecycle.drain(wait_s)
 
     def resume(self) -> None:
-        """End a pause or a drain.
-
-        Raises:
-            Unavailable: the service has not started, or is stopping.
-        """
-        self.gate.check_operable()
-        log.warning("resumed")
-        self.gate.state = ServiceState.SERVING
-        self.groups.engine.resume()
-        self.batches.freed()
-
-    def resize(self, request: LimitsRequest) -> None:
-        """Change the concurrency limits until the service stops. Work above a lowered limit continues."""
-        changes = request.model_dump(exclude_none=True)
-        log.warning("limits: %s", ", ".join(f"{name} {value}" for name, value in changes.items()))
-        self.settings = ServiceSettings.model_validate({**self.settings.model_dump(), **changes})
-        self.groups.admission.queue = self.settings.queue
-        self.groups.engine.resize(StageLimits.of_settings(self.settings))
+        self.lifecycle.resume()
 
     def status(self) -> StatusView:
         """Return pools, queues and counts."""
@@ -254,23 +171,3 @@ class RolloutService:
         self.gate.check_open()
         self.groups.admission.check_episode(request.id, quota)
         return await self.episodes.start(request, task, wait_s=wait_s)
-
-    async def _stop_batches(self) -> None:
-        await self.batches.aclose()
-        await self.groups.leases.aclose()
-
-    async def _close(self) -> None:
-        await self._stop_batches()  # again, since a cancellation may have interrupted the first call
-        try:
-            async with self.clock.timeout(2 * self.settings.close_s):  # to interrupt a stage, then to close
-                await self.episodes.aclose()
-                await self.groups.engine.settled()
-        except TimeoutError:
-            log.error(
-                "%d jobs do not stop; closing the node will stop their sandboxes",
-                len(self.groups.engine.scheduler),
-            )
-        self.gate.state = ServiceState.STOPPED
-        await self.dashboard.aclose()
-        await self.memory.aclose()
-        await self.groups.notifier.aclose()

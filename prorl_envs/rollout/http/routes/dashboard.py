@@ -124,7 +124,7 @@ def _add_state(app: FastAPI, service: RolloutService) -> None:
     async def set_limits(body: LimitsRequest) -> StatusView:
         """Change the concurrency limits of the service's own machine until the service stops. Jobs above a
         lowered limit run to completion."""
-        service.resize(body)
+        service.lifecycle.resize(body)
         return service.status()
 
 
