@@ -13,7 +13,7 @@ from pydantic import BaseModel, SecretStr
 
 from prorl_envs.catalog import Catalog, entries
 from prorl_envs.cli.output.console import err
-from prorl_envs.config import DEFAULT_STORE, ModelSettings, ServiceSettings, Settings
+from prorl_envs.config import DEFAULT_STORE, LimitSettings, ModelSettings, ServiceSettings, Settings
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
@@ -24,7 +24,7 @@ from prorl_envs.images.layers import LayerStore
 from prorl_envs.images.registry.client import RegistrySettings
 from prorl_envs.images.registry.puller import ImagePuller, PullSettings
 from prorl_envs.images.store import ImageStore
-from prorl_envs.images.supervised import BuildLimits
+from prorl_envs.images.supervised import BuildLimits as BuildLimits
 from prorl_envs.images.unpack import UnpackLimits
 from prorl_envs.model.routing.health import watching
 from prorl_envs.model.routing.pool import ModelPool
@@ -141,7 +141,7 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
         search=search,
         images=images,
         dockerfiles=functools.partial(dockerfiles_of, settings),
-        limits=NodeLimits.of(settings.limits.model_dump()).per_sandbox,
+        limits=node_limits(settings.limits).per_sandbox,
         max_concurrent_starts=settings.sandbox.max_concurrent_starts,
     ) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
@@ -173,9 +173,7 @@ async def sandbox_driver(settings: Settings) -> NodeDriver[Any]:
         SandboxError: no driver works on this machine.
     """
     name = await asyncio.to_thread(driver_name, settings)
-    return make_driver(
-        name, settings.run_dir, limits=NodeLimits.of(settings.limits.model_dump()), **_programs(settings)
-    )
+    return make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **_programs(settings))
 
 
 def _programs(settings: Settings) -> dict[str, Path | None]:
@@ -267,6 +265,11 @@ def dockerfiles_of(
         limits=DockerfileLimits(run_s=settings.image_build_s),
         scratch=settings.run_dir,
     )
+
+
+def node_limits(settings: LimitSettings) -> NodeLimits:
+    """Convert the limit settings to the limits that a driver takes."""
+    return NodeLimits.of(settings.model_dump())
 
 
 @asynccontextmanager

@@ -32,6 +32,7 @@ from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.status import StatusReader
 from prorl_envs.rollout.store.sqlite import MemoryStore, SqlStore
 
 #: Number of running jobs that the dashboard shows.
@@ -85,13 +86,12 @@ def build_service(
     batches = Batches(groups, settings, clock)
 
     memory = SandboxMemory(clock, node.memory)
+    status = StatusReader(gate, engine, admission, episodes, feed, model_servers, clock)
     live_jobs = LiveJobs(engine, memory.look, clock)
-
-    service: RolloutService  # created last, from all other parts
 
     def snapshot() -> DashboardSnapshot:
         return DashboardSnapshot(
-            status=service.status(),
+            status=status.read(),
             attempts_limit=scheduler.attempts,
             use=node.use,
             memory=memory.look(),
@@ -102,15 +102,11 @@ def build_service(
 
     dashboard = DashboardState(clock, store, snapshot)
     connections = ConnectionCounts()
-    scraped = ScrapeCollector(
-        lambda: service.status(),
-        lambda: node.use,
-        batches.views,
-        lambda: store.unread,
-        fleet,
-        connections,
+    metrics = Metrics(
+        ScrapeCollector(
+            status.read, lambda: node.use, batches.views, lambda: store.unread, fleet, connections
+        )
     )
-    metrics = Metrics(scraped)
 
     groups.reserve(batches.owns)
     leases.on_expiry("groups", groups.cancel)
@@ -132,7 +128,7 @@ def build_service(
         (dashboard, memory, notifier),
         clock,
     )
-    service = RolloutService(
+    return RolloutService(
         settings=settings,
         renderer=renderer,
         model=model,
@@ -146,9 +142,8 @@ def build_service(
         model_servers=model_servers,
         fleet=fleet,
         live_jobs=live_jobs,
+        status_reader=status,
         dashboard=dashboard,
         metrics=metrics,
         connections=connections,
-        clock=clock,
     )
-    return service

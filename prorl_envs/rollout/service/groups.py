@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from prorl_envs.env.base import Task
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import Conflict, NotFound
-from prorl_envs.rollout.api.types import GroupRequest, JobState, job_id, split_job_id
+from prorl_envs.rollout.api.types import GroupRequest, job_id, split_job_id
 from prorl_envs.rollout.api.views import GroupView, JobView
 from prorl_envs.rollout.batches.leases import Leases
 from prorl_envs.rollout.episode.engine import Engine
@@ -15,10 +15,10 @@ from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.service.admission import AdmissionControl, Quota
 from prorl_envs.rollout.service.gate import ServiceGate
+from prorl_envs.rollout.service.group_views import group_view, job_view
 from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.store.base import NewGroup, StoredGroup
 from prorl_envs.rollout.store.sqlite import SqlStore
-from prorl_envs.rollout.store.statistics import group_statistics
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Groups:
         )
         fresh = await asyncio.shield(accepting)
         return [
-            _group_view(_accepted(group), self.engine) if new else await self.group(group.request.id)
+            group_view(_accepted(group), self.engine) if new else await self.group(group.request.id)
             for group, new in zip(groups, fresh, strict=True)
         ]
 
@@ -128,7 +128,7 @@ class Groups:
         """
 
         async def look() -> tuple[GroupView, bool]:
-            view = _group_view(await self.store.group(group_id), self.engine)
+            view = group_view(await self.store.group(group_id), self.engine)
             return view, view.complete
 
         return await self.notifier.follow(look, group_id, wait_s)
@@ -149,7 +149,7 @@ class Groups:
             group = await self.store.group(group_id) if group_id else None
             if group is None or sample >= group.request.samples:
                 raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
-            view = _job_view(group, sample, self.engine)
+            view = job_view(group, sample, self.engine)
             return view, view.state.final
 
         return await self.notifier.follow(look, group_id, wait_s)
@@ -215,32 +215,3 @@ def _accepted(group: NewGroup) -> StoredGroup:
     samples = group.request.samples
     zeros = (0,) * samples
     return StoredGroup(group.request, group.task_id, (None,) * samples, attempts=zeros, failures=zeros)
-
-
-def _group_view(group: StoredGroup, engine: Engine) -> GroupView:
-    """Return the view of a group. The engine knows the state of its unfinished jobs."""
-    request = group.request
-    return GroupView(
-        id=request.id,
-        environment=request.environment,
-        task_id=group.task_id,
-        jobs=[_job_view(group, sample, engine) for sample in range(request.samples)],
-        complete=group.complete,
-        statistics=group_statistics(group),
-        batch_id=group.batch_id,
-    )
-
-
-def _job_view(group: StoredGroup, sample: int, engine: Engine) -> JobView:
-    """Return the view of one job of a group, by sample index."""
-    job, outcome = job_id(group.request.id, sample), group.outcomes[sample]
-    return JobView(
-        id=job,
-        group_id=group.request.id,
-        sample=sample,
-        state=outcome.state if outcome else engine.scheduler.state(job) or JobState.QUEUED,
-        attempts=outcome.attempts if outcome else engine.attempts(job),
-        reward=outcome.reward if outcome else None,
-        failure=outcome.failure if outcome else None,
-        cursor=outcome.cursor if outcome else None,
-    )

@@ -1,16 +1,14 @@
 """Rollout service: interface for callers. `build.py` composes it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from prorl_envs import __version__
-from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.listener.connection import ConnectionCounts
 from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.api.interactive import EpisodeRequest, EpisodeView
-from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Selection, Stage
-from prorl_envs.rollout.api.views import GroupView, JobView, Pause, PoolView, ResultPage, StatusView
+from prorl_envs.rollout.api.types import ALL, GroupRequest, Selection
+from prorl_envs.rollout.api.views import GroupView, JobView, Pause, ResultPage, StatusView
 from prorl_envs.rollout.monitoring.dashboard_state import DashboardState
 from prorl_envs.rollout.monitoring.metrics import Metrics
 from prorl_envs.rollout.nodes.fleet import Fleet
@@ -23,6 +21,7 @@ from prorl_envs.rollout.service.lifecycle import Lifecycle
 from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.result_feed import ResultFeed
+from prorl_envs.rollout.service.status import StatusReader
 from prorl_envs.rollout.store.sqlite import SqlStore
 
 
@@ -45,9 +44,8 @@ class RolloutService:
         lifecycle: start, stop, pause, drain, resume, resize.
         model_servers: operations of callers on the model servers.
         fleet: further nodes that run jobs, or None.
-        live_jobs, dashboard, metrics: views of the running service.
+        live_jobs, status_reader, dashboard, metrics: views of the running service.
         connections: counts of the HTTP server's connections.
-        clock: measures the time since the service was built.
     """
 
     settings: ServiceSettings
@@ -63,14 +61,10 @@ class RolloutService:
     model_servers: ModelServers
     fleet: Fleet | None
     live_jobs: LiveJobs
+    status_reader: StatusReader
     dashboard: DashboardState
     metrics: Metrics
     connections: ConnectionCounts
-    clock: Clock
-    _created_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._created_at = self.clock.monotonic()
 
     @property
     def state(self) -> ServiceState:
@@ -93,35 +87,7 @@ class RolloutService:
         self.lifecycle.resume()
 
     def status(self) -> StatusView:
-        """Return pools, queues and counts."""
-        engine = self.groups.engine
-        scheduler = engine.scheduler
-        active, waiting = scheduler.active, scheduler.waiting
-        return StatusView(
-            version=__version__,
-            state=self.gate.state,
-            paused=scheduler.paused,
-            uptime_s=self.clock.monotonic() - self._created_at,
-            pools={
-                stage.value: PoolView(
-                    limit=scheduler.limit(stage), active=active[stage], waiting=waiting[stage]
-                )
-                for stage in Stage
-            },
-            jobs_with_sandbox=scheduler.jobs_with_sandbox,
-            max_jobs_with_sandbox=scheduler.max_jobs_with_sandbox,
-            episodes=len(self.episodes),
-            unfinished=len(scheduler),
-            queue_limit=self.groups.admission.queue,
-            finished={state.value: engine.finished[state] for state in JobState if state.final},
-            failures={kind.value: count for kind, count in engine.failures.items()},
-            retries=engine.retries,
-            close_failures=engine.close_failures,
-            internal_errors=engine.internal_errors + self.episodes.internal_errors,
-            newest_cursor=self.feed.newest,
-            model_servers=self.model_servers.all().servers,
-            router=self.model_servers.router(),
-        )
+        return self.status_reader.read()
 
     async def submit(
         self, requests: Sequence[GroupRequest], *, quota: Quota | None = None
