@@ -216,18 +216,19 @@ async def test_a_missing_program_is_an_error_of_the_command(project: Project) ->
 async def test_errors_of_instructions(project: Project, tmp_path: Path, text: str, part: str) -> None:
     (project.context / "out").symlink_to("/etc")
     project.write(a="1", b="2")
-    project.builder.puller = _no_registry(project.store)
+    project.builder.puller = _NoRegistry(project.store, project.builder.puller.settings)
     with pytest.raises(ProrlError) as raised:
         await project.build(text)
     assert part in str(raised.value)
 
 
-def _no_registry(store: LayerStore) -> Any:
-    class Puller:
-        async def pull(self, reference: str, *, platform: str = "") -> LayeredImage:
-            raise DockerfileError("there is no registry", file="Dockerfile", line=2, instruction="COPY")
+class _NoRegistry(ImagePuller):
+    """Puller of local images only."""
 
-    return Puller()
+    async def pull(self, reference: str, *, platform: str = "") -> LayeredImage:
+        if reference not in self.settings.bases:
+            raise DockerfileError("there is no registry", file="Dockerfile", line=2, instruction="COPY")
+        return await super().pull(reference, platform=platform)
 
 
 async def test_a_link_out_of_the_context_is_copied_as_a_link(project: Project, tmp_path: Path) -> None:
