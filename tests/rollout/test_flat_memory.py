@@ -45,7 +45,8 @@ def objects() -> Counter[str]:
 async def test_objects_do_not_grow_with_the_jobs_done(
     kind: str, make_bench: Any, renderer: TemplateRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both are full after the first jobs.
+    # All are full after the first jobs.
+    monkeypatch.setattr("prorl_envs.rollout.monitoring.dashboard_state.LAST_RESULTS", JOBS // 4)
     monkeypatch.setattr("prorl_envs.rollout.store.base.KNOWN_DROPPED", KEPT)
     monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_RESULTS", JOBS // 4)
     store: SqlStore | None = SqliteStore(tmp_path / "store.db", max_results=KEPT) if kind == "file" else None
