@@ -35,8 +35,6 @@ from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 
-#: With a short grace period, for promises about a kill after an ignored interrupt.
-LIMITS = ToolLimits(grace_s=0.3)
 _LONG_S = 600
 
 
@@ -125,7 +123,7 @@ class PromiseContext:
         sandbox: Sandbox,
         *,
         python: PythonEngine = PythonEngine.NONE,
-        limits: ToolLimits = LIMITS,
+        limits: ToolLimits | None = None,
         interpreter: str = "python3",
     ) -> AsyncIterator[Toolbox]:
         """Open a toolbox on a sandbox: see `Toolbox.open`."""
@@ -143,10 +141,8 @@ class PromiseContext:
 
     def session(self, engine: PythonEngine = PythonEngine.FORKED) -> AbstractAsyncContextManager[Toolbox]:
         """Open a toolbox with a new Python session on a shared sandbox."""
-        # A fresh kernel takes up to 0.3 s for its first traceback, which ends an interrupted cell.
-        limits = ToolLimits() if engine is PythonEngine.KERNEL else LIMITS
         box = self.python_box
-        return self.tools(box.sandbox, python=engine, limits=limits, interpreter=box.python)
+        return self.tools(box.sandbox, python=engine, interpreter=box.python)
 
     @asynccontextmanager
     async def own_driver(self) -> AsyncIterator[tuple[Driver, Path]]:
