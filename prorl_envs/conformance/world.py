@@ -32,7 +32,6 @@ from prorl_envs.sandbox.filesystem.directories import node_local_base, remove_tr
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 
 _LONG_S = 600
@@ -123,11 +122,10 @@ class PromiseContext:
         sandbox: Sandbox,
         *,
         python: PythonEngine = PythonEngine.NONE,
-        limits: ToolLimits | None = None,
         interpreter: str = "python3",
     ) -> AsyncIterator[Toolbox]:
         """Open a toolbox on a sandbox: see `Toolbox.open`."""
-        tools = await Toolbox.open(sandbox, python=python, limits=limits, interpreter=interpreter)
+        tools = await Toolbox.open(sandbox, python=python, interpreter=interpreter)
         try:
             yield tools
         finally:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -583,7 +584,7 @@ class _Build:
     async def _layer(self, key: str, fill: Callable[[Path], Awaitable[None]]) -> Path:
         store, name = self._builder.store, f"df{_FORMAT}-{key}"
         started = time.monotonic()
-        waiting = lambda: self._report("note", text="waiting for another build of the same layer")  # noqa: E731
+        waiting = partial(self._report, "note", text="waiting for another build of the same layer")
         async with store.making(name, on_wait=waiting) as place:
             if place is not None:
                 await fill(place)

@@ -111,7 +111,7 @@ def kill_all_but(spared: set[int]) -> bool:
     if os.getpid() != 1:  # outside a pid namespace, this would kill all processes of this user
         return False
     deadline = time.monotonic() + _KILL_S
-    while victims := [pid for pid in _processes() if pid not in spared and lives(pid)]:
+    while victims := [pid for pid in processes() if pid not in spared and lives(pid)]:
         # Stop all of them first, so that fewer new processes start while the others die.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in victims:
@@ -122,7 +122,8 @@ def kill_all_but(spared: set[int]) -> bool:
     return True
 
 
-def _processes() -> list[int]:
+def processes() -> list[int]:
+    """Return the processes of this /proc, without this process."""
     names = os.listdir("/proc")  # noqa: PTH208 - the template imports no pathlib
     return [int(name) for name in names if name.isdigit() and int(name) != os.getpid()]
 

@@ -134,8 +134,7 @@ def _kill_all_but_first() -> None:
     for _ in range(_KILL_ROUNDS):
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}  # noqa: PTH208
-        if not any(map(sandbox_init.lives, others)):
+        if not any(pid != 1 and sandbox_init.lives(pid) for pid in sandbox_init.processes()):
             os._exit(0)
 
 

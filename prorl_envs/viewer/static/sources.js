@@ -170,7 +170,7 @@ class Live extends Source {
 
   async #load(onNews) {
     for (let some = true; some; ) {
-      const page = await client.get(`/v1/summaries?after=${this.#next}&limit=${this.#next ? 5000 : 500}`);
+      const page = await client.get(`/v1/summaries?after=${this.#next}&limit=500`);
       some = page.summaries.length > 0;
       this.add(page.summaries);
       this.#next = page.next;
