@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from prorl_envs.env.answers import parse_number
 from prorl_envs.env.scoring import CheckResult
 from prorl_envs.env.task_files import contents
-from prorl_envs.envs.bash.directory import TESTS
 from prorl_envs.envs.bash.task import (
     Check,
     CommandCheck,
@@ -26,8 +25,10 @@ MAX_READ_BYTES = 4 * 2**20
 #: Maximum characters of the agent's files and output in the evidence.
 _EVIDENCE_CHARS = 2_000
 _FILE_TIMEOUT_S = 30.0
+#: Directory of the files of test code.
+_TESTS = "/tests"
 #: Directories that a grading sandbox for test code has in addition to the workspace.
-TEST_DIRECTORIES = (TESTS, "/logs/verifier")
+TEST_DIRECTORIES = (_TESTS, "/logs/verifier")
 #: A link of the agent to the tests' directories could pass for files that the tests expect.
 _UNLINK = """
 find . -type l -exec sh -c 'for link do
@@ -95,7 +96,7 @@ async def _tests(check: TestsCheck, grader: SandboxSession) -> Outcome:
     unlink = ["/bin/sh", "-c", _UNLINK.format(*TEST_DIRECTORIES)]
     await _process(grader, unlink, _FILE_TIMEOUT_S)
     for path, content, executable in contents(check.files):
-        await grader.tools.write(f"{TESTS}/{path}", content, mode=0o755 if executable else 0o644)
+        await grader.tools.write(f"{_TESTS}/{path}", content, mode=0o755 if executable else 0o644)
     shell = ["/bin/bash", "--noprofile", "--norc", "-c", check.command]
     done = await _process(grader, shell, check.timeout_s)
     await grader.tools.end_processes()

@@ -1,15 +1,12 @@
 """Shell tasks: a workspace, a persistent bash, and checks of the final state."""
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from prorl_envs.env.base import Grade, Prompt
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.scoring import CheckResult, score
 from prorl_envs.envs.bash.checks import TEST_DIRECTORIES, run_check
-from prorl_envs.envs.bash.directory import convert_row
 from prorl_envs.envs.bash.snapshot import copy_workspace, grading_spec
 from prorl_envs.envs.bash.task import BashTask, TestsCheck
 from prorl_envs.errors import EnvironmentFault
@@ -42,10 +39,6 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
     def unavailable(cls, task: BashTask) -> str:
         missing = [name for name in task.requires if shutil.which(name, path=_SYSTEM_PATH) is None]
         return f"not installed below /usr: {', '.join(missing)}" if missing else ""
-
-    @classmethod
-    def load(cls, row: Mapping[str, Any]) -> BashTask:
-        return super().load(convert_row(row))
 
     def prompt(self, task: BashTask) -> Prompt:
         prompt = super().prompt(task)

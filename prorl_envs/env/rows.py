@@ -28,6 +28,11 @@ def validate_row[TaskT: Task](task_type: type[TaskT], row: Mapping[str, Any]) ->
     Raises:
         InputError: names the first field that is wrong, and the number of further errors.
     """
+    if "directory" in row and "directory" not in task_type.model_fields:
+        raise InputError(
+            "directory: this environment has no tasks of this kind",
+            hint="the environment `terminal` runs task directories of Harbor and Terminal-Bench",
+        )
     try:
         return task_type.model_validate(dict(row))
     except ValidationError as error:

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from prorl_envs.env.base import Task
+from prorl_envs.env.directories import directory_rows
 from prorl_envs.env.rows import MAX_LINE_BYTES, read_tasks, rows, validate_row
 from prorl_envs.errors import InputError
 
@@ -111,3 +112,23 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path, cut: int) -> None
     (tmp_path / "tasks.parquet").write_bytes(content[:cut] + b"PAR1")
     with pytest.raises(InputError, match=r"tasks.parquet: "):
         list(rows(tmp_path / "tasks.parquet"))
+
+
+def test_task_directories_belong_to_the_environment_terminal(tmp_path: Path) -> None:
+    task = tmp_path / "greet"
+    task.mkdir()
+    (task / "task.toml").write_text("")
+    with pytest.raises(InputError) as caught:
+        read_tasks(lambda row: validate_row(Task, row), tmp_path)
+    assert "directory: " in caught.value.message and "`terminal`" in caught.value.hint
+
+
+def test_task_directories_with_links_or_large_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text("")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match="link: not a regular file"):
+        list(directory_rows(tmp_path))
+    (tmp_path / "link").unlink()
+    (tmp_path / "big").write_bytes(b"\0" * (9 << 20))
+    with pytest.raises(InputError, match="more than"):
+        list(directory_rows(tmp_path))

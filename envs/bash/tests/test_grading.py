@@ -62,6 +62,60 @@ async def test_weighted_scoring_pays_the_passed_share(node: Node) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
+    ("command", "reward"),
+    [
+        ("sort names.txt > sorted.txt", 1.0),
+        ("echo x > sorted.txt", 0.25),  # the reward that the tests write, here a fraction
+        (
+            "mkdir -p /logs/verifier; ls /tests; echo 1 > /logs/verifier/reward.txt; echo 1 > reward.txt",
+            0.0,
+        ),
+        ("sort names.txt > sorted.txt; chmod -x tool.sh", 0.0),  # no reward is written
+        ("ln -s /tests/right.txt sorted.txt", 0.0),
+        ("ln -s ../tests a; ln -s a/right.txt sorted.txt", 0.0),
+    ],
+)
+async def test_test_code_decides_and_is_copied_after_the_agent(
+    node: Node, command: str, reward: float
+) -> None:
+    score = (
+        "if cmp -s sorted.txt /tests/right.txt; then echo 1\n"
+        "elif [ -s sorted.txt ]; then echo 0.25; else echo 0; fi\n"
+    )
+    check = {
+        "type": "tests",
+        "files": {"score.sh": score, "right.txt": "a\nb\nc\n"},
+        "command": "[ -x tool.sh ] || exit 3; . /tests/score.sh > /logs/verifier/reward.txt",
+        "reward": "/logs/verifier/reward.txt",
+    }
+    files = {"names.txt": "b\nc\na\n", "tool.sh": {"text": "#!/bin/sh\n", "executable": True}}
+    grade = await play(node, [check], command, files=files, workdir="/app", scoring="weighted")
+    assert grade.reward == reward, grade.evidence
+    assert dict(grade.components) == {"1-tests": reward}
+
+
+@pytest.mark.anyio
+async def test_without_a_reward_file_the_exit_status_of_test_code_counts(node: Node) -> None:
+    check = {"type": "tests", "files": {"t.sh": "[ -e a ]\n"}, "command": "sh /tests/t.sh"}
+    assert (await play(node, [check], "touch a")).reward == 1.0
+    assert (await play(node, [check], "true")).reward == 0.0
+
+
+@pytest.mark.anyio
+async def test_the_model_is_told_its_workspace_and_finds_no_tests(node: Node) -> None:
+    check = {"type": "tests", "files": {"t.sh": "true\n"}, "command": "sh /tests/t.sh"}
+    row = {"id": "t", "instruction": "Do it.", "checks": [check], "workdir": "/app"}
+    async with BashEnvironment(node) as environment:
+        prompt = await environment.init(BashEnvironment.load(row))
+        assert "Work in /app:" in prompt.messages[0]["content"]
+        assert "/workspace" not in prompt.messages[0]["content"]
+        call = ToolCall(id="c", name="bash", arguments={"command": "pwd; ls / /app"})
+        looked = await environment.call(call, timeout_s=20)
+        assert looked.text.startswith("/app") and "tests" not in looked.text and "logs" not in looked.text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
     "cheat",
     [
         # programs that always succeed, first in the PATH of every shell the agent can reach
