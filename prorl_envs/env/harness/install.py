@@ -2,7 +2,6 @@
 download nothing."""
 
 import asyncio
-import contextlib
 import json
 import os
 import platform
@@ -139,8 +138,11 @@ def _make_draft(place: Path) -> Path:
 
 def _publish(draft: Path, place: Path) -> None:
     draft.chmod(0o755)
-    with contextlib.suppress(OSError):  # without locks on this file system, another process was faster
+    try:
         draft.rename(place)
+    except OSError:
+        if not place.is_dir():
+            raise  # else, on a file system without locks, another process was faster
 
 
 def _commands(install: Install, place: Path) -> list[list[str]]:

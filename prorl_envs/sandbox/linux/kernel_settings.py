@@ -143,8 +143,10 @@ def enter_and_limit(pidfd: int, settings: Sequence[Setting], *, host_network: bo
     with opened("/proc", os.O_PATH | os.O_DIRECTORY) as proc:
         with opened(f"/proc/{pid_of(pidfd)}/ns/mnt") as mounts:
             owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
-        os.setns(owner, os.CLONE_NEWUSER)
-        os.close(owner)
+        try:
+            os.setns(owner, os.CLONE_NEWUSER)
+        finally:
+            os.close(owner)
         os.setns(pidfd, os.CLONE_NEWNS | os.CLONE_NEWIPC | network)
         write_settings(settings, proc)
         limit_terminals()
