@@ -21,6 +21,7 @@ from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 pytestmark = [
     pytest.mark.timeout(900),
+    pytest.mark.xdist_group("suite"),  # its tests share the outcomes of each subject
     pytest.mark.filterwarnings("ignore::prorl_envs.sandbox.drivers.local.NoIsolationWarning"),
 ]
 
