@@ -118,15 +118,20 @@ def mount(image: Path, directory: Path) -> MountedImage:
 
 
 def unmount_below(directory: Path) -> None:
-    """Unmount all images that are mounted below a directory.
+    """Unmount all images that are mounted below a directory. Their keepers may do so at the same time.
 
     Raises:
         SandboxError: an image cannot be unmounted.
     """
     # Only by the kernel's list: access to a mount point could block on a dead squashfuse.
-    for place in map(Path, mount_places()):
-        if place.is_relative_to(directory):
-            _run([find_program("fusermount3", "fusermount"), "-u", "-z", str(place)])
+    for place in mount_places():
+        if not Path(place).is_relative_to(directory):
+            continue
+        try:
+            _run([find_program("fusermount3", "fusermount"), "-u", "-z", place])
+        except SandboxError:
+            if place in mount_places():
+                raise
 
 
 def find_program(*names: str) -> str:

@@ -19,11 +19,12 @@ from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.drivers.select import make_driver
+from prorl_envs.sandbox.filesystem import sif_mounts
 from prorl_envs.sandbox.filesystem.directories import sweep
 from prorl_envs.sandbox.filesystem.images import Images
 from prorl_envs.sandbox.filesystem.layered import LayerTree
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
-from prorl_envs.sandbox.filesystem.sif_mounts import find_program
+from prorl_envs.sandbox.filesystem.sif_mounts import find_program, mount, unmount_below
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.places import drivers_directory
 from tests.sandbox.conftest import scripted_driver
@@ -251,6 +252,41 @@ def test_a_service_killed_while_it_mounts_leaks_no_mount(
         service.kill()
     assert leaks_since(before, run_dir) == []
     assert len(sweep(base)) == 1
+    base.rmdir()
+
+
+def test_an_image_that_its_keeper_unmounts_at_the_same_time_counts_as_unmounted(
+    sif: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = run_dir / "mounts"
+    base.mkdir()
+    mounted = mount(sif, base)
+    program = find_program("fusermount3", "fusermount")
+    late = tmp_path / Path(program).name
+    late.write_text(f'#!/bin/sh\n{program} "$@" && exec {program} "$@"\n')
+    late.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(sif_mounts, "_PROGRAMS", f"{tmp_path}:{sif_mounts._PROGRAMS}")
+        unmount_below(base)
+    assert fuse_mounts(run_dir) == []
+    mounted.release()
+    base.rmdir()
+
+
+def test_an_image_that_cannot_be_unmounted_is_reported(
+    sif: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = run_dir / "mounts"
+    base.mkdir()
+    mounted = mount(sif, base)
+    failing = tmp_path / Path(find_program("fusermount3", "fusermount")).name
+    failing.write_text("#!/bin/sh\necho busy >&2\nexit 1\n")
+    failing.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(sif_mounts, "_PROGRAMS", f"{tmp_path}:{sif_mounts._PROGRAMS}")
+        with pytest.raises(SandboxError, match="busy"):
+            unmount_below(base)
+    mounted.release()
     base.rmdir()
 
 
