@@ -110,7 +110,7 @@ PARTS = {
     "drivers": thorough(_APART["drivers"]),
     "service": thorough(_APART["service"]),
     "rest": thorough("tests " + " ".join(f"--ignore={path}" for path in " ".join(_APART.values()).split())),
-    # The sabotages, 134 tests of one file, are distributed to all workers.
+    # The sabotages, all in one file, are distributed to all workers.
     "conformance": thorough(f"{_APART['conformance']} --dist loadgroup"),
     "ordinary user": Part(f"scripts/as-ordinary-user.sh sh -ec {shlex.quote(_AS_USER)}", 3600),
     "Debian 12": Part("scripts/test-install.sh bookworm", 2400),

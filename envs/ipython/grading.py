@@ -32,9 +32,11 @@ _ARRAY = re.compile(r"(?:(?:np|numpy)\.)?array\((.*?)(?:,\s*dtype=[\w.]+)?\)", r
 _MODULE = re.compile(r"\b(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])")
 _NAMED = re.compile(r"\A\s*[A-Za-z]\w*(?:\(\s*\w+\s*\))?\s*=(?!=)")
 _SIGNS = str.maketrans("−·×", "-**")
-_POWER = re.compile(r"\s*[*x]\s*10\s*(?:\^|\*\*)\s*\(?\s*([-+]?\d+)\s*\)?")
+_POWER = re.compile(r"(?:(?<!\s)\s++)?[*x]\s*+10\s*+(?:\^|\*\*)\s*+\(?\s*+([-+]?\d++)\s*+\)?")
 #: A number before a factor, as in `2x`, and the operator before it: `1/2x` and `x^2y` have two meanings.
-_COEFFICIENT = re.compile(r"([*/^]*)\s*(?<![\w.)])(\d+(?:\.\d+)?)\s*(?![eE][-+]?\d)(?=[A-Za-z(])")
+_COEFFICIENT = re.compile(
+    r"(?:(?<![*/^])([*/^]++)\s*+)?(?<![\w.)])(\d++(?:\.\d++)?)\s*+(?![eE][-+]?\d)(?=[A-Za-z(])"
+)
 _SIZE = re.compile(r"\|([^|]+)\|")
 
 # Convert numpy's and pandas' containers to plain lists, so that numbers do not print as np.float64(...).
@@ -109,4 +111,4 @@ def _is_right(check: Check, answer: str) -> bool:
 
 
 def _multiplied(match: re.Match[str]) -> str:
-    return f"{match[1]}{match[2]}*" if match[1] in ("", "*") else match[0]
+    return f"{match[1] or ''}{match[2]}*" if match[1] in (None, "*") else match[0]

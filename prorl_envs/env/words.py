@@ -10,7 +10,7 @@ _THOUGHT = "<think>"
 #: A fence of a code block. Its language is the first word after the marks, without braces and options.
 _FENCE = re.compile(
     r"(?P<indent>[ \t]*(?P<item>(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(?P<marks>`{3,}+(?!.*`)|~{3,}+)"
-    r"(?P<info>[ \t]*[{.]*(?:(?P<language>[^\s{}:,=]+)(?![^\s{}:,=]*=))?.*)",
+    r"(?P<info>[ \t]*[{.]*(?:(?P<language>[^\s{}:,=]++)(?!=))?.*)",
 )
 #: Maximum number of fences searched, from the end of a text: matching hostile fences takes quadratic time.
 _FENCES = 2_000
@@ -36,7 +36,8 @@ _LABEL = re.compile(
 )
 #: Answers as some models are trained to state them, after GSM8K (`#### 42`) and DeepSeek R1.
 _TAGGED = re.compile(r"<answer>(.{1,500}?)</answer>", re.DOTALL | re.IGNORECASE)
-_MARKED = re.compile(r"####\s*([-+−]?\$?\d[\d,]*(?:\.\d+)?)\s*%?\s*")
+#: The end of a line is no heading, so `It is 42. #### 42` is an answer too.
+_MARKED = re.compile(r"(?:^|\s)####\s*+([-+−]?\$?\d[\d,]*+(?:\.\d++)?)\s*+%?\s*+$")
 _REASON = re.compile(r"(?<=\S),?\s+(?:since|because)\b.*", re.IGNORECASE)
 #: The mark of a list's item. The answer `- 73` on the line after `Answer:` is no negative number.
 _ITEM = re.compile(r"(?:[-*+•]|\d{1,2}[.)])\s+(?=\S)")
@@ -49,6 +50,7 @@ _HEADING = re.compile(r"\s*(?:#+\s|\*\*|__)")
 _DISPLAY = re.compile(r"\s*(?:\$\$(.{1,500}?)\$\$|\\\[(.{1,500}?)\\\]|```\w*\n)", re.DOTALL)
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
 _FORMULAS = ("$", "\\(", "\\[")
+#: Lines searched for statements, from the end of a text; and characters of each, from its end.
 _LINES, _LINE_CHARS = 20, 500
 #: Emphasis and code spans of Markdown. An opening mark never follows a word or bracket, and a closing mark
 #: never precedes one. So the `**` of `x**2 + (y)**2` are no marks.
@@ -146,7 +148,7 @@ def last_boxed(text: str) -> str:
     following = len(spoken)
     for box in reversed(list(_BOX.finditer(spoken))):
         end = box.end() - 1 if box["bare"] else _brace_end(spoken, box.end())
-        link = _link(spoken[end + 1 : following]) if contents and end < following else ""
+        link = _link(spoken[end + 1 : following])
         if end < 0 or (contents and not link):
             break
         content = box["bare"] or spoken[box.end() : end].strip()
@@ -173,7 +175,7 @@ def stated(words: str) -> str:
     spoken = said(words)
     box, boxed = max((match.start() for match in _BOX.finditer(spoken)), default=-1), last_boxed(words)
     tagged = [(match.start(), match[1].strip(), True) for match in _TAGGED.finditer(spoken)]
-    found = sorted([*_statements(spoken), *tagged], key=lambda statement: statement[0])
+    found = sorted([*_statements(spoken), *tagged])
     certain = [(at, text) for at, text, sure in found if sure]
     if certain and (not boxed or (certain[-1][0] > box and not _repeats(certain[-1][1], boxed))):
         return certain[-1][1]
@@ -189,20 +191,22 @@ def bare(answer: str) -> str:
         if (label := _LABEL.match(text)) and (label["colon"] or text.startswith(_FORMULAS, label.end())):
             text = text[label.end() :] or text
         if formula := _FORMULA.fullmatch(text):
-            text = _without_stop(" ".join(part.strip() for part in formula.groups() if part.strip()))
+            text = _without_stop(" ".join(part.strip() for part in formula.groups()).strip())
     return text
 
 
 def _statements(spoken: str) -> list[tuple[int, str, bool]]:
-    """Return the lines that state an answer: the position, the answer, and whether it is surely one."""
+    """Return the last lines that state an answer: the position, the answer, and whether it is surely one."""
     lines = spoken.split("\n")
     at = sum(len(line) + 1 for line in lines[:-_LINES])
     found = []
     for index in range(max(len(lines) - _LINES, 0), len(lines)):
-        line = lines[index]
-        text = _undecorated(line.strip()) if len(line) <= _LINE_CHARS else ""
-        if marked := _MARKED.fullmatch(line):
-            found.append((at, marked[1], True))
+        if marked := _MARKED.search(lines[index]):
+            found.append((at + marked.start(), marked[1], True))
+        line = lines[index][-_LINE_CHARS:]
+        at += len(lines[index]) - len(line)
+        below = "\n".join(lines[index + 1 :])[: 2 * _LINE_CHARS]
+        text = _undecorated(line.strip())
         text = text[item.end() :] if (item := _ITEM.match(text)) else text
         starts = [match.end() for match in _SENTENCE.finditer(text) if _LABEL.match(text[match.end() :])]
         for start, end in itertools.pairwise([*starts, len(text)]):
@@ -210,20 +214,15 @@ def _statements(spoken: str) -> list[tuple[int, str, bool]]:
             if label is None:
                 continue
             rest = _REASON.sub("", _HOPE.sub("", text[start + label.end() : end])).strip()
-            has_verb = not label["colon"] and (_IS.search(label[0]) is not None or rest.startswith(_FORMULAS))
+            has_verb = _IS.search(label[0]) is not None or rest.startswith(_FORMULAS)
             if (label["colon"] or has_verb or (not rest and _HEADING.match(line))) and (
                 rest or end == len(text)
             ):
-                answer = _first("\n".join((rest, *lines[index + 1 :])) if _opens(rest) else rest)
-                sure = bool(label["colon"] or not rest or not _WORD.search(rest) or _decorated(line, rest))
-                found += [(at, answer, sure)] if answer else []
+                answer = _first(f"{rest}\n{below}")
+                sure = bool(label["colon"] or not _WORD.search(rest) or _decorated(line, rest))
+                found += [(at + start, answer, sure)] if answer else []
         at += len(line) + 1
     return found
-
-
-def _opens(rest: str) -> bool:
-    """Return true if the rest of a line is empty or opens a formula, so that the answer is below."""
-    return rest in ("", "$$", "\\[", "```")
 
 
 def _first(text: str) -> str:
@@ -232,7 +231,7 @@ def _first(text: str) -> str:
     if display and (formula := display[1] or display[2]):
         return formula.strip()
     lines = text[display.end() if display else 0 :].strip().split("\n")
-    answer = _undecorated(lines[0].strip()) if lines and len(lines[0]) <= _LINE_CHARS else ""
+    answer = _undecorated(lines[0].strip()) if len(lines[0]) <= _LINE_CHARS else ""
     answer = answer.removeprefix("**").removesuffix("**").strip()
     return answer[item.end() :] if (item := _ITEM.match(answer)) else answer
 
@@ -240,7 +239,8 @@ def _first(text: str) -> str:
 def _decorated(line: str, rest: str) -> bool:
     """Return true if the whole rest of a line is emphasised, or is one formula."""
     text = _without_stop(rest.strip())
-    return f"*{text}" in line or f"`{text}" in line or f"_{text}" in line or text[:1] + text[-1:] == "$$"
+    emphasised = any(f"{mark}{text}" in line for mark in "*`_")
+    return emphasised or (text.startswith(_FORMULAS) and text.endswith(("$", "\\)", "\\]")))
 
 
 def _repeats(text: str, boxed: str) -> bool:

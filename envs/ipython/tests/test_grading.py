@@ -166,6 +166,14 @@ def test_decoration_and_what_python_adds_do_not_count(
     assert judge(name, loaded, answer).passed is right
 
 
+@pytest.mark.parametrize("part", [" ", "*", "x 10 ^ ", "4 ", "| ", "array(", ", dtype="])
+@pytest.mark.parametrize("check", [NUMBER, NUMBERS, EXPRESSION, TEXT])
+def test_hostile_answers_are_judged_quickly(check: dict[str, Any], part: str) -> None:
+    ((name, loaded),) = IPythonEnvironment.load(row({**check, "source": "file:out.txt"})).named_checks()
+    for _ in range(50):  # a task may have 50 checks
+        assert not judge(name, loaded, part * (20_000 // len(part)) + "y").passed
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("source", "code", "reward"),
