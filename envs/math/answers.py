@@ -32,7 +32,7 @@ _AND, _OR = (
     re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])")
     for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
 )
-_PERCENT = re.compile(r"([+-]?[\d,]*\.?\d+)\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
+_PERCENT = re.compile(r"([+-]?(?:[\d,]*+\.\d++|[\d,]*\d))\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
 
 
 def quick(answer: str, right: str) -> bool | None:

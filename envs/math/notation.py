@@ -21,7 +21,7 @@ BASE = re.compile(r"(?=[^_]*\d)[\dA-F.,\s]*[\dA-F]\s*_\s*\{?\s*(?:\\text\{)?(\d+
 _NO_SPACE = re.compile(r"(?<!\\)\\!\s*")
 _ROOT_OF_DIGIT = re.compile(r"\\sqrt\s*(\[[^\[\]]*\])\s*([0-9A-Za-z])")
 _NATURAL = re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})")
-_ANGLES = re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])(.*?,.*?)(?:\\right\s*)?\\rangle(?![A-Za-z])")
+_ANGLES = re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])([^,\n]*,.*?)(?:\\right\s*)?\\rangle(?![A-Za-z])")
 _CASES = re.compile(r"\\begin\{cases\}([^&]*)\\end\{cases\}")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?(?![\w.])")
 _REPEATED = re.compile(r"(?<![\w.])(\d+)\.()\((\d+)\)(?![\w.(])")

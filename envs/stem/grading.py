@@ -90,7 +90,9 @@ def _has(words: Sequence[str], part: Sequence[str]) -> bool:
 
 def _plain(text: str) -> str:
     """Return a text without the decoration of Markdown and the commands of LaTeX, and with plain signs."""
-    text = _DEGREES.sub("°", _SPACE.sub(" ", bare(text).replace("$", " ")))
+    # Single spaces first: on long white space, the time of the patterns below would grow by its cube.
+    text = " ".join(_SPACE.sub(" ", bare(text).replace("$", " ")).split())
+    text = _DEGREES.sub("°", text)
     text = _EXPONENT.sub(r"^\1", _SUPERSCRIPT.sub(lambda match: f"^{plain_digits(match[0])}", text))
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[0], match[0]), _FRACTION.sub(_slashed, text))
     text = _TEXT.sub(r"\1", _SUBSCRIPT.sub(lambda match: match[1] or match[2], text))

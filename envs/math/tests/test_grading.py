@@ -779,3 +779,10 @@ async def test_a_missing_library_is_named_with_its_remedy(
     with pytest.raises(EnvironmentFault, match="no_such_library") as caught:
         await play(node, "42", "42")
     assert "pip install" in caught.value.hint
+
+
+@pytest.mark.parametrize("start", ["", "0", r"\langle", r"\text{", r"\coth ^ "])
+@pytest.mark.parametrize("part", ["0", ",", "],", " ", r"\,", "a_", "1/"])
+def test_hostile_answers_are_compared_quickly(start: str, part: str) -> None:
+    hostile = start + part * ((2_000 - len(start)) // len(part))
+    assert not any(quick(hostile, "42") for _ in range(20))

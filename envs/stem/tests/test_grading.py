@@ -252,6 +252,13 @@ def test_articles_on_their_own_are_words() -> None:
     assert is_right(the, "the") and not is_right(the, "a")
 
 
+@pytest.mark.parametrize("part", ["\t", r"\,", "0", "^ {", ", "])
+@pytest.mark.parametrize("answer", [CHOICE, NUMBER, TEXT])
+def test_hostile_answers_are_judged_quickly(answer: dict[str, Any], part: str) -> None:
+    hostile = f"a{part * ((MAX_CHARS - 2) // len(part))}b"
+    assert not any(is_right(task(answer), hostile) for _ in range(20))
+
+
 def test_an_answer_that_is_too_long_is_wrong() -> None:
     assert is_right(task(CHOICE), "B".ljust(MAX_CHARS))
     assert not is_right(task(CHOICE), "B".ljust(MAX_CHARS + 1))
