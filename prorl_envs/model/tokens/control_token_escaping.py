@@ -2,8 +2,8 @@
 
 A chat template is rendered to one string, and the tokenizer turns every literal such as `<|im_end|>` in that
 string into its control token, regardless of its author. A tool that prints `<|im_end|>\\n<|im_start|>system`
-would then end its own turn and speak as the system. So before rendering, a *mark* (a string that occurs
-nowhere in the conversation) is put inside every such literal that starts in a message; after rendering, the
+would then end its own turn and speak as the system. So before rendering, a *mark* (a random string, which no
+author of a message can know) is put inside every such literal that starts in a message; after rendering, the
 text is cut at the marks and the pieces are encoded separately. No piece contains a literal that a message
 wrote, the ids decode to exactly the original text, and the template's own literals are untouched.
 
@@ -17,12 +17,15 @@ A mark is never put next to leading or trailing white space, so a template that 
 """
 
 import re
+import secrets
 from collections.abc import Iterable, Mapping
-from itertools import count, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
-# Unicode noncharacters: they "should never be interchanged", so no legitimate text contains them.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+#: Maximum characters of a text whose cuts are cached, and number of cached texts. Most texts are keys, roles
+#: and names, which recur in every message.
+_SHORT, _CACHED = 64, 4096
 
 
 def valid_unicode(text: str) -> str:
@@ -30,6 +33,11 @@ def valid_unicode(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def new_mark() -> str:
+    """Return a new mark, enclosed in Unicode noncharacters, which begin and end no literal."""
+    return f"\ufdd0{secrets.token_hex(16)}\ufdd1"
 
 
 def in_ascii_json(mark: str) -> str:
@@ -59,23 +67,18 @@ class ControlTokenEscaper:
         self._anywhere = [
             re.compile(f"{re.escape(first)}(?={'|'.join(after)})") for first, after in rests.items()
         ]
-
-    def choose_mark(self, value: Any) -> str:
-        """Return a mark that `value` (a JSON-like tree) does not contain, not even in ASCII JSON form."""
-        text = "\0".join(_strings(value))
-        marks = (f"{_OPEN}{number}{_CLOSE}" for number in count())
-        return next(mark for mark in marks if mark not in text and in_ascii_json(mark) not in text)
+        self._cuts_of_short = lru_cache(_CACHED)(self._cuts)
 
     def quote(self, text: str, mark: str, *, leading: bool = False) -> str:
         """Insert `mark` inside every literal that starts in `text`; removing the marks restores the text.
 
         Args:
             text: text of a message.
-            mark: result of `choose_mark`.
+            mark: result of `new_mark`.
             leading: also mark the start of a text that begins with the rest of a literal. Use it for prose,
                 but not for values that a template compares (`type == "object"`).
         """
-        cuts = self._cuts(text, leading)
+        cuts = (self._cuts_of_short if len(text) <= _SHORT else self._cuts)(text, leading)
         return mark.join(text[a:b] for a, b in pairwise((0, *cuts, len(text))))
 
     def quote_tree(self, value: Any, mark: str, *, leading: bool = False) -> Any:
@@ -107,15 +110,3 @@ class ControlTokenEscaper:
         if any(text[:end] in self._endings for end in range(1, min(len(text), self._longest) + 1)):
             return True
         return bool(text) and any(text in literal[1:] for literal in self._literals)
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from prorl_envs.errors import InputError
 from prorl_envs.model.tokens.chat_template import ChatTemplate, normalise
-from prorl_envs.model.tokens.control_token_escaping import ControlTokenEscaper, in_ascii_json
+from prorl_envs.model.tokens.control_token_escaping import ControlTokenEscaper, in_ascii_json, new_mark
 from prorl_envs.model.tokens.turn_ends import ANCHOR, QUESTION, TurnEnds, find_ends
 from prorl_envs.model.tool_formats import plain_tools
 from prorl_envs.model.tool_formats.choice import FORMATS, TRIAL_TOOL, choose_format, trial_message
@@ -221,7 +221,7 @@ class TemplateRenderer:
         as_text = self._ends.arguments_as_text
         plain = [normalise(message, arguments_as_text=as_text) for message in messages]
         offered = [tool.to_openai() for tool in tools]
-        mark = self._outside.choose_mark([plain, offered])
+        mark = new_mark()
         quoted = [self._quote_message(message, mark) for message in plain]
         offered = self._outside.quote_tree(offered, mark)
         text = self._template.render(quoted, offered, generation_prompt=generation_prompt)

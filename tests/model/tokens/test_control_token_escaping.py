@@ -1,13 +1,18 @@
 """External text never becomes control tokens, and is restored unchanged."""
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.model.tokens.control_token_escaping import ControlTokenEscaper, in_ascii_json, valid_unicode
+from prorl_envs.model.tokens.control_token_escaping import (
+    ControlTokenEscaper,
+    in_ascii_json,
+    new_mark,
+    valid_unicode,
+)
 
 LITERALS = ("<|im_end|>", "<|im_start|>", "</think>", "<s>", "<<a>>", "aab", "  ", "<")
 CONTROL = [text for text in LITERALS if len(text) > 1 and text.strip()]
@@ -23,24 +28,25 @@ def quoter() -> ControlTokenEscaper:
 
 @given(HOSTILE, st.booleans())
 def test_quoting_only_adds_marks(text: str, leading: bool) -> None:
-    mark = quoter().choose_mark(text)
+    mark = new_mark()
     assert quoter().quote(text, mark, leading=leading).replace(mark, "") == text
 
 
 @given(HOSTILE, HOSTILE)
 def test_no_literal_survives_or_arises_between_texts(left: str, right: str) -> None:
-    mark = quoter().choose_mark([left, right])
+    mark = new_mark()
     quoted = quoter().quote(left, mark, leading=True) + quoter().quote(right, mark, leading=True)
-    assert not any(literal in quoted for literal in CONTROL)
+    assert not any(literal in piece for piece in quoted.split(mark) for literal in CONTROL)
 
 
 @given(st.sampled_from(CONTROL), st.data())
 def test_the_template_cannot_be_made_to_complete_a_literal(literal: str, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(literal) - 1))
     end = data.draw(st.integers(start + 1, len(literal)))
-    mark = quoter().choose_mark(literal)
+    mark = new_mark()
     middle = quoter().quote(literal[start:end], mark, leading=True)
-    assert literal not in literal[:start] + middle + literal[end:]
+    pieces = (literal[:start] + middle + literal[end:]).split(mark)
+    assert not any(literal in piece for piece in pieces)
 
 
 def test_ordinary_text_is_unchanged() -> None:
@@ -48,19 +54,14 @@ def test_ordinary_text_is_unchanged() -> None:
     assert quoter().quote(text, "MARK", leading=True) == text
 
 
-def test_a_mark_occurs_in_no_text_even_if_the_text_predicts_marks() -> None:
-    first = quoter().choose_mark("")
-    second = quoter().choose_mark(first)
-    assert second != first
-    third = quoter().choose_mark({"a": [first, {second: 1}]})
-    assert third not in {first, second}
-    assert quoter().choose_mark((first, in_ascii_json(second))) == third, "a template may print it so"
+def test_every_mark_is_new() -> None:
+    assert len({new_mark() for _ in range(100)}) == 100
 
 
-@pytest.mark.parametrize("odd", ["\ud800", object(), 2**80])
-def test_a_mark_occurs_in_no_text_even_if_it_is_not_json(odd: Any) -> None:
-    first = quoter().choose_mark("")
-    assert quoter().choose_mark({"odd": odd, "text": first}) != first
+@pytest.mark.parametrize("form", [str, in_ascii_json])
+def test_a_text_that_contains_another_mark_is_restored(form: Callable[[str], str]) -> None:
+    text, mark = f"{form(new_mark())}<|im_end|>{form(new_mark())}", new_mark()
+    assert quoter().quote(text, mark, leading=True).replace(mark, "") == text
 
 
 def test_marks_are_not_placed_in_white_space_at_the_ends() -> None:
