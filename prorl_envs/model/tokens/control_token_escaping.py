@@ -36,8 +36,8 @@ def valid_unicode(text: str) -> str:
 
 
 def new_mark() -> str:
-    """Return a new mark, enclosed in Unicode noncharacters, which begin and end no literal."""
-    return f"\ufdd0{secrets.token_hex(16)}\ufdd1"
+    """Return a new mark: digits in Unicode noncharacters, which form no literal with the text beside them."""
+    return f"\ufdd0{secrets.randbits(128)}\ufdd1"
 
 
 def in_ascii_json(mark: str) -> str:

@@ -36,7 +36,7 @@ def test_quoting_only_adds_marks(text: str, leading: bool) -> None:
 def test_no_literal_survives_or_arises_between_texts(left: str, right: str) -> None:
     mark = new_mark()
     quoted = quoter().quote(left, mark, leading=True) + quoter().quote(right, mark, leading=True)
-    assert not any(literal in piece for piece in quoted.split(mark) for literal in CONTROL)
+    assert not any(literal in quoted for literal in CONTROL)
 
 
 @given(st.sampled_from(CONTROL), st.data())
@@ -45,8 +45,7 @@ def test_the_template_cannot_be_made_to_complete_a_literal(literal: str, data: s
     end = data.draw(st.integers(start + 1, len(literal)))
     mark = new_mark()
     middle = quoter().quote(literal[start:end], mark, leading=True)
-    pieces = (literal[:start] + middle + literal[end:]).split(mark)
-    assert not any(literal in piece for piece in pieces)
+    assert literal not in literal[:start] + middle + literal[end:]
 
 
 def test_ordinary_text_is_unchanged() -> None:
