@@ -74,7 +74,8 @@ _PATIENCE, _PATIENCE_S = 4.0, 2.0
 
 
 def main() -> None:
-    """Run the cases of the batch; only the runner returns."""
+    """Run the batch of cases on stdin, and print their results as JSON. Only the runner returns: its forks
+    (nursery, cases, tests) exit inside."""
     _prctl(_PR_SET_DUMPABLE, 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:

@@ -25,7 +25,7 @@ MAX_WORDS = 200_000
 
 
 class Phase(StrEnum):
-    """Phase of an episode."""
+    """Phase of an episode, in order. Tools run in READY; `eval` in READY and FINISHED."""
 
     NEW = "new"
     STARTING = "starting"

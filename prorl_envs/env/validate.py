@@ -78,7 +78,7 @@ async def validate[TaskT: Task](
     repeats: int = 2,
     progress: Callable[[ValidationVerdict], None] | None = None,
 ) -> list[ValidationVerdict]:
-    """Validate tasks.
+    """Grade the untouched workspace and the reference solution of each task: see the module.
 
     Args:
         family: the environment class.

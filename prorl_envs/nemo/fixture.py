@@ -99,12 +99,18 @@ class Replayer:
 
 
 def case_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
-    """Replay the verifier's cases of a server's folder on one server."""
+    """Replay the answers in `tests/verifier_cases.jsonl`, and compare each reward or error with the case.
+
+    Args:
+        environment: name of the family.
+        folder: folder of its NeMo Gym server.
+    """
     return asyncio.run(_case_outcomes(environment, read_jsonl(folder / CASES)))
 
 
 def rollout_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
-    """Replay the example rollouts of a server's folder on one server."""
+    """Replay the rollouts in `data/example_rollouts.jsonl`, and compare each reward with the recorded one.
+    Arguments: see `case_outcomes`."""
     rows, rollouts = read_jsonl(folder / EXAMPLE), read_jsonl(folder / ROLLOUTS)
     return asyncio.run(_rollout_outcomes(environment, rows, rollouts))
 

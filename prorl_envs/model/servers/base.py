@@ -11,7 +11,7 @@ from prorl_envs.model.types import InFlight, OnPartial, Sampled, Sampling, Serve
 
 
 class LinkedClient:
-    """Client of one server.
+    """Base of all model server clients: the address and the connections of one server.
 
     Args:
         url: base URL, with or without `/v1`.
@@ -36,7 +36,7 @@ class LinkedClient:
 
 
 class TokenOptions(LinkOptions, total=False):
-    """Options of `TokenClient`."""
+    """Options of `TokenClient`, which describes them, and those of `ModelHttpClient`."""
 
     stop_ids: Required[Sequence[int]]
     vocab_size: int | None

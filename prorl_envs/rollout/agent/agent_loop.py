@@ -44,7 +44,8 @@ PROMPT_END = 16
 
 
 class Record(Protocol):
-    """Token record of a conversation."""
+    """Token record of a conversation: the part of `TokenLedger` and of the endpoint's recording that a result
+    needs."""
 
     def __len__(self) -> int: ...
 

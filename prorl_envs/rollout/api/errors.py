@@ -94,7 +94,7 @@ _BY_TYPE = {wire.name: wire for wire in WIRE_ERRORS}
 
 
 def to_wire(error: ProrlError) -> ErrorMapping:
-    """Return the mapping of an error; unmapped classes are a server fault."""
+    """Return the wire form of an error. Errors of other classes than in `WIRE_ERRORS` are server faults."""
     return next((wire for wire in WIRE_ERRORS if isinstance(error, wire.error)), _BY_TYPE["internal"])
 
 

@@ -211,7 +211,7 @@ class BatchPlan:
         self.take(group)
 
     def take(self, group: PlannedGroup) -> None:
-        """Add a group without outcomes."""
+        """Add a group without outcomes: started now, stored earlier, or carried over from another batch."""
         self.groups[group.id] = group
         self._open[group.id] = None
         if self._discards_leftover():

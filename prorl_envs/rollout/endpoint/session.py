@@ -103,7 +103,7 @@ class ModelSession:
 
     @property
     def answers(self) -> list[LiveAnswer]:
-        """Answers of the unfinished calls."""
+        """Answers of the unfinished calls, as far as they are sampled."""
         return list(self._calls.values())
 
     async def call(self, request: EndpointRequest, live: LiveAnswer | None = None) -> EndpointAnswer:

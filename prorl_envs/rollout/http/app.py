@@ -150,7 +150,7 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
     ) -> Response:
         """Return the result of a finished job."""
         result = await service.store.result(job_id)
-        return json_response(result, BackgroundTask(service.feed.read, result) if acknowledge else None)
+        return json_response(result, BackgroundTask(service.feed.mark_read, result) if acknowledge else None)
 
     @app.post("/v1/jobs/{job_id:path}/token")
     async def make_job_token(job_id: str) -> JobToken:

@@ -30,7 +30,7 @@ class SandboxMemory:
         self._measuring: asyncio.Task[None] | None = None
 
     def look(self) -> MemoryUse:
-        """Return the last measurement; empty on the first call."""
+        """Return the last measurement, and start the next one if it is due. Empty on the first call."""
         idle = self._measuring is None or self._measuring.done()
         if idle and self._clock.monotonic() >= self._due:
             self._measuring = asyncio.create_task(self._update())

@@ -209,7 +209,7 @@ class NodeHandle(Protocol):
         ...
 
     async def hold(self, hold: Hold) -> None:
-        """Set the state of the weight update."""
+        """Hold the turns of this node while weights change, or release them."""
         ...
 
     async def routing(self) -> list[RoutingRequest]:

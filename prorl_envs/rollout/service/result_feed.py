@@ -79,8 +79,8 @@ class ResultFeed:
             self.readers.sent(only, start, page)
         return page
 
-    async def read(self, result: Result) -> None:
-        """Mark a result as read."""
+    async def mark_read(self, result: Result) -> None:
+        """Mark a result as read. Async, so that Starlette does not run it in a thread."""
         self.store.acknowledge([result.cursor])
 
     async def acknowledge(self, after: int, up_to: int, only: Selection = ALL) -> None:

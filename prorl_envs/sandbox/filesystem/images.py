@@ -107,7 +107,7 @@ class Images:
         return ImageUse(mounted.layers, key)
 
     async def release(self, use: ImageUse) -> None:
-        """Release the result of `acquire`.
+        """Return an image that `acquire` gave. Unmounts the longest unused images above the idle limit.
 
         Raises:
             SandboxError: an unused image cannot be unmounted.

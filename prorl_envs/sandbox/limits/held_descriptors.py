@@ -53,7 +53,8 @@ class Holdings:
 
 
 def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] = ()) -> Holdings:
-    """Inspect all descriptors; epoll watches are not counted. Measured with 409 descriptors: 5 us for each.
+    """Return what the processes of a sandbox hold by descriptors, without the number of epoll watches (see
+    `count_watches`). A descriptor takes about 5 us. Blocks.
 
     Args:
         proc: descriptor of the sandbox's /proc.
@@ -88,7 +89,7 @@ class _Inspection:
         self._sockets: list[WaitingSocket] = []
 
     def add_table(self, proc: int, place: str, folder: int, process: ProcessUse) -> None:
-        """Add one descriptor table."""
+        """Add the open descriptors of a process; `place` is its directory in /proc, `folder` its `fd`."""
         for number in os.listdir(folder):
             with contextlib.suppress(OSError):  # closed meanwhile
                 status = os.stat(number, dir_fd=folder)

@@ -77,7 +77,13 @@ class Gateway:
         self._pending_lookups: set[asyncio.Task[list[Address]]] = set()
 
     def serve(self, sandbox_id: str, listener: socket.socket, patterns: Iterable[str]) -> "Proxy":
-        """Serve on `listener`, which the proxy owns from now on."""
+        """Start a proxy for a sandbox, and return it. The caller closes it.
+
+        Args:
+            sandbox_id: names the sandbox in the log.
+            listener: socket on which the proxy accepts, and which it closes.
+            patterns: allowed hosts, see `Policy`.
+        """
         return Proxy(self, sandbox_id, listener, Policy(patterns))
 
     def look_up(self, name: str) -> asyncio.Task[list[Address]]:

@@ -4,7 +4,7 @@ The server keeps the shell, or the Python session, and lends the descriptors tha
 channel on which it reports results, and the process. The host then starts a request and reads its result
 itself. In every unusual case, the session returns to the server with the output read so far: if a request
 takes long, writes much, needs input or must be stopped, if a text cannot be typed, if output arrives while
-nothing runs, or if the process exits. So this module makes no decisions, and costs the host little time.
+nothing runs, or if the process exits. So the host only decides when to return it, which costs little time.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ from prorl_envs.rollout.service.service import RolloutService
 
 
 def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
-    """Add the routes to an application."""
+    """Add the routes of batches, which start with `/v1/batches`."""
     batches = service.batches
     max_page, max_wait_s = settings.max_page, settings.max_wait_s
 

@@ -12,7 +12,7 @@ from prorl_envs.rollout.service.service import RolloutService
 
 
 def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
-    """Add the routes."""
+    """Add the routes of episodes that a caller drives, which start with `/v1/episodes`."""
     max_s = settings.max_wait_s
     Wait = Annotated[float, Query(ge=0, le=max_s, allow_inf_nan=False, description="Seconds to wait.")]
 

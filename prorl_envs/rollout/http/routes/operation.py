@@ -22,7 +22,7 @@ class ServicePauseRequest(WireModel):
 
 
 def add_operation(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
-    """Add the routes."""
+    """Add the routes that pause, resume and drain the service."""
     max_wait_s = settings.max_wait_s
 
     @app.post("/v1/pause")

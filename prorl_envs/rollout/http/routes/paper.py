@@ -81,13 +81,13 @@ class PaperAnswer(BaseModel):
 
 
 class PaperErrorBody(BaseModel):
-    """Error body of these routes."""
+    """Body of an error response of the ProRL Agent paper's routes."""
 
     detail: str
 
 
 class PaperError(Exception):
-    """Error of these routes.
+    """Error that the paper's routes answer with.
 
     Args:
         status: HTTP status.
@@ -159,7 +159,7 @@ def _add_routes(app: FastAPI, paper: "_Paper", service: RolloutService) -> None:
     async def paper_process(body: ProcessRequest, background: BackgroundTasks) -> dict[str, Any]:
         """Run one rollout and return its result. The result is marked as read once it is sent."""
         result, answer = await paper.process(body)
-        background.add_task(service.feed.read, result)
+        background.add_task(service.feed.mark_read, result)
         return answer
 
     @app.post("/cancel", **described)
@@ -197,7 +197,7 @@ def _paper_errors() -> Iterator[None]:
 
 
 class _Paper:
-    """Rollouts of these routes."""
+    """Jobs that were submitted by the paper's routes: each is a group of one sample."""
 
     def __init__(self, service: RolloutService, sources: Mapping[str, str]) -> None:
         self._service = service

@@ -58,7 +58,7 @@ _Acknowledge = Annotated[
 
 
 def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
-    """Add the routes."""
+    """Add the routes that return results, as pages or as a stream, and acknowledge them."""
     max_page, max_wait_s = settings.max_page, settings.max_wait_s
 
     @app.get("/v1/results", response_model=ResultPage)

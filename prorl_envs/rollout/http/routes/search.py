@@ -16,7 +16,7 @@ MAX_RESULTS = 1000
 
 
 def add_search(app: FastAPI, service: RolloutService) -> None:
-    """Add the route."""
+    """Add the route that searches the texts of results."""
     search_lock = asyncio.Lock()  # so that readers of results wait for at most one search step
 
     @app.get("/v1/search")

@@ -54,7 +54,7 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """New file."""
+    """Section of a patch that creates a file."""
 
     path: str
     content: str
@@ -62,14 +62,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """File to delete."""
+    """Section of a patch that deletes a file."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """File to change; `move_to` is its new path, or empty."""
+    """Section of a patch that changes a file; `move_to` is its new path, or empty."""
 
     path: str
     move_to: str
