@@ -39,6 +39,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, job_
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.result_router import ResultRouter
 from prorl_envs.tools.types import JsonObject
+from prorl_envs.trainers.rows import training_reward
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Aggregate metrics over the samples that have a reward."""
-        scored = [answer for answer in body.verify_responses if not answer.get("mask_sample")]
+        scored = [answer for answer in body.verify_responses if not answer.get("failure_kind")]
         return await super().aggregate_metrics(body.model_copy(update={"verify_responses": scored}))
 
     def _group(self, row: JsonObject) -> GroupRequest:
@@ -195,6 +196,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
             verdict = graded(
                 Grade(reward=result.reward, components=result.components, evidence=result.evidence)
             )
+            verdict["mask_sample"] = training_reward(result) is None
         params = body.responses_create_params
         response = {
             "id": f"resp-{result.job_id}",

@@ -83,7 +83,7 @@ class VerifyRequest(BaseVerifyRequest):
 
 
 class VerifyResponse(BaseVerifyResponse):
-    """The verdict. `reward` is valid only if `mask_sample` is false."""
+    """The verdict. `reward` is a placeholder if there is a `failure_kind`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -29,7 +29,7 @@ from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.trainers.asking import connect
 from prorl_envs.trainers.rollouts import EpisodeFailed
-from prorl_envs.trainers.rows import RowStatus, one_row
+from prorl_envs.trainers.rows import RowStatus, one_row, training_reward
 from prorl_envs.trainers.tasks import from_text
 
 
@@ -78,7 +78,7 @@ class OpenRlhfEpisodes:
                 id=f"openrlhf-{uuid4().hex}", environment=self._environment, task=task, limits=limits
             )
             result = await self._play(request, sampling_params, max_length, llm_engine)
-            if result.reward is not None:
+            if training_reward(result) is not None:
                 with_logprobs = sampling_params.logprobs is not None
                 return {"prompt": prompt, "label": label} | as_openrlhf(result, logprobs=with_logprobs)
         raise EpisodeFailed(result)

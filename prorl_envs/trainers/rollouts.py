@@ -24,6 +24,7 @@ from prorl_envs.rollout.api.views import GroupView
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.result_router import ResultRouter
 from prorl_envs.trainers.asking import GroupTemplate, connect
+from prorl_envs.trainers.rows import training_reward
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,10 @@ class EpisodeFailed(ProrlError):
     def __init__(self, result: Result) -> None:
         failure = result.failure
         super().__init__(
-            f"{result.job_id} has no reward: {failure.kind}: {failure.message}" if failure else result.job_id,
-            hint=failure.hint if failure else "",
+            f"{result.job_id} has no reward: {failure.kind}: {failure.message}"
+            if failure
+            else f"{result.job_id} has no tokens to train on",
+            hint=failure.hint if failure else "see token_exact and drift of its rows",
         )
         self.result = result
 
@@ -118,15 +121,15 @@ class Rollouts:
         attempts: int = 3,
     ) -> Result:
         """Return one graded episode, for trainers that request single samples and require a reward for each.
-        A failed episode is requested again, as a new group.
+        An episode that failed or cannot be trained on is requested again, as a new group.
 
         Raises:
-            EpisodeFailed: no attempt has a reward.
+            EpisodeFailed: no attempt can be trained on.
             InputError, QueueFull, Unavailable: see `group`.
         """
         for attempt in range(attempts):
             [result] = await self.group(template.group(f"{name}/{attempt}", task, 1, sampling=sampling))
-            if result.reward is not None:
+            if training_reward(result) is not None:
                 return result
         raise EpisodeFailed(result)
 

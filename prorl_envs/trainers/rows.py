@@ -143,6 +143,16 @@ def rows_of(result: Result) -> list[Row]:
     return rows
 
 
+def training_reward(result: Result) -> float | None:
+    """Return the reward of an episode for statistics over its group; None if nothing in it can be trained on,
+    since such an episode would shift the advantages of the others.
+
+    Raises:
+        NotContiguous: see `rows_of`.
+    """
+    return result.reward if any(row.trains for row in rows_of(result)) else None
+
+
 def filled_rows(rows: Sequence[Row], token: int) -> list[Row]:
     """Return rows for trainers that require one for every sample (`Row.filled`). An empty prompt becomes that
     of another row of its group, or else of another group."""

@@ -4,7 +4,7 @@
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return RolloutGenerator("http://127.0.0.1:8600", "bash", end_token=tokenizer.eos_token_id)
 
-SkyRL requires a number as every reward. A failed episode gets the mean of its group and a mask of 0, so it
+SkyRL requires a number as every reward. An episode that cannot be trained on gets the mean of its group and a mask of 0, so it
 does not affect the advantages of others. Inputs and outputs are dicts, so `skyrl` is not imported.
 """
 
@@ -19,7 +19,7 @@ from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import neutral_rewards
 from prorl_envs.trainers.asking import GroupTemplate, sampling_of
 from prorl_envs.trainers.rollouts import shared
-from prorl_envs.trainers.rows import RowStatus, filled_rows, one_row, rows_of
+from prorl_envs.trainers.rows import RowStatus, filled_rows, one_row, rows_of, training_reward
 from prorl_envs.trainers.tasks import chat_prompt, from_text, to_text
 
 
@@ -108,7 +108,9 @@ def as_skyrl(
         NothingScored, SeveralRows, NotContiguous: see `neutral_rewards`, `one_row`.
     """
     results = [result for group in groups for result in group]
-    rewards = itertools.chain(*neutral_rewards([[result.reward for result in group] for group in groups]))
+    rewards = itertools.chain(
+        *neutral_rewards([[training_reward(result) for result in group] for group in groups])
+    )
     episodes = [rows_of(result) if step_wise else [one_row(result)] for result in results]
     ids = trajectory_ids or [None] * len(results)
     flat = [

@@ -99,7 +99,7 @@ def settle(samples: Sequence[Any]) -> tuple[bool, str | None]:
         samples: slime's samples. An episode with several rows is a list of samples.
     """
     episodes = [each if isinstance(each, list) else [each] for each in samples]
-    rewards = [rows[-1].reward for rows in episodes]
+    rewards = [next((row.reward for row in rows if row.reward is not None), None) for rows in episodes]
     if spread(rewards) == 0:
         return False, "failed" if None in rewards and len(set(rewards)) == 1 else "equal_rewards"
     for rows, reward in zip(episodes, neutral_rewards([rewards])[0], strict=True):

@@ -6,7 +6,8 @@
         reward_funcs=service_reward,
     )
 
-A failed sample has the reward None, not 0: TRL excludes it from its group's mean, and its mask is all 0. TRL
+A sample that cannot be trained on has the reward None: TRL excludes it from its group's mean, and its mask is
+all 0. TRL
 accepts one row per sample, so episodes must not fork (`service.reasoning: keep`).
 """
 
@@ -92,12 +93,12 @@ class TrlRollouts:
 
         Returns:
             `prompt_ids`, `completion_ids`, `logprobs`, `env_mask`: for each prompt a list with a value per
-                token. `reward` (None without one), `status`, `stop_reason`, `turns`, `job_id`,
+                token. `reward` (None without one, or without tokens to train on), `status`, `stop_reason`, `turns`, `job_id`,
                 `weight_version`: one value for each prompt, which TRL passes to the reward functions.
 
         Raises:
             InputError: a prompt is not a task. Or, with `reserve`, groups of a step differ in size.
-            NothingScored: no episode has a reward.
+            NothingScored: no episode can be trained on.
             SeveralRows: an episode forked.
             QueueFull, Unavailable: the service stays full or unreachable.
         """
@@ -182,7 +183,7 @@ def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
         "completion_ids": [row.response_ids for row in rows],
         "logprobs": [row.logprobs for row in rows],
         "env_mask": [row.mask for row in rows],
-        "reward": [row.reward for row in rows],
+        "reward": [row.reward if row.trains else None for row in rows],
         "status": [str(row.status) for row in rows],
         "stop_reason": [str(row.stop_reason) for row in rows],
         "turns": [len(row.turns) for row in rows],
@@ -192,21 +193,21 @@ def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
 
 
 def _log_failures(rows: Sequence[Row]) -> None:
-    """Log how many episodes have no reward.
+    """Log how many episodes cannot be trained on.
 
     Raises:
-        NothingScored: no episode has a reward.
+        NothingScored: no episode can be trained on.
     """
-    failures = Counter(row.failure for row in rows if row.reward is None)
+    failures = Counter(row.failure or row.status for row in rows if not row.trains)
     if not failures:
         return
-    counts = ", ".join(f"{kind or 'none'}: {count}" for kind, count in failures.most_common())
+    counts = ", ".join(f"{kind}: {count}" for kind, count in failures.most_common())
     if failures.total() == len(rows):
         raise NothingScored(
-            f"none of {len(rows)} episodes has a reward ({counts})",
+            f"none of {len(rows)} episodes can be trained on ({counts})",
             hint="see `prorl-envs show`, or the service's log",
         )
-    logger.warning("%d of %d episodes have no reward (%s)", failures.total(), len(rows), counts)
+    logger.warning("%d of %d episodes cannot be trained on (%s)", failures.total(), len(rows), counts)
 
 
 def _repeated(prompts: Sequence[Any], group_size: int) -> Iterable[tuple[Any, int]]:

@@ -32,7 +32,7 @@ from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import group_advantages, spread
 from prorl_envs.trainers.asking import GroupTemplate, connect_sync
 from prorl_envs.trainers.rollouts import Rollouts
-from prorl_envs.trainers.rows import rows_of
+from prorl_envs.trainers.rows import rows_of, training_reward
 from prorl_envs.trainers.weights import weights_change_sync
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class TrlAsyncWorker:
 
     async def _group(self, rollouts: Rollouts, number: int, task: Mapping[str, Any], version: int) -> None:
         results = await rollouts.group(self._template.group(f"{number}", task, self._samples))
-        rewards = [result.reward for result in results]
+        rewards = [training_reward(result) for result in results]
         self._report(
             {
                 "rollout/failed": sum(reward is None for reward in rewards) / len(rewards),
@@ -279,7 +279,7 @@ def as_samples(results: Sequence[Result], group_id: int, version: int) -> list[d
         group_id: number of the group.
         version: version of the weights at the group's start, used if the servers name no versions.
     """
-    rewards = [result.reward for result in results]
+    rewards = [training_reward(result) for result in results]
     known = [reward for reward in rewards if reward is not None]
     metrics = {"reward_std": pstdev(known) if known else 0.0}
     samples = []

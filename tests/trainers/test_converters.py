@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from prorl_envs.errors import InputError
@@ -13,7 +13,7 @@ from prorl_envs.rollout.api.types import JobState, Result
 from prorl_envs.trainers.advantages import NothingScored, group_advantages, neutral_rewards, spread
 from prorl_envs.trainers.atropos import as_scored_data
 from prorl_envs.trainers.openrlhf import as_openrlhf
-from prorl_envs.trainers.rows import SeveralRows, one_row, rows_of
+from prorl_envs.trainers.rows import SeveralRows, one_row, rows_of, training_reward
 from prorl_envs.trainers.skyrl import as_skyrl
 from prorl_envs.trainers.slime import as_slime, settle
 from prorl_envs.trainers.tasks import from_text, to_text
@@ -27,7 +27,7 @@ SINGLE = st.lists(groups(3, most_rows=1), min_size=1, max_size=3)
 
 
 def scored(group: list[Result]) -> bool:
-    return any(result.reward is not None for result in group)
+    return any(training_reward(result) is not None for result in group)
 
 
 @given(REWARDS)
@@ -69,7 +69,7 @@ def test_trl(groups: list[list[Result]]) -> None:
         assert output["prompt_ids"][index] and ids
         assert len(ids) == len(mask) == len(logprobs)
         assert mask == (row.mask if row.trains else [0])
-        assert output["reward"][index] == result.reward  # no reward
+        assert output["reward"][index] == training_reward(result)
 
 
 @settings(max_examples=40)
@@ -78,7 +78,7 @@ def test_trl_async(group: list[Result], version: int) -> None:
     samples = as_samples(group, 7, version)
     rows = [row for result in group for row in rows_of(result) if row.trains]
     assert [sample["input_ids"] for sample in samples] == [row.prompt_ids + row.response_ids for row in rows]
-    advantages = group_advantages([result.reward for result in group])
+    advantages = group_advantages([training_reward(result) for result in group])
     for sample, row in zip(samples, rows, strict=True):
         assert len(sample["input_ids"]) == len(sample["completion_mask"]) == len(sample["old_log_probs"])
         assert sample["advantage"] == advantages[row.repetition]
@@ -194,6 +194,45 @@ def test_atropos(group: list[Result]) -> None:
         bits = [0] * len(row.prompt_ids) + row.mask
         assert mask == [token if bit else -100 for token, bit in zip(tokens, bits, strict=True)]
         assert all(p == 1.0 for p, bit in zip(logprobs, bits, strict=True) if not bit)
+
+
+def masked_group() -> list[Result]:
+    """Return a group with the rewards 1, 0, 0 and 1; the first and the last sample have no exact tokens."""
+    results_in_order = []
+    for sample, (reward, exact) in enumerate([(1.0, False), (0.0, True), (0.0, True), (1.0, False)]):
+        found = find(
+            results(sample=sample, most_rows=1, exact=exact),
+            lambda result: (
+                result.reward is not None and any(turn.end > turn.start for turn in result.rows[0].turns)
+            ),
+        )
+        results_in_order.append(found.model_copy(update={"reward": reward}))
+    return results_in_order
+
+
+def test_rewards_of_masked_samples_do_not_count() -> None:
+    """All that is trained on has the reward 0, so nothing is pushed up or down."""
+    group = masked_group()
+    assert [result.mask_sample for result in group] == [True, False, False, True]
+    assert [sample["advantage"] for sample in as_samples(group, 7, 0)] == [0.0, 0.0]
+    assert {sample["metrics"]["reward_std"] for sample in as_samples(group, 7, 0)} == {0.0}
+    assert as_trl(group, 2)["reward"] == [None, 0.0, 0.0, None]
+    assert as_skyrl([group], None, 2)["rewards"] == [0.0] * 4
+    assert as_scored_data(group) is None
+    samples = [[SimpleNamespace(**one) for one in as_slime(result, result.sample)] for result in group]
+    assert settle(samples) == (False, "equal_rewards")
+
+
+def test_an_episode_trains_if_one_of_its_rows_does() -> None:
+    """Its reward counts, also if its last row has no sampled token."""
+    first = find(
+        results(sample=0, most_rows=2, exact=True),
+        lambda result: [row.trains for row in rows_of(result)] == [True, False],
+    ).model_copy(update={"reward": 1.0})
+    second = masked_group()[1]
+    samples = [[SimpleNamespace(**one) for one in as_slime(result, 0)] for result in (first, second)]
+    assert settle(samples) == (True, None)
+    assert [row.reward for row in samples[0]] == [1.0, 1.0]
 
 
 def test_a_task_row_survives_a_data_set() -> None:

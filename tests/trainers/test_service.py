@@ -11,7 +11,7 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import Unavailable
-from prorl_envs.rollout.api.types import JobState
+from prorl_envs.rollout.api.types import AgentLimits, JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.trainers.advantages import NothingScored
 from prorl_envs.trainers.asking import GroupTemplate, collect, connect_sync
@@ -157,6 +157,15 @@ async def test_an_episode_that_keeps_failing_is_an_error_not_a_zero() -> None:
         async with Rollouts(toy.url) as rollouts:
             with pytest.raises(EpisodeFailed, match="has no reward: model"):
                 await rollouts.episode(GroupTemplate(toy.url, "toy"), "e", task(), attempts=2)
+
+
+async def test_an_episode_without_tokens_to_train_on_is_an_error() -> None:
+    """verl requests single episodes, so this one has no group whose mean could replace its reward."""
+    limits = AgentLimits(max_tokens=1)
+    with toy_service() as toy:
+        async with Rollouts(toy.url) as rollouts:
+            with pytest.raises(EpisodeFailed, match="e/1/0 has no tokens to train on"):
+                await rollouts.episode(GroupTemplate(toy.url, "toy", limits=limits), "e", task(), attempts=2)
 
 
 async def test_an_unreachable_service_is_reported_within_the_patience() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from prorl_envs import BatchRequest, BatchTask, Result, RolloutClient
 from prorl_envs.trainers.advantages import group_advantages
 from prorl_envs.trainers.asking import GroupTemplate, connect
-from prorl_envs.trainers.rows import Row, rows_of
+from prorl_envs.trainers.rows import Row, rows_of, training_reward
 from prorl_envs.trainers.weights import weights_change
 
 
@@ -38,7 +38,7 @@ def advantages(results: Sequence[Result]) -> Iterator[tuple[Row, float]]:
     for _, group in itertools.groupby(results, key=lambda result: result.group_id):
         members = list(group)
         for result, advantage in zip(
-            members, group_advantages([result.reward for result in members]), strict=True
+            members, group_advantages([training_reward(result) for result in members]), strict=True
         ):
             if advantage is not None:
                 yield from ((row, advantage) for row in rows_of(result) if row.trains)
