@@ -161,7 +161,7 @@ async def test_an_episode_that_keeps_failing_is_an_error_not_a_zero() -> None:
 
 async def test_an_episode_without_tokens_to_train_on_is_an_error() -> None:
     """verl requests single episodes, so this one has no group whose mean could replace its reward."""
-    limits = AgentLimits(max_tokens=1)
+    limits = AgentLimits(max_tokens=16)
     with toy_service() as toy:
         async with Rollouts(toy.url) as rollouts:
             with pytest.raises(EpisodeFailed, match="e/1/0 has no tokens to train on"):
