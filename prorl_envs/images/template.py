@@ -57,7 +57,7 @@ class ImageTemplate:
             InputError: the file cannot be read, or contains something unsupported.
         """
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8-sig") as file:
                 text = file.read(TEXT_LIMIT + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the definition {path}: {error}") from error
@@ -134,6 +134,8 @@ def from_dockerfile(path: Path, text: str) -> str:
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            return str(SingularityWriter(DockerParser(str(path)).recipe).convert())
+            parser = DockerParser(str(path), load=False)
+            parser.lines = text.splitlines(keepends=True)
+            return str(SingularityWriter(parser.parse()).convert())
     except SystemExit as error:
         raise InputError(f"{path}: not a Dockerfile: {output.getvalue()[-500:].strip()}") from error

@@ -123,11 +123,18 @@ def test_invalid_places_in_the_image_are_refused(tmp_path: Path, target: str) ->
         copied(HEAD, tmp_path, files={target: Path("a")})
 
 
-def test_a_dockerfile_becomes_a_definition(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_byte_order_mark_before_a_definition_is_skipped(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "x.def").write_text(f"{mark}{HEAD}")
+    assert ImageTemplate.read(tmp_path / "x.def").definition == HEAD
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_dockerfile_becomes_a_definition(tmp_path: Path, mark: str) -> None:
     (tmp_path / "requirements.txt").touch()
     path = tmp_path / "Dockerfile"
     path.write_text(
-        "FROM python:3.12-slim\nENV A=b\nWORKDIR /work\nCOPY requirements.txt /work/\n"
+        f"{mark}FROM python:3.12-slim\nENV A=b\nWORKDIR /work\nCOPY requirements.txt /work/\n"
         "RUN pip install x && \\\n    true\n"
     )
     made = ImageTemplate.read(path)

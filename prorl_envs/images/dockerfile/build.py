@@ -1,5 +1,6 @@
 """Builder of Dockerfiles: each layer is created once, and shared through the store."""
 
+import codecs
 import contextlib
 import os
 import posixpath
@@ -29,6 +30,7 @@ from prorl_envs.images.dockerfile.copy_files import (
     FileCopier,
     LayerWriter,
     SourceTree,
+    change_mode,
 )
 from prorl_envs.images.dockerfile.ignore import IgnoreRules
 from prorl_envs.images.dockerfile.mounts import mount_options
@@ -65,14 +67,13 @@ from prorl_envs.sandbox.filesystem.layered import (
 )
 
 #: Part of the keys of layers: raise it if instructions are executed differently.
-_FORMAT = 1
+_FORMAT = 2
 #: Lines of a failed command's output in its error.
 _ERROR_LINES = 40
 _IGNORE_LIMIT = 1 << 20
 #: Most bytes of one download, which is stored in memory.
 _DOWNLOAD_LIMIT = 1 << 30
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_MODE = re.compile(r"[0-7]{3,4}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +120,12 @@ type OnProgress = Callable[[BuildProgress], None]
 
 @dataclass(slots=True)
 class _Stage:
-    """State of a stage: its layers, the key of the last instruction, and its settings."""
+    """State of a stage: its layers, the key of the last instruction, its settings, and its variables."""
 
     layers: list[Path]
     key: str
     config: ImageConfig
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class DockerfileBuilder:
@@ -224,7 +226,8 @@ def _read_ignore(context: Path, dockerfile: Path | None) -> IgnoreRules:
                 data = opened.read(_IGNORE_LIMIT + 1)
             if len(data) > _IGNORE_LIMIT:
                 raise InputError(f"{path} has more than {_IGNORE_LIMIT} bytes")
-            return IgnoreRules(data.decode(errors="surrogateescape").split("\n"))
+            text = data.removeprefix(codecs.BOM_UTF8).decode(errors="surrogateescape")
+            return IgnoreRules(text.split("\n"))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -273,8 +276,8 @@ class _Build:
     async def _build_stage(self, plan: StagePlan) -> _Stage:
         self._start_step(plan.origin)
         stage = await self._base(plan)
-        inherited = {**platform_args(plan.platform or host_platform()), **self._plan.global_args}
-        settings = StageSettings(self._dockerfile, stage.config, self._args, inherited)
+        inherited = {**platform_args(host_platform()), **self._plan.global_args}
+        settings = StageSettings(self._dockerfile, stage.config, self._args, inherited, stage.variables)
         for step in plan.steps:
             self._start_step(step)
             with self._errors_at(step):
@@ -284,13 +287,13 @@ class _Build:
                 raise self._dockerfile.error(
                     step, f"the image has more than {LAYER_LIMIT} layers", "join RUN instructions with &&"
                 )
-        stage.config = settings.config
+        stage.config, stage.variables = settings.config, settings.variables
         return stage
 
     async def _base(self, plan: StagePlan) -> _Stage:
         if plan.parent is not None:
             parent = self._stages[plan.parent]
-            return _Stage([*parent.layers], parent.key, parent.config)
+            return _Stage([*parent.layers], parent.key, parent.config, parent.variables)
         with self._errors_at(plan.origin):
             found = await self._image(plan.base, plan.platform)
         return _Stage([*found.layers], found.key, found.config)
@@ -405,11 +408,13 @@ class _Build:
         unpacked: dict[str, Path] = {}
         if step.name == "ADD" and step.flag("unpack", "true") != "false":
             unpacked = await in_thread(_archives, source, sources, scratch)
+        mode = settings.expand(step, step.flag("chmod"))
+        change_mode(mode, 0)  # raises an error for a mode that is wrong
         return CopyRequest(
             sources=sources,
             destination=target,
             documents=documents,
-            mode=_mode(settings.expand(step, step.flag("chmod"))),
+            mode=mode,
             keeps_parents=step.switch("parents") if step.name == "COPY" else False,
             excluded=[settings.expand(step, value) for name, value in step.flags if name == "exclude"],
             unpacked=unpacked,
@@ -660,14 +665,6 @@ def _archives(source: SourceTree, sources: Sequence[str], scratch: Path) -> dict
     files = {path: source.file(path) for path in paths}
     found = [path for path, file in files.items() if file is not None and is_archive(file)]
     return {path: scratch / "unpacked" / str(number) for number, path in enumerate(found)}
-
-
-def _mode(text: str) -> int | None:
-    if not text:
-        return None
-    if not _MODE.fullmatch(text):
-        raise InputError(f"--chmod={text} is not supported", hint="write it as an octal number, such as 0755")
-    return int(text, 8)
 
 
 def _run_hint(output: str, network: Network) -> str:

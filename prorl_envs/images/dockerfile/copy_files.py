@@ -5,11 +5,13 @@ root, and never by the kernel. A build context is a view of one layer.
 """
 
 import hashlib
+import itertools
 import os
 import posixpath
+import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +24,10 @@ from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerTree, i
 
 _CHUNK = 1 << 20
 _DEPTH_LIMIT = 200
+#: Classes of users in a clause such as `ug+rw`, and its operations.
+_CLAUSE = re.compile(r"([ugoa]*)((?:[-+=](?:[ugo]|[rwxXst]*))+)")
+_OPERATION = re.compile(r"([-+=])([ugo]|[rwxXst]*)")
+_SHIFTS = {"u": 6, "g": 3, "o": 0}
 
 
 class CopyRefused(InputError):
@@ -72,20 +78,26 @@ class SourceTree:
         self.name = name
         self._rules = rules or IgnoreRules(())
 
-    def select(self, pattern: str) -> list[str]:
+    def select(self, pattern: str, *, any_depth: bool = False) -> list[str]:
         """Return the relative paths that match a pattern, sorted and with unresolved links.
 
+        As in BuildKit, a pattern may match nothing, but the path before its first special part must exist.
+
+        Args:
+            any_depth: whether `**` stands for any number of directories; else it is like `*`.
+
         Raises:
-            CopyRefused: no path matches, or the pattern leads out of the tree.
+            CopyRefused: such a path is missing, or the pattern leads out of the tree.
         """
-        path = _relative(pattern)
-        found = list(self._matches(path)) if is_glob(path) else [path] if self._exists(path) else []
-        if not found:
+        parts = _relative(pattern).split("/")
+        plain = list(itertools.takewhile(lambda part: not is_glob(part), parts))
+        if not self._exists("/".join(plain)):
             raise CopyRefused(
                 f"{pattern} is not in {self.name}",
                 hint="is it excluded by .dockerignore, or in another directory?",
             )
-        return sorted(found)
+        found = self._matches("/".join(plain), parts[len(plain) :], any_depth)
+        return sorted(path for path in found if not _is_below(path, found))
 
     def walk(self, path: str, limits: CopyLimits, excluded: IgnoreRules) -> Iterator[SourceEntry]:
         """Yield the entry at a path and all entries below it, parents first, without special files.
@@ -136,21 +148,31 @@ class SourceTree:
             return False
         return self.includes(real) or (found.is_dir() and self._rules.has_exceptions)
 
-    def _matches(self, pattern: str) -> Iterator[str]:
-        """Yield the paths that match a pattern. Links to directories are followed if further parts come."""
-        found = [""]
-        for part in pattern.split("/"):
+    def _matches(self, root: str, parts: Sequence[str], any_depth: bool) -> set[str]:
+        """Return the paths that match. Links to directories are followed if further parts come."""
+        found = {root}
+        for part in parts:
+            if part == "**" and any_depth:
+                found = {path for parent in found for path in self._directories(parent)}
+                continue
             expression = glob_expression(part) if is_glob(part) else None
-            following = []
-            for parent in found:
-                names = self._names(parent) if expression else [part]
-                following += [
-                    posixpath.join(parent, name)
-                    for name in names
-                    if expression is None or expression.fullmatch(name)
-                ]
-            found = [path for path in following if self._exists(path)]
-        yield from found
+            following = {
+                posixpath.join(parent, name)
+                for parent in found
+                for name in (self._names(parent) if expression else [part])
+                if expression is None or expression.fullmatch(name)
+            }
+            found = {path for path in following if self._exists(path)}
+        return found
+
+    def _directories(self, path: str) -> Iterator[str]:
+        """Yield a directory and all directories below it."""
+        resolved = self.tree.resolve(f"/{path}")
+        for below, places in _walk(
+            self._places(resolved), lambda name: self._skips(resolved, name, IgnoreRules(()))
+        ):
+            if stat.S_ISDIR(places[0].lstat().st_mode):
+                yield posixpath.join(path, below).rstrip("/")
 
     def _names(self, path: str) -> list[str]:
         return sorted(children(self._places(self.tree.resolve(f"/{path}"))))
@@ -172,6 +194,12 @@ def _relative(source: str) -> str:
     if "\0" in source:
         raise CopyRefused("a name contains a zero byte")
     return "/".join(parts)
+
+
+def _is_below(path: str, others: Set[str]) -> bool:
+    """Return True if one of the other paths contains a path."""
+    parts = path.split("/") if path else []
+    return any("/".join(parts[:count]) in others for count in range(len(parts)))
 
 
 def _is_plain(mode: int) -> bool:
@@ -233,7 +261,7 @@ class CopyRequest:
         sources: patterns of paths in the source tree.
         documents: contents by name, for sources that are documents in the Dockerfile.
         destination: absolute path inside; a directory if it ends in `/`.
-        mode: mode of the copied files; None keeps the mode of each file.
+        mode: mode of the copied files, or its change (see `change_mode`); "" keeps the mode of each file.
         keeps_parents: whether the parents of a source are created below the destination.
         excluded: patterns relative to each source.
         unpacked: for sources that are archives, directories on the host with their content.
@@ -242,7 +270,7 @@ class CopyRequest:
     sources: Sequence[str]
     destination: str
     documents: Mapping[str, bytes] = field(default_factory=dict)
-    mode: int | None = None
+    mode: str = ""
     keeps_parents: bool = False
     excluded: Sequence[str] = ()
     unpacked: Mapping[str, Path] = field(default_factory=dict)
@@ -272,10 +300,9 @@ class FileCopier:
         for name, content in self._request.documents.items():
             total.update(repr((name, hashlib.sha256(content).hexdigest())).encode())
         try:
-            for source in self._request.sources:
-                for path in self._source.select(source):
-                    for entry in self._entries(path):
-                        total.update(repr((path, entry.path, *_identity(entry))).encode())
+            for path, _ in self._selected():
+                for entry in self._entries(path):
+                    total.update(repr((path, entry.path, *_identity(entry))).encode())
         except OSError as error:
             raise CopyRefused(f"cannot read {error.filename}: {error.strerror}") from error
         return total.hexdigest()
@@ -287,27 +314,37 @@ class FileCopier:
             CopyRefused: a file is missing, cannot be read, or does not fit the destination.
         """
         request = self._request
-        selected = [path for source in request.sources for path in self._source.select(source)]
+        selected = list(self._selected())
         destination = request.destination
         several = len(selected) + len(request.documents) > 1
         into = destination.endswith(("/", "/.")) or several or writer.is_directory(destination)
         try:
             for name, content in request.documents.items():
                 place = posixpath.join(destination, name) if into else destination
-                writer.write_file(place, content, request.mode or 0o644)
-            for path in selected:
-                self._copy_source(path, writer, into)
+                writer.write_file(place, content, change_mode(request.mode, 0o644))
+            for path, kept in selected:
+                self._copy_source(path, kept, writer, into)
         except OSError as error:
             raise CopyRefused(f"cannot copy {error.filename}: {error.strerror}") from error
 
-    def _copy_source(self, path: str, writer: "LayerWriter", into: bool) -> None:
+    def _selected(self) -> Iterator[tuple[str, str]]:
+        """Yield the paths of the sources, and for `--parents` the part of each that the copy keeps."""
+        for source in self._request.sources:
+            if not self._request.keeps_parents:
+                yield from ((path, "") for path in self._source.select(source))
+                continue
+            dropped = source.partition("/./")[0] if "/./" in source else ""
+            depth = len([part for part in dropped.split("/") if part not in ("", ".")])
+            for path in self._source.select(source, any_depth=True):
+                yield path, "/".join(path.split("/")[depth:])
+
+    def _copy_source(self, path: str, kept: str, writer: "LayerWriter", into: bool) -> None:
         destination = self._request.destination
         if self._request.keeps_parents:
-            _, pivot, rest = f"/{path}".rpartition("/./")
-            destination, into = posixpath.join(destination, rest if pivot else path), False
+            destination, into = posixpath.join(destination, kept), False
         if (unpacked := self._request.unpacked.get(path)) is not None:
             self._merge(
-                SourceTree([unpacked]).walk("", self._limits, IgnoreRules(())), writer, destination, None
+                SourceTree([unpacked]).walk("", self._limits, IgnoreRules(())), writer, destination, ""
             )
             return
         entries = list(self._entries(path))
@@ -318,7 +355,7 @@ class FileCopier:
         self._merge(iter(entries), writer, destination, self._request.mode)
 
     def _merge(
-        self, entries: Iterator[SourceEntry], writer: "LayerWriter", destination: str, mode: int | None
+        self, entries: Iterator[SourceEntry], writer: "LayerWriter", destination: str, mode: str
     ) -> None:
         for entry in entries:
             if stat.S_ISREG(entry.status.st_mode):
@@ -402,11 +439,11 @@ class LayerWriter:
         host.write_bytes(content)
         host.chmod(mode & 0o777 | 0o600)
 
-    def write_entry(self, path: str, entry: SourceEntry, mode: int | None) -> None:
+    def write_entry(self, path: str, entry: SourceEntry, mode: str) -> None:
         """Write a copy of an entry. A directory is merged with an existing one; others are replaced."""
         original = entry.status.st_mode
         if stat.S_ISDIR(original):
-            self._write_directory(path, original if mode is None else mode)
+            self._write_directory(path, change_mode(mode, original))
             return
         host = self._place(path)
         if stat.S_ISLNK(original):
@@ -414,7 +451,7 @@ class LayerWriter:
             return
         with _open(entry.host) as source, host.open("xb") as target:
             shutil.copyfileobj(source, target, _CHUNK)
-        host.chmod((original if mode is None else mode) & 0o777 | 0o600)
+        host.chmod(change_mode(mode, original) & 0o777 | 0o600)
         os.utime(host, ns=(entry.status.st_mtime_ns, entry.status.st_mtime_ns))
 
     def _write_directory(self, path: str, mode: int) -> None:
@@ -442,6 +479,55 @@ class LayerWriter:
             remove_tree(host)
         host.unlink(missing_ok=True)
         return host
+
+
+def change_mode(change: str, mode: int) -> int:
+    """Return the mode that `--chmod` makes of a mode.
+
+    Symbols work as in chmod (POSIX) with the mask 0: an operation without classes is for all of them. `s` has
+    no effect, because copies drop setuid and setgid bits.
+
+    Args:
+        change: octal number, clauses such as `u=rwX,go+r,o-w`, or "" for no change.
+        mode: mode of a file, with its type.
+
+    Raises:
+        InputError: the change is neither.
+    """
+    if re.fullmatch("[0-7]{1,12}", change) and int(change, 8) <= 0o7777:
+        return int(change, 8)
+    changed = mode
+    for clause in change.split(",") if change else ():
+        found = _CLAUSE.fullmatch(clause)
+        if found is None:
+            raise InputError(
+                f"--chmod={change} is not a mode", hint="write it as 0755, or in symbols, such as u=rwX,go=rX"
+            )
+        classes = "ugo" if not found[1] or "a" in found[1] else found[1]
+        for operation, symbols in _OPERATION.findall(found[2]):
+            changed = _changed(changed, classes, operation, _bits(symbols, classes, mode, changed))
+    return changed
+
+
+def _bits(symbols: str, classes: str, mode: int, changed: int) -> int:
+    """Return the bits that symbols mean for classes of users."""
+    if symbols in _SHIFTS:
+        digit = changed >> _SHIFTS[symbols] & 0o7
+    else:
+        executable = stat.S_ISDIR(mode) or mode & 0o111
+        digit = 4 * ("r" in symbols) | 2 * ("w" in symbols)
+        digit |= "x" in symbols or ("X" in symbols and bool(executable))
+    return _spread(digit, classes) | 0o1000 * ("t" in symbols and classes != "o")
+
+
+def _spread(digit: int, classes: str) -> int:
+    return sum(digit << _SHIFTS[name] for name in set(classes))
+
+
+def _changed(mode: int, classes: str, operation: str, bits: int) -> int:
+    if operation == "-":
+        return mode & ~bits
+    return (mode & ~_spread(0o7, classes) if operation == "=" else mode) | bits
 
 
 def is_unchanged(layer: Path, below: Sequence[Path]) -> bool:

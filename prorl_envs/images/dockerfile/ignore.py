@@ -100,5 +100,5 @@ def glob_expression(pattern: str) -> re.Pattern[str]:
 
 
 def is_glob(name: str) -> bool:
-    """Return True if a name has special characters of patterns."""
-    return any(character in name for character in "*?[")
+    """Return True if a name has special characters of patterns that no `\\` escapes."""
+    return any(character in re.sub(r"\\.", "", name) for character in "*?[")

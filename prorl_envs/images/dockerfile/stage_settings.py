@@ -29,6 +29,7 @@ class StageSettings:
         config: settings of its base image.
         given: arguments from the caller of the build.
         inherited: arguments before the first FROM, and predefined ones.
+        variables: variables of the stage that this one is based on.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class StageSettings:
         config: ImageConfig,
         given: Mapping[str, str],
         inherited: Mapping[str, str],
+        variables: Mapping[str, str],
     ) -> None:
         self._dockerfile, self._given, self._inherited = dockerfile, given, inherited
         self.env = dict(config.env)
-        self.args: dict[str, str] = {}
+        #: Variables that instructions expand. Of an ENV and an ARG with the same name, the later one counts.
+        self.variables = {**variables, **config.env}
         self._fields: dict[str, Any] = {}
         self._base = config
         self.labels = dict(config.labels)
@@ -57,11 +60,6 @@ class StageSettings:
     @property
     def shell(self) -> tuple[str, ...]:
         return tuple(self._fields.get("shell", self._base.shell))
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Variables that instructions expand. The environment overrides arguments."""
-        return {**self.args, **self.env}
 
     @property
     def proxy_environment(self) -> dict[str, str]:
@@ -111,11 +109,11 @@ class StageSettings:
         """
         match instruction.name:
             case "ENV":
-                self._merge(instruction, self.env)
+                self.variables |= self._merge(instruction, self.env)
             case "LABEL":
                 self._merge(instruction, self.labels)
             case "ARG":
-                self.args |= declared_args(
+                self.variables |= declared_args(
                     self._dockerfile, instruction, self.variables, self._given, self._inherited
                 )
             case "WORKDIR":
@@ -128,7 +126,8 @@ class StageSettings:
                     raise self._dockerfile.error(instruction, "needs a JSON list of strings")
                 self._fields["shell"] = instruction.items
             case "ENTRYPOINT":
-                self._fields |= {"entrypoint": self._program(instruction), "command": ()}
+                self._fields["entrypoint"] = self._program(instruction)
+                self._fields.setdefault("command", ())  # a CMD of the base belongs to its own entry point
             case "CMD":
                 self._fields["command"] = self._program(instruction)
             case "EXPOSE":
@@ -152,10 +151,12 @@ class StageSettings:
         before = self._fields.get(name, getattr(self._base, name))
         self._fields[name] = tuple(dict.fromkeys((*before, *values)))
 
-    def _merge(self, instruction: Instruction, target: dict[str, str]) -> None:
-        target |= self._pairs(instruction)
+    def _merge(self, instruction: Instruction, target: dict[str, str]) -> dict[str, str]:
+        pairs = self._pairs(instruction)
+        target |= pairs
         if len(target) > _VARIABLES_LIMIT:
             raise self._dockerfile.error(instruction, f"more than {_VARIABLES_LIMIT} values")
+        return pairs
 
     def _pairs(self, instruction: Instruction) -> dict[str, str]:
         words = split_words(instruction.text, escape=self._dockerfile.escape)

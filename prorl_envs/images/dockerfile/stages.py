@@ -81,6 +81,7 @@ def plan_build(
     """
     global_args: dict[str, str] = {}
     known = platform_args(platform)
+    known |= {name: args[name] for name in known.keys() & args.keys()}
     stages: list[StagePlan] = []
     names: dict[str, int] = {}
     for instruction in dockerfile.instructions:

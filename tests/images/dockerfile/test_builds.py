@@ -127,6 +127,36 @@ async def test_stages_and_copies_between_them(project: Project) -> None:
     assert project.kinds().count("made") == 4  # with the empty layer of `scratch`
 
 
+async def test_a_stage_inherits_variables_of_its_parent_only(project: Project) -> None:
+    text = (
+        "ARG G=global\n"
+        "FROM base AS one\nARG G\nARG V=1 E=arg\nENV E=env O=env\nARG O=arg\n"
+        'RUN [ "$G$V$E$O" = global1envarg ]\n'
+        'FROM one AS two\nRUN [ "$G$V$E$O" = global1envenv ]\nARG V\nARG G=stage\n'
+        'FROM two\nRUN [ "$G$V" = stage1 ]\nARG V=2\nRUN echo "$V" > /v\n'
+        'FROM base AS sibling\nCOPY --from=2 /v /v\nRUN [ "$G$V$E$O" = "" ]\nARG V\nRUN [ "$V" = "" ]\n'
+    )
+    image = await project.build_all(text)
+    assert (image.config.env, files_of(image)["v"]) == ({}, "2\n")
+    await project.build_all(text.replace("= global1", "= global3"), args={"V": "3"}, target="one")
+
+
+async def test_an_entry_point_resets_the_command_of_its_base_only(project: Project) -> None:
+    text = 'FROM base AS one\nCMD serve\nENTRYPOINT ["/a"]\nFROM one\nENTRYPOINT ["/b"]\n'
+    assert (await project.build_all(text, target="one")).config.command == ("/bin/sh", "-c", "serve")
+    assert (await project.build_all(text)).config.command == ()
+
+
+async def test_symbolic_modes_of_copies_and_documents(project: Project) -> None:
+    project.write(a="1")
+    image = await project.build(
+        "ARG mode=go=rX\nCOPY --chmod=u=rwx,$mode a /copied\nADD --chmod=+x a /added\n"
+        "COPY --chmod=a+x <<EOF /document\nx\nEOF\n"
+        "RUN stat -c %a /copied /added /document > /modes\n"
+    )
+    assert files_of(image)["modes"].split() == ["744", "755", "755"]
+
+
 async def test_a_second_build_runs_nothing(project: Project) -> None:
     project.write(a="1")
     text = "WORKDIR /w\nCOPY a .\nRUN cat a > b\nRUN true\n"
@@ -200,7 +230,10 @@ async def test_a_missing_program_is_an_error_of_the_command(project: Project) ->
         ("ADD out/passwd /y", "2: ADD: out/passwd is not in the build context"),
         ("COPY a b /y", "several sources need a directory"),
         ("COPY a", "needs a source and a destination"),
-        ("COPY --chmod=u+x a /y", "--chmod=u+x is not supported"),
+        ("COPY --chmod=u+z a /y", "--chmod=u+z is not a mode"),
+        ("ADD --chmod=u=r, a /y", "--chmod=u=r, is not a mode"),
+        ("COPY --chmod=888 a /y", "--chmod=888 is not a mode"),
+        ("COPY --chmod=17777 a /y", "--chmod=17777 is not a mode"),
         ("COPY --from=none a /y", "2: COPY"),
         ("ADD git@github.com:a/b.git /y", "is not supported"),
         ("ENV a", "needs NAME=value"),
@@ -257,9 +290,11 @@ async def test_a_dockerfile_names_no_directory_of_the_host(project: Project, pat
             await project.build_all(text)
 
 
-async def test_the_ignore_file_applies(project: Project) -> None:
+@pytest.mark.parametrize("name", [".dockerignore", "Dockerfile.dockerignore"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+async def test_the_ignore_file_applies(project: Project, name: str, mark: str) -> None:
     project.write(a="1", b="2")
-    (project.context / ".dockerignore").write_text("*\n!a\n")
+    (project.context / name).write_text(f"{mark}*\n!a\n")
     image = await project.build("COPY . /x/")
     assert {name for name in files_of(image) if name.startswith("x/")} == {"x/a"}
 
