@@ -16,7 +16,14 @@ from typing import Any
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
-from prorl_envs.sandbox.filesystem.directories import DriverDirectory, node_local_base, remove_tree, sweep
+from prorl_envs.sandbox.filesystem.directories import (
+    DriverDirectory,
+    is_full,
+    node_local_base,
+    remove_tree,
+    sweep,
+    write_error,
+)
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.mount_plan import check
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot, copy_trees, no_workspace
@@ -67,11 +74,16 @@ class NodeDriver[S: "NodeSandbox"](ABC):
             SandboxError: with the runtime's error message and a remedy as hint.
         """
         try:
+            try:
+                return await self._start(spec, snapshot)
+            except SandboxError as error:
+                if not await self.relieve(error):
+                    raise
             return await self._start(spec, snapshot)
-        except SandboxError as error:
-            if not await self.relieve(error):
+        except OSError as error:
+            if not is_full(error):
                 raise
-        return await self._start(spec, snapshot)
+            raise write_error(error) from error
 
     async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None) -> S:
         self._check_open()

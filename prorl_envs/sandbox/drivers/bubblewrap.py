@@ -15,7 +15,7 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.drivers.probe import explain, find_bwrap
-from prorl_envs.sandbox.filesystem.directories import make_accessible
+from prorl_envs.sandbox.filesystem.directories import make_accessible, remove_tree
 from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.images import ImageUse
 from prorl_envs.sandbox.filesystem.layered import LayerTree
@@ -135,14 +135,15 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         await super()._release()
 
     async def _etc_for(self, uid: int) -> Path:
-        """Return the /etc directory for a uid; the first call writes it."""
-        if uid not in self._etc:
-            self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
-        written = self._etc[uid]
+        """Return the /etc directory for a uid; the first call writes it, or one after a failure."""
+        written = self._etc.get(uid)
+        if written is None or (written.done() and written.exception() is not None):
+            written = self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
         return written.result() if written.done() else await asyncio.shield(written)
 
     def _write_etc(self, uid: int) -> Path:
         path = self.directory.path / f"etc{uid}"
+        remove_tree(path)  # an earlier attempt may have failed
         write_etc(path, uid=uid, home=HOME)
         return path
 

@@ -5,12 +5,14 @@ remove the directories of killed services.
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import itertools
 import logging
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 import time
@@ -34,8 +36,11 @@ _UNMARKED_S = 60
 PATH_LIMIT = 64
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 BASE_REMEDY = (
-    "set PRORL_RUN_DIR to a writable directory on a local disk, with a short path and not mounted noexec"
+    "set PRORL_RUN_DIR to a writable directory on a local disk with free space, with a short path and not "
+    "mounted noexec"
 )
+#: Numbers of errors of a full disk, without bytes or inodes, of a reached quota, and of a read-only disk.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def node_local_base(chosen: Path | None = None) -> Path:
@@ -118,6 +123,17 @@ class DriverDirectory:
             remove_tree(self.path)
             os.close(self._lock)
             self._lock = -1
+
+
+def is_full(error: OSError) -> bool:
+    """Return True if a file cannot be written because of its disk; also for `shutil.Error` (many files)."""
+    return error.errno in _FULL or isinstance(error, shutil.Error)
+
+
+def write_error(error: OSError) -> SandboxError:
+    """Return the error for files of sandboxes that cannot be written. Of several files it names the first."""
+    first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
+    return SandboxError(f"cannot make directories for sandboxes: {first}", hint=BASE_REMEDY)
 
 
 def driver_directory(base: Path, sandbox_id: str) -> Path:

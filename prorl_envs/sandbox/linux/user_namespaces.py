@@ -1,19 +1,31 @@
 """Find out why a machine refuses user namespaces, and a remedy.
 
 This file is also a program for Python 3.9 without packages. If this machine refuses user namespaces, it
-prints the cause and the remedy and exits with 1. `scripts/setup.sh` runs it before it installs anything.
+prints the cause and the remedy and exits with 1. `scripts/setup.sh` runs it before it installs anything. With
+`--limit` it prints the kind of namespace whose limit is reached.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-_CLONE_NEWUSER, _CLONE_NEWNS = 0x1000_0000, 0x2_0000
+#: Namespaces of a sandbox: the flags of `clone(2)` by the names in `user.max_*_namespaces`.
+_NAMESPACES = {
+    "user": 0x1000_0000,
+    "mnt": 0x2_0000,
+    "pid": 0x2000_0000,
+    "net": 0x4000_0000,
+    "ipc": 0x800_0000,
+    "uts": 0x400_0000,
+    "cgroup": 0x200_0000,
+}
 _CAP_SYS_ADMIN = 21
 
 #: Words of messages about a limit of namespaces: the kernel reports it as ENOSPC.
@@ -62,10 +74,17 @@ def refusal_of(
     )
     place = ", on the container's host" if in_container else ""
     privileged = _has_capability(_CAP_SYS_ADMIN, proc)
-    if _setting("user/max_user_namespaces", proc) == "0":
+    for kind in _NAMESPACES:
+        if _setting(f"user/max_{kind}_namespaces", proc) == "0":
+            return NamespaceRefusal(
+                f"{kind} namespaces are disabled (user.max_{kind}_namespaces=0)",
+                _limit_remedy(kind, place, proc),
+            )
+    if any(words in message for words in _LIMIT_WORDS):
+        kind = _kind_at_limit()
+        cause = f"the limit of {kind} namespaces is reached (user.max_{kind}_namespaces)" if kind else ""
         return NamespaceRefusal(
-            "user namespaces are disabled (user.max_user_namespaces=0)",
-            f"as root{place}: `sysctl user.max_user_namespaces=65536`",
+            cause or _plain(message), _limit_remedy(kind or "user", place, proc), lasting=False
         )
     if _setting("kernel/unprivileged_userns_clone", proc) == "0" and not privileged:
         return NamespaceRefusal(
@@ -86,15 +105,24 @@ def refusal_of(
             "as root: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile that "
             "allows `userns` to this program",
         )
-    if any(words in message for words in _LIMIT_WORDS):
-        return NamespaceRefusal(
-            _plain(message), f"as root{place}: `sysctl user.max_user_namespaces=65536`", lasting=False
-        )
     return NamespaceRefusal(
         _plain(message),
         "this machine must allow user namespaces: see docs/troubleshooting.md",
         lasting=_is_denial(message),
     )
+
+
+def _limit_remedy(kind: str, place: str, proc: Path) -> str:
+    name = f"max_{kind}_namespaces"
+    value = _setting(f"user/{name}", proc)
+    limit = max(65536, 2 * int(value) if value.isdigit() else 0)
+    return f"as root{place}: `sysctl user.{name}={limit}`"
+
+
+def _kind_at_limit() -> str:
+    """Return the kind of namespace whose limit is reached; "" if there is none. Blocks for some 20 ms."""
+    command = [sys.executable, "-I", "-S", __file__, "--limit"]  # no fork here: this process may have threads
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _is_denial(message: str) -> bool:
@@ -144,20 +172,22 @@ def _mount_points(mountinfo: Path) -> dict[str, str]:
     return {number: place for number, _, _, _, place, *_ in fields}
 
 
-def _create_namespaces() -> str:
-    """Create a user and a mount namespace in a child. Return the error, or ""."""
+def _create_namespaces(flags: int) -> int:
+    """Create a user namespace and others in a child. Return the number of the error, or 0."""
     libc = ctypes.CDLL(None, use_errno=True)
     child = os.fork()
     if child == 0:
-        os._exit(ctypes.get_errno() if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) else 0)
-    number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return f"new namespaces: {os.strerror(number)}" if number else ""
+        os._exit(ctypes.get_errno() if libc.unshare(_NAMESPACES["user"] | flags) else 0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def main() -> None:
-    """Exit with 1 if this machine refuses user namespaces, and print why and what to do."""
-    if message := _create_namespaces():
-        refusal = refusal_of(message)
+    """Exit with 1 if this machine refuses namespaces, and print why and what to do."""
+    if "--limit" in sys.argv:
+        full = (kind for kind, flag in _NAMESPACES.items() if _create_namespaces(flag) == errno.ENOSPC)
+        sys.stdout.write(next(full, ""))
+    elif number := _create_namespaces(sum(_NAMESPACES.values())):
+        refusal = refusal_of(f"new namespaces: {os.strerror(number)}")
         sys.exit(f"error: this machine cannot start sandboxes: {refusal.cause}\nhint: {refusal.remedy}")
 
 

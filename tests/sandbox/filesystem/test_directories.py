@@ -159,6 +159,54 @@ def test_a_base_where_no_program_could_run_is_refused(run_dir: Path) -> None:
     assert f"{base} is mounted noexec" in done.stdout and "PRORL_RUN_DIR" in done.stdout, done.stderr
 
 
+#: Starts a sandbox on a full disk, and again once there is room.
+FULL = """\
+import asyncio, subprocess, sys
+from pathlib import Path
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.drivers.select import make_driver
+
+async def main():
+    base, name = sys.argv[1:]
+    try:
+        driver = make_driver(name, Path(base))
+    except SandboxError as error:
+        return print(error)
+    try:
+        await driver.start(SandboxSpec())
+    except SandboxError as error:
+        print(error)
+    subprocess.run(["mount", "-o", "remount,size=50m,nr_inodes=9000", base], check=True)
+    print((await driver.start(SandboxSpec())).alive)
+    await driver.aclose()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "local"])
+@pytest.mark.parametrize("option", ["size=4k", "nr_inodes=2", "nr_inodes=4", "nr_inodes=12"])
+def test_a_full_base_is_named_with_a_remedy(run_dir: Path, option: str, name: str) -> None:
+    base = run_dir / "full"
+    base.mkdir()
+    mount = f'mount -t tmpfs -o {option} none {base} && exec "$@"'
+    program = [sys.executable, "-W", "ignore", "-c", FULL, base, name]
+    done = subprocess.run(
+        ["unshare", "-U", "-r", "-m", "sh", "-c", mount, "", *program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    base.rmdir()
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for line in lines if option == "nr_inodes=2" else lines[:-1]:  # no driver without its own directory
+        assert "No space left on device" in line and len(line) < 400
+        assert "PRORL_RUN_DIR to a writable directory on a local disk with free space" in line
+    assert len(lines) == 1 or lines[-1] == "True"
+
+
 @pytest.mark.parametrize("length", [PATH_LIMIT, PATH_LIMIT + 1, 180])
 def test_another_base_is_found_for_a_temporary_directory_with_a_long_path(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, length: int

@@ -39,6 +39,7 @@ def machine(
     ("settings", "mounts", "cause", "remedy"),
     [
         ({"user/max_user_namespaces": "0"}, ROOT_MOUNT, "max_user_namespaces=0", "max_user_namespaces=65536"),
+        ({"user/max_net_namespaces": "0"}, ROOT_MOUNT, "max_net_namespaces=0", "max_net_namespaces=65536"),
         ({"kernel/unprivileged_userns_clone": "0"}, ROOT_MOUNT, "userns_clone=0", "userns_clone=1"),
         (
             {"kernel/apparmor_restrict_unprivileged_userns": "1"},
@@ -126,6 +127,26 @@ def test_a_guess_of_bubblewrap_is_not_the_cause(tmp_path: Path) -> None:
         proc = machine(tmp_path / str(len(environ)), settings={})
         found = refusal_of(said, proc=proc, root=tmp_path, environ=environ)
         assert found.cause.endswith("the kernel refuses new namespaces") and "sysctl" not in found.remedy
+
+
+def test_a_limit_that_is_high_is_doubled(tmp_path: Path) -> None:
+    proc = machine(tmp_path / "proc", settings={"user/max_user_namespaces": "90000"})
+    found = refusal_of("new namespaces: ENOSPC", proc=proc, root=tmp_path, environ={})
+    assert found.remedy == "as root: `sysctl user.max_user_namespaces=180000`"
+
+
+@pytest.mark.parametrize("inner", ["", "unshare -U -r"])  # in the inner one, its parent's limit is reached
+@pytest.mark.parametrize("kind", ["mnt", "pid", "net", "ipc", "uts", "cgroup"])
+def test_the_limit_that_is_reached_is_named(kind: str, inner: str) -> None:
+    script = f'echo 0 > /proc/sys/user/max_{kind}_namespaces; exec {inner} "$0" -I -S "$1"'
+    done = subprocess.run(
+        ["unshare", "-U", "-r", "sh", "-c", script, sys.executable, user_namespaces.__file__],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and f"`sysctl user.max_{kind}_namespaces=" in done.stderr, done.stderr
+    assert f"user.max_{kind}_namespaces{'' if inner else '=0'})" in done.stderr
 
 
 @pytest.mark.parametrize("limit", [0, 1000])

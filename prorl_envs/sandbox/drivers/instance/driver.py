@@ -28,6 +28,7 @@ from prorl_envs.sandbox.drivers.instance.command import (
 )
 from prorl_envs.sandbox.drivers.instance.runtime import CODE, Runtime, copy_runtime
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
+from prorl_envs.sandbox.filesystem.directories import write_error
 from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.mount_plan import (
     HOME,
@@ -148,7 +149,7 @@ class InstanceDriver(IsolatedDriver["InstanceSandbox"]):
             (shared / "blank").touch(mode=0o444)
             write_etc(shared / "etc", uid=os.geteuid(), home=HOME)
         except OSError as error:
-            raise SandboxError(f"cannot make directories for sandboxes: {error}") from error
+            raise write_error(error) from error
         runtime = copy_runtime(shared / "runtime", self.templates_specs)
         setuid = uses_setuid(self.program) if self._setuid is None else self._setuid
         return _SharedFiles(
