@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 _ROLLOUTS, _STORED, _ENVIRONMENTS = "Rollouts", "Stored episodes", "Tasks and environments"
 _MACHINE, _NEMO = "This machine", "NeMo Gym"
 
+_FREE_SPACE = "free space, bytes or inodes (`df -h`, `df -i`), or choose a folder on another disk"
+
 cli = typer.Typer(
     name="prorl-envs",
     help="Agentic RL environments on rootless sandboxes, served as rollouts.",
@@ -346,6 +348,11 @@ def app() -> None:
         cli()
     except ProrlError as error:
         report(error)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        report(InputError(f"cannot write {error.filename or 'a file'}: {error.strerror}", hint=_FREE_SPACE))
         sys.exit(2)
     finally:
         _flush_output()

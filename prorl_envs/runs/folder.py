@@ -119,11 +119,11 @@ class RunFolder:
         folder._lock()
         try:
             check_new(path)  # again, since another run may have started before the lock
-        except InputError:
+            _replace(path / RUN, description.model_dump_json(indent=2))
+            write_results(path / GROUPS, groups)
+        except BaseException:
             folder.close()
             raise
-        _replace(path / RUN, description.model_dump_json(indent=2))
-        write_results(path / GROUPS, groups)
         return folder
 
     @classmethod

@@ -91,3 +91,13 @@ def test_a_reader_that_has_gone_changes_no_exit_status(
     os.close(writer)
     assert done.returncode == status
     assert b"Exception ignored" not in (done.stderr or b"")
+
+
+@pytest.mark.parametrize("command", ["settings", "envs --json"])
+def test_a_full_disk_is_reported_in_one_sentence(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [SCRIPT, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 2, done.stderr
+    assert "No space left on device" in done.stderr and "free space" in done.stderr

@@ -58,6 +58,12 @@ def test_a_result_is_in_the_file_as_soon_as_it_is_appended(tmp_path: Path) -> No
         assert folder.missing() == [(group(), [0])]
 
 
+def test_a_folder_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "groups.partial").symlink_to("/dev/full")
+    with pytest.raises(InputError, match=r"cannot write .*groups.jsonl: No space left on device"):
+        RunFolder.create(tmp_path, DESCRIPTION, [group()])
+
+
 def test_a_folder_with_results_is_refused(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, DESCRIPTION, [group()]) as folder:
         folder.append(result(0))

@@ -87,8 +87,15 @@ def ready(path: Path) -> Path:
 
 
 def write_results(path: Path, results: Iterable[BaseModel]) -> None:
-    """Write results or requests as JSONL. The file is replaced when all of them are written."""
+    """Write results or requests as JSONL. The file is replaced when all of them are written.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as lines:
-        lines.writelines(result.model_dump_json() + "\n" for result in results)
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as lines:
+            lines.writelines(result.model_dump_json() + "\n" for result in results)
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}", hint=_OTHER_PATH) from error
