@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from prorl_envs.sandbox.filesystem.directories import remove_tree
+from prorl_envs.sandbox.linux.children import kill_children
 from prorl_envs.sandbox.linux.syscall_wrappers import PR_SET_CHILD_SUBREAPER, prctl
 
 #: One id less than all: Apptainer sees no namespace if the map has all ids.
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     if status is None:
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the command's
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    _kill_all()
+    kill_children()
     if not finished:
         remove(Path(directory))
     return status if status >= 0 else 128 - status
@@ -101,18 +102,6 @@ def _reap(command: int) -> int | None:
             return status
         if pid == command:
             status = os.waitstatus_to_exitcode(code)
-
-
-def _kill_all() -> None:
-    """Kill all remaining processes. All are children of this process, which adopts orphans."""
-    while True:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ For testing and measuring sandboxes without the tools package.
 
 import asyncio
 import importlib
+import os
+import signal
 import socket
 import subprocess
 from dataclasses import replace
@@ -17,9 +19,10 @@ OUTPUT_LIMIT = 1 << 20
 RUN_SCRIPTS = "tests.support.sandbox_entry:run_scripts"
 FAIL = "tests.support.sandbox_entry:fail"
 IMPORT_LATE = "tests.support.sandbox_entry:import_late"
+FORK = "tests.support.sandbox_entry:fork_child"
 
 #: Templates whose forks run the entries below.
-SCRIPT_TEMPLATES = {"base": TemplateSpec(entries=(RUN_SCRIPTS, FAIL, IMPORT_LATE))}
+SCRIPT_TEMPLATES = {"base": TemplateSpec(entries=(RUN_SCRIPTS, FAIL, IMPORT_LATE, FORK))}
 
 #: A node's own templates, but a Python session imports its libraries itself: 1 s of processor time to start,
 #: instead of 4.
@@ -60,6 +63,17 @@ def import_late(sock: socket.socket) -> None:
             sock.sendall(b"not found\0")
         else:
             sock.sendall(b"imported\0")
+
+
+def fork_child(sock: socket.socket) -> None:
+    """Fork a child that leads a session and runs no program; answer its pid and a NUL byte; wait."""
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        sock.close()
+        signal.pause()
+    with sock:
+        sock.sendall(f"{pid}\0".encode())
+        sock.recv(1)
 
 
 async def ask(sock: socket.socket, script: str) -> str:

@@ -128,24 +128,31 @@ class LocalSandbox(NodeSandbox):
         return listen_on_host()
 
     async def _end(self) -> None:
-        """Kill the processes that carry this sandbox's mark."""
-        servers = tuple(self._servers)
-        for server in servers:
-            server.process.kill()
-        for server in servers:
-            await server.process.wait()
-        sessions = frozenset(server.process.pid for server in servers)
-        await asyncio.to_thread(self._kill_marked, sessions)
+        """Kill the tool servers' children and the processes that carry this sandbox's mark, then the servers.
 
-    def _kill_marked(self, sessions: Set[int]) -> None:
-        """Kill the sandbox's processes, and return once they have exited.
+        A stopped tool server starts no programs. Until it is killed, its children are known by their parent:
+        one that has not started its program yet has no mark, and shows an ordinary user nothing else.
+        """
+        servers = [server.process for server in self._servers if server.process.alive]
+        for server in servers:
+            server.stop()
+        try:
+            await asyncio.to_thread(self._kill_marked, frozenset(server.pid for server in servers))
+        finally:
+            for server in servers:
+                server.kill()
+            for server in servers:
+                await server.wait()
+
+    def _kill_marked(self, servers: Set[int]) -> None:
+        """Kill the sandbox's processes but its stopped tool servers, and return once they have exited.
 
         Raises:
             SandboxError: some have not exited after `_END_S` seconds.
         """
         deadline = time.monotonic() + _END_S
         templates = {template.pid for template in self._driver.templates.values() if template.pid is not None}
-        marked = _MarkedProcesses(self.id, sessions, templates | set(_ancestors()))
+        marked = _MarkedProcesses(self.id, servers, templates | set(_ancestors()))
         ended = 0
         while (found := marked.kill()) is not _Found.NOTHING:
             ended = ended + 1 if found is _Found.ENDED else 0
@@ -199,13 +206,13 @@ class _MarkedProcesses:
 
     Args:
         sandbox_id: the value of their mark.
-        sessions: sessions of its tool servers, whose children have the mark only once they run a program.
+        servers: its stopped tool servers, whose children have the mark only once they run a program.
         reapers: processes that adopt processes of the sandbox whose parents have exited.
     """
 
-    def __init__(self, sandbox_id: str, sessions: Set[int], reapers: Set[int]) -> None:
+    def __init__(self, sandbox_id: str, servers: Set[int], reapers: Set[int]) -> None:
         self._mark = f"{MARK}={sandbox_id}".encode()
-        self._sessions = sessions
+        self._servers = servers
         self._reapers = reapers
         #: Pid, and inode in /proc, of processes that need no second check: without the mark, or exited.
         self._others: set[tuple[int, int]] = set()
@@ -230,8 +237,6 @@ class _MarkedProcesses:
 
     def _kill(self, pid: int) -> _Found:
         try:
-            if Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
-                return _Found.NOTHING
             pidfd = os.pidfd_open(pid)  # so that exactly the inspected process is killed
         except (FileNotFoundError, ProcessLookupError):
             return _Found.ENDED
@@ -248,16 +253,19 @@ class _MarkedProcesses:
             os.close(pidfd)
 
     def _classify(self, pid: int) -> _Found:
+        fields = _stat(pid)
+        state, parent, session, flags = fields[0], int(fields[1]), int(fields[3]), int(fields[6])
+        if pid in self._servers:
+            return _Found.NOTHING if state in b"TtZX" else _Found.UNCLEAR
+        if parent in self._servers or session in self._servers:
+            return _Found.MARKED
         environ = _environment(pid)
         if self._mark in environ.split(b"\0"):
             return _Found.MARKED
-        fields = _stat(pid)
-        parent, session, flags, env_start, env_end = (int(fields[number]) for number in (1, 3, 6, 47, 48))
-        if session in self._sessions:
-            return _Found.MARKED
         # A process that exits, or is in the middle of `execve`, has no environment. It may get one between
         # the two reads: the bounds of the environment show whether it is empty.
-        if environ or flags & _KERNEL_THREAD or env_start == env_end != 0 or self._is_other(parent):
+        env_start, env_end = _stat(pid)[47:49]
+        if environ or flags & _KERNEL_THREAD or env_start == env_end != b"0" or self._is_other(parent):
             return _Found.NOTHING
         return _Found.UNCLEAR
 

@@ -113,10 +113,17 @@ class Process:
 
     def kill(self) -> None:
         """Send SIGKILL; does nothing if the process has exited."""
+        self._send(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Send SIGSTOP; does nothing if the process has exited."""
+        self._send(signal.SIGSTOP)
+
+    def _send(self, number: signal.Signals) -> None:
         if self._ended.is_set():
             return
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self.pidfd, number)
 
     async def wait(self) -> None:
         """Wait until the process has exited."""

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
 FORK_TIMEOUT_S = 30.0
-_END_TIMEOUT_S = 5.0
+#: Seconds for the exit of a template, which kills its descendants first: long, for busy machines.
+_END_TIMEOUT_S = 30.0
 _OUTPUT_LIMIT = 4096
 
 #: Imports the package from the host process's folder, even if another copy is installed, so that a template
@@ -278,10 +279,10 @@ class TemplateProcess:
     async def aclose(self) -> None:
         """Stop the template. Call once; must not be cancelled."""
         self._control.close()
-        if self._wrapper is None:
-            self._process.kill()
+        if self._wrapper is None and self.inner_pid is None:
+            self._process.kill()  # it is importing modules, and has no children
         else:
-            await self._end_wrapped()
+            await self._end_in_order()
         await self._process.wait()
         self._process.close()
         self._child.wait()  # it has exited, and is only reaped here
@@ -289,16 +290,19 @@ class TemplateProcess:
         asyncio.get_running_loop().remove_reader(self._stderr)
         self._stderr.close()
 
-    async def _end_wrapped(self) -> None:
-        """Wait until template and wrapper exit, because the control socket closed; else kill them."""
+    async def _end_in_order(self) -> None:
+        """Wait until template and wrapper exit, because the control socket closed; else kill them.
+
+        A template first kills its descendants, which would survive it otherwise.
+        """
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await self._process.wait()
         except TimeoutError:
+            logger.warning("template %s did not exit within %g s and is killed", self._name, _END_TIMEOUT_S)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    self._child.pid, signal.SIGKILL
-                )  # not reaped yet, so the group is still this process's
+                # Not reaped yet, so the group is still this process's.
+                os.killpg(self._child.pid, signal.SIGKILL)
 
     async def _child_for(self, sandbox_id: str, message: dict[str, Any], fds: list[int]) -> ToolServerProcess:
         """Request a child that gets `fds`, and wait until it is ready."""

@@ -38,6 +38,7 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.filesystem.disk_usage import measure
+from prorl_envs.sandbox.linux.children import kill_children
 from prorl_envs.sandbox.linux.descriptors import (
     close_all_but,
     note_library_descriptors,
@@ -213,8 +214,12 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
                 poll.unregister(fd)
                 servers.pop(fd).close()
     signal.set_wakeup_fd(-1)  # the socket closes when this function returns
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot be another process's
+    if prepared.entries:
+        # Without a pid namespace, the orphans of its tool servers are children of this process too.
+        kill_children()
+    else:
+        for pid in children:  # spawned programs are not among them, and survive
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot be another process's
 
 
 def _init_socket_pair(
