@@ -24,12 +24,11 @@ from pydantic import (
     field_validator,
 )
 
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, expand_user
 
 PREFIX = "PRORL_"
 
-ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
-
+ExpandedPath = Annotated[Path, AfterValidator(expand_user)]
 
 #: Default store of `prorl-envs serve`; and the value that selects a store in memory instead.
 DEFAULT_STORE, IN_MEMORY = Path("runs/service.db"), "memory"
@@ -40,7 +39,7 @@ def _store(value: object) -> object:
         return None
     if isinstance(value, str):
         is_url = value.startswith(("postgresql://", "postgres://"))
-        return SecretStr(value) if is_url else Path(value).expanduser()
+        return SecretStr(value) if is_url else expand_user(value)
     return value
 
 

@@ -24,6 +24,7 @@ never one of these errors. These errors are failures of our infrastructure, and 
 
 from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import ClassVar
 
 #: Maximum names that a hint lists if none is close.
@@ -101,6 +102,22 @@ class ProrlError(Exception):
 
 class InputError(ProrlError):
     """Invalid input from the caller: a task row, a configuration, a request."""
+
+
+def expand_user(path: str | Path) -> Path:
+    """Replace `~` or `~name` at the start of a path by a home directory.
+
+    Raises:
+        InputError: there is no such home directory.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # no such user; or neither HOME nor an entry in /etc/passwd
+        start = Path(path).parts[0]
+        raise InputError(
+            f"{path}: {start} has no home directory",
+            hint=f"set HOME, or write the whole path; for a folder with this name, ./{start}",
+        ) from error
 
 
 class WrongFileType(InputError):

@@ -39,6 +39,23 @@ def test_environment_variables_override_the_file(tmp_path: Path) -> None:
     assert settings.run_dir == Path("/tmp/run")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RUN_DIR", "~x/y"),
+        ("BWRAP", "~x/y"),
+        ("IMAGES__LAYERS_DIR", "~x/y"),
+        ("IMAGES__BASES", "{a: ~x/y}"),
+        ("SERVICE__STORE", "~x/y"),
+        ("SEARCH__CORPUS", "~x/y"),
+    ],
+)
+def test_a_path_in_a_home_that_does_not_exist_is_refused(name: str, value: str) -> None:
+    with pytest.raises(InputError, match="~x/y: ~x has no home directory") as caught:
+        load_settings(None, {f"PRORL_{name}": value})
+    assert "./~x" in caught.value.hint
+
+
 def test_the_token_is_not_printed() -> None:
     settings = load_settings(None, {"PRORL_SERVER__TOKEN": "very-secret-token-here"})
     assert "very-secret" not in repr(settings)

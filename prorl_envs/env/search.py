@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
-from prorl_envs.errors import InputError, ToolError
+from prorl_envs.errors import InputError, ToolError, expand_user
 
 
 class SearchFailed(ToolError):
@@ -68,6 +68,6 @@ class SearchSettings:
             timeout_s = float(found.get("timeout_s", 20.0))
         except ValueError as error:
             raise InputError("setting search.timeout_s: not a number") from error
-        corpus = Path(found["corpus"]).expanduser() if found.get("corpus") else None
+        corpus = expand_user(found["corpus"]) if found.get("corpus") else None
         texts = {key: found[key] for key in ("backend", "url", "key") if key in found}
         return cls(corpus=corpus, timeout_s=timeout_s, **texts)

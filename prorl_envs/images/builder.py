@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.errors import InputError, SandboxError, expand_user
 from prorl_envs.images import digest
 from prorl_envs.images.apptainer import failure, find_program, rights
 from prorl_envs.images.archive import write_layout
@@ -286,7 +286,7 @@ def _base(template: ImageTemplate, stage: BuildStage) -> Source | None:
     if bootstrap in _LOCAL:
         if not origin:
             raise InputError(f"Bootstrap: {bootstrap} needs a From: line")
-        path = template.folder.absolute() / Path(origin).expanduser()
+        path = template.folder.absolute() / expand_user(origin)
         return parse_source(path if bootstrap == "localimage" else f"{bootstrap}:{path}")
     return None
 

@@ -1,10 +1,8 @@
 """Description of an image."""
 
-from pathlib import Path
-
 import msgspec
 
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, expand_user
 from prorl_envs.images.store import ImageStore
 from prorl_envs.sandbox.filesystem.sif import labels, system_partition
 
@@ -20,7 +18,7 @@ def inspect(store: ImageStore, source: str) -> str:
         SandboxError: the file is not a SIF.
     """
     entry = next((entry for entry in store.entries() if entry.id == source), None)
-    path = store.image(entry) if entry else Path(source).expanduser().absolute()
+    path = store.image(entry) if entry else expand_user(source).absolute()
     if not path.is_file():
         raise InputError(f"no such image: {source}", hint="prorl-envs image list")
     partition = system_partition(path)

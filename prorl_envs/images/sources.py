@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, expand_user
 from prorl_envs.sandbox.filesystem.sif import is_sif
 
 REMOTE_SCHEMES = ("docker", "oras", "library")
@@ -76,11 +76,11 @@ def parse_source(text: str | Path | None) -> Source:
             return _remote(text, scheme[1])
         prefix = _PREFIX.fullmatch(text)
         if prefix and prefix[1] in set(SourceKind) - {SourceKind.HOST, SourceKind.REMOTE}:
-            path = Path(prefix[2]).expanduser().absolute()
+            path = expand_user(prefix[2]).absolute()
             if not path.exists():
                 raise InputError(f"no such image: {path}")
             return Source(SourceKind(prefix[1]), str(path))
-    path = Path(text).expanduser().absolute()
+    path = expand_user(text).absolute()
     return Source(_kind_of(path), str(path))
 
 

@@ -3,11 +3,10 @@
 import logging
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from prorl_envs.config import Settings
 from prorl_envs.env.node import default_cache_dir
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, expand_user
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.sources import Source, parse_source
 from prorl_envs.images.store import ImageStore
@@ -36,7 +35,7 @@ def image_source(name: str | None, variables: Mapping[str, str]) -> Source | Ima
     if not name or name == "host":
         return parse_source(None)
     text = name.removeprefix("file://")
-    path = Path(text).expanduser()
+    path = expand_user(text)
     if path.suffix == ".def" or (_PATH.fullmatch(text) and path.name.lower().startswith("dockerfile")):
         return ImageTemplate.read(path, variables=variables)
     if variables:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, expand_user
 from prorl_envs.images.sources import Source, SourceKind
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.nemo.images import image_source
@@ -243,7 +243,7 @@ def _bind(text: str) -> Mount:
         raise InputError(
             f"not a bind: {text!r}", hint="write SOURCE:TARGET, SOURCE:TARGET:rw or SOURCE:TARGET:overlay"
         )
-    path = Path(source).expanduser()
+    path = expand_user(source)
     if not path.exists():
         raise InputError(f"the bind's source {source} does not exist")
     return Mount(source=path.resolve(), target=target, writable=mode == "rw", overlay=mode == "overlay")

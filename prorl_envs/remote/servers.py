@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 
 from prorl_envs.clock import Clock
-from prorl_envs.errors import EnvironmentFault, InputError, ProrlError, printable
+from prorl_envs.errors import EnvironmentFault, InputError, ProrlError, expand_user, printable
 from prorl_envs.remote.http import RemoteConnection
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class OwnServer(RunningServer):
             await asyncio.shield(asyncio.ensure_future(_stop(process, reading)))
 
     async def _spawn(self, descriptor: int) -> None:
-        python = str((self.python or Path(sys.executable)).expanduser())
+        python = str(expand_user(self.python or sys.executable))
         names = (*_ENVIRONMENT, *_OWN_VARIABLES, *self.pass_env)
         self._lines.clear()
         try:
@@ -191,12 +191,12 @@ class OwnServer(RunningServer):
 
     def _configuration(self) -> dict[str, Any]:
         """Return the configuration to send. If `config` is not a file here, NeMo Gym's folder has it."""
-        config = Path(self.config).expanduser()
+        config = expand_user(self.config)
         return {
             "config": str(config.resolve()) if config.is_file() else self.config,
             "instance": self.instance,
             "overrides": dict(self.overrides),
-            "roots": [str(root.expanduser().resolve()) for root in self.roots],
+            "roots": [str(expand_user(root).resolve()) for root in self.roots],
             "parent": os.getpid(),
         }
 

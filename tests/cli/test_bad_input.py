@@ -31,6 +31,13 @@ from tests.cli.conftest import Cli, FastCli
         (("compare", "binary", "file"), "binary is a binary file, not results"),
         (("demo", "--config", "none.yaml"), "none.yaml: cannot be read"),
         (("serve", "--llm", "nonsense"), "not the URL of a model server"),
+        (("serve", "--llm", "http://a/v1", "--store", "~x/s.db"), "~x/s.db: ~x has no home directory"),
+        (("demo", "--config", "homeless.yaml"), "~x/y: ~x has no home directory"),
+        (("image", "build", "~x"), "~x: ~x has no home directory"),
+        (
+            ("image", "build", "folder", "--file", "folder/Dockerfile", "--base", "a=~x/b"),
+            "~x/b: ~x has no home directory",
+        ),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else "",
 )
@@ -39,8 +46,10 @@ def test_a_mistake_is_one_clear_error(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "binary").write_bytes(b"\x7fELF\x02\x01\x01\x00")
+    (tmp_path / "homeless.yaml").write_text("cache_dir: ~x/y")
     (tmp_path / "wrong.yaml").write_text("service: {init: 0}")
     (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
+    (tmp_path / "folder" / "Dockerfile").write_text("FROM a")
     row = '{"id": "a", "instruction": "b", "checks": [{"type": "file_absent", "path": "x"}]}'
     (tmp_path / "row.jsonl").write_text(row)
     done = fast_cli(*arguments)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from prorl_envs.cli.options import ConfigOption, JsonOption, settings_of
 from prorl_envs.cli.output.console import err, out, plain, print_json
-from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.errors import InputError, SandboxError, expand_user
 from prorl_envs.images.modes import ImageMode
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def build(
     The layers of a Dockerfile are stored in the store of layers. Other sources become a SIF file, which needs
     Apptainer.
     """
-    path = Path(source).expanduser()
+    path = expand_user(source)
     if file is not None or (path / "Dockerfile").is_file():
         from prorl_envs.app.run_loop import run
         from prorl_envs.cli.commands.dockerfile_build import build_dockerfile
@@ -153,7 +153,7 @@ def _build_sif(
 ) -> None:
     from prorl_envs.images.template import ImageTemplate
 
-    path = Path(source).expanduser()
+    path = expand_user(source)
     image_source: str | ImageTemplate = source
     if path.suffix == ".def" or path.name.lower().startswith("dockerfile"):
         image_source = ImageTemplate.read(path, name=name, version=version, variables=variables)
@@ -174,7 +174,7 @@ def _pairs(option: str, values: list[str] | None) -> dict[str, str]:
 
 
 def _paths(option: str, values: list[str] | None) -> dict[str, Path]:
-    return {key: Path(text).expanduser() for key, text in _pairs(option, values).items()}
+    return {key: expand_user(text) for key, text in _pairs(option, values).items()}
 
 
 @image.command()

@@ -191,7 +191,7 @@ def test_a_full_base_is_named_with_a_remedy(run_dir: Path, option: str, name: st
     base = run_dir / "full"
     base.mkdir()
     mount = f'mount -t tmpfs -o {option} none {base} && exec "$@"'
-    program = [sys.executable, "-W", "ignore", "-c", FULL, base, name]
+    program = [sys.executable, "-W", "ignore", "-c", FULL, str(base), name]
     done = subprocess.run(
         ["unshare", "-U", "-r", "-m", "sh", "-c", mount, "", *program],
         capture_output=True,
