@@ -5,7 +5,8 @@
             return RolloutGenerator("http://127.0.0.1:8600", "bash", end_token=tokenizer.eos_token_id)
 
 SkyRL requires a number as every reward. An episode that cannot be trained on gets the mean of its group and a
-mask of 0, so it does not affect the advantages of others. Inputs and outputs are dicts, so `skyrl` is not imported.
+mask of 0, so it does not affect the advantages of others. Inputs and outputs are dicts, so `skyrl` is not
+imported.
 """
 
 import asyncio

@@ -94,7 +94,8 @@ class TrlRollouts:
         Returns:
             `prompt_ids`, `completion_ids`, `logprobs`, `env_mask`: for each prompt a list with a value per
                 token. `reward` (None without one, or without tokens to train on), `status`, `stop_reason`,
-                `turns`, `job_id`, `weight_version`: one value for each prompt, which TRL passes to the reward functions.
+                `turns`, `job_id`, `weight_version`: one value for each prompt, which TRL passes to the reward
+                functions.
 
         Raises:
             InputError: a prompt is not a task. Or, with `reserve`, groups of a step differ in size.
