@@ -25,6 +25,9 @@ SANDBOXED = (
     "tests/images/test_hostile_registries.py::test_a_full_disk",
 )
 
+#: Tests of promises and attacks: one that fails once has failed, so they never run again.
+NEVER_RERUN = ("tests/conformance/", "tests/attacks/")
+
 STDERR = pytest.StashKey[int]()
 
 #: Signals that `nohup` and a shell's `&` make programs ignore, which their children inherit.
@@ -73,8 +76,10 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that need an optional program as thorough, before `-m` selects."""
+    """Mark tests that need an optional program as thorough, before `-m` selects, and those that run once."""
     for item in items:
+        if item.nodeid.startswith(NEVER_RERUN):
+            item.add_marker(pytest.mark.flaky(reruns=0))
         if without_sandboxes() and item.nodeid.startswith(SANDBOXED):
             item.add_marker(pytest.mark.skip(reason=without_sandboxes()))
         needs = set(getattr(item, "fixturenames", ()))

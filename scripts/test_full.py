@@ -29,6 +29,8 @@ GRACE_S = 30
 
 _SUMMARY = re.compile(r"^=+ .*\bin \d+\.\d+s.*=+$", re.MULTILINE)
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|rerun)\b")
+#: The line of conftest.py before the failure of a test that ran again.
+_RERUN = re.compile(r"^_+ ran again: (.+) \(\w+\) _+$", re.MULTILINE)
 _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.MULTILINE)
 
 #: Parts for the thorough tests of some directories. The part "rest" runs the tests of all other directories.
@@ -72,6 +74,7 @@ class Outcome:
     Attributes:
         tree: git's id of the tested files, or "" if there were uncommitted changes.
         skips: reasons of skipped tests, and the number of tests for each.
+        reruns: tests that ran again, each as often as it did.
     """
 
     part: str
@@ -85,6 +88,7 @@ class Outcome:
     date: str
     tree: str
     skips: dict[str, int]
+    reruns: list[str]
 
 
 def thorough(paths: str) -> Part:
@@ -260,6 +264,7 @@ def run(name: str, part: Part, scratch: Path, out: Path, tree: str = "") -> Outc
         date=date,
         tree=tree,
         skips=skips_of(text),
+        reruns=_RERUN.findall(text),
     )
     print(f"   {outcome.result}, {duration} s", flush=True)
     return outcome
@@ -307,7 +312,7 @@ def result(status: int | None, counts: Counter[str] | None, limit_s: int) -> str
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Format the results as Markdown, with the reasons of skipped tests below."""
+    """Format the results as Markdown, with the tests that ran again and the reasons of skipped tests below."""
     lines = [
         "| part | result | passed | failed | rerun | skipped | duration | date |",
         "|---|---|---|---|---|---|---|---|",
@@ -317,6 +322,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
         counts = ["-" if count is None else str(count) for count in numbers]
         duration = f"{row.duration_s // 60}:{row.duration_s % 60:02}"
         lines.append(f"| {' | '.join([row.part, row.result, *counts, duration, row.date])} |")
+    reruns = [f"- {row.part}: `{test}`" for row in outcomes for test in row.reruns]
+    if reruns:
+        lines += ["", "Ran again:", "", *reruns]
     reasons = [f"- {row.part}: {n} × {reason}" for row in outcomes for reason, n in row.skips.items()]
     if reasons:
         lines += ["", "Skipped:", "", *reasons]

@@ -71,6 +71,12 @@ def test_reasons_of_skips_are_listed_with_their_numbers(full: ModuleType, tmp_pa
     assert "- a: 4 × PostgreSQL is not installed" in full.table([outcome])
 
 
+def test_each_test_that_ran_again_is_named(full: ModuleType, tmp_path: Path) -> None:
+    line = "____ ran again: tests/a.py::test_one[x (y) z] (call) ____"
+    outcome = full.run("a", full.Part(f"echo '{line}'", 30), tmp_path, tmp_path)
+    assert "- a: `tests/a.py::test_one[x (y) z]`" in full.table([outcome])
+
+
 def test_only_parts_that_passed_on_the_same_files_are_left_out(full: ModuleType, tmp_path: Path) -> None:
     good = full.run("a", full.Part("true", 30, pytest=False), tmp_path, tmp_path, "tree")
     bad = full.run("b", full.Part("false", 30, pytest=False), tmp_path, tmp_path, "tree")

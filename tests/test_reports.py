@@ -39,6 +39,14 @@ def test_the_failure_of_a_repeated_test_is_shown(pytester: pytest.Pytester) -> N
     assert "ran again: test_one.py::test_sometimes" in report and "the first try" in report
 
 
+@pytest.mark.parametrize("folder", ["attacks", "conformance/sabotage"])
+def test_promises_and_attacks_are_not_repeated(pytester: pytest.Pytester, folder: str) -> None:
+    path = pytester.path / "tests" / folder
+    path.mkdir(parents=True)
+    (path / "test_two.py").write_text(FLAKY)
+    run(pytester, "", "--reruns", "2").assert_outcomes(failed=1)
+
+
 NEEDS = """
 @pytest.fixture
 def chromium(): pass
