@@ -312,7 +312,7 @@ def result(status: int | None, counts: Counter[str] | None, limit_s: int) -> str
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Format the results as Markdown, with the tests that ran again and the reasons of skipped tests below."""
+    """Format the results as Markdown, then the tests that ran again and the reasons of skipped tests."""
     lines = [
         "| part | result | passed | failed | rerun | skipped | duration | date |",
         "|---|---|---|---|---|---|---|---|",
