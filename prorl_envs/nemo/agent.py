@@ -39,7 +39,6 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, job_
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.result_router import ResultRouter
 from prorl_envs.tools.types import JsonObject
-from prorl_envs.trainers.rows import training_reward
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
             verdict = graded(
                 Grade(reward=result.reward, components=result.components, evidence=result.evidence)
             )
-            verdict["mask_sample"] = training_reward(result) is None
+            verdict["mask_sample"] = result.mask_sample
         params = body.responses_create_params
         response = {
             "id": f"resp-{result.job_id}",
