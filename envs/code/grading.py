@@ -46,7 +46,12 @@ _OVERHEAD_S = 30.0
 _EVIDENCE_CHARS = 500
 #: Maximum processes of a solution; and how many of them together may use the full memory limit of a process.
 _PROCESSES, _PROCESSES_MEMORY = 128, 4
-_ENV = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ENV = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONINTMAXSTRDIGITS": "50000",  # as LiveCodeBench's; Python's own limit is 4,300 digits
+}
 _PYTHON = ("python3", "-s", "-P", "-c")
 
 _CHECKER = """
