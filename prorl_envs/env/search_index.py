@@ -158,7 +158,7 @@ def _find(path: Path, query: str, limit: int) -> list[Hit]:
     words = [f'"{word}"' for word in _WORD.findall(query)[:MAX_WORDS]]
     if not words:
         return []
-    database = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
     try:
         database.set_progress_handler(lambda: 1, _STEPS)
         found = database.execute(

@@ -1,6 +1,7 @@
 """The search tool: the index, and web services replaced by a server on loopback."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -194,3 +195,9 @@ async def test_settings_are_read_from_variables() -> None:
     for wrong in ({"PRORL_SEARCH__KYE": "k"}, {"PRORL_SEARCH__TIMEOUT_S": "soon"}):
         with pytest.raises(InputError, match="search"):
             SearchSettings.from_environ(wrong)
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b", "a b"])
+async def test_the_cache_may_have_any_name(corpus: Path, tmp_path: Path, name: str) -> None:
+    assert await IndexSearch(corpus, tmp_path / name).search("ants", 5)
+    assert sorted(os.listdir(tmp_path)) == sorted(["corpus", name])  # noqa: PTH208
