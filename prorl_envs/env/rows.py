@@ -1,5 +1,6 @@
 """Reader for task data: JSON lines, one JSON array, or Parquet; errors name file, line and field."""
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from prorl_envs.env.base import Task
 from prorl_envs.env.directories import directory_rows
 from prorl_envs.env.file_kinds import FileKind, kind_of, wrong_file
-from prorl_envs.env.parquet import parquet_rows
+from prorl_envs.env.parquet import Unreadable, parquet_rows, readable
 from prorl_envs.errors import InputError
 
 #: Maximum bytes of one line of a data file, and maximum rows of one file.
@@ -40,9 +41,11 @@ def validate_row[TaskT: Task](task_type: type[TaskT], row: Mapping[str, Any]) ->
 
 
 def _input_error(task_type: type[Task], error: ValidationError) -> InputError:
-    first, *others = error.errors(include_url=False, include_input=False)
+    first, *others = error.errors(include_url=False)
     field = ".".join(str(part) for part in first["loc"]) or "row"
     more = f" (and {len(others)} more)" if others else ""
+    if isinstance(first["input"], Unreadable):
+        return InputError(f"{field}: {first['input'].problem}", hint=first["input"].hint)
     if first["type"] == "extra_forbidden":
         hint = f"the fields of a row are: {', '.join(task_type.model_fields)}"
     else:
@@ -64,7 +67,7 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
     """
     tasks: list[TaskT] = []
     line_of: dict[str, int] = {}
-    for number, row in rows(path):
+    for number, row in _rows(path):
         try:
             task = load(row)
         except InputError as error:
@@ -87,6 +90,11 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         InputError: as `read_tasks`; or the extra `parquet` is needed and not installed.
     """
+    return ((number, readable(row)) for number, row in _rows(path))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield rows like `rows`, but with the unreadable values of Parquet files."""
     try:
         kind = kind_of(path)
         if path.is_dir() and (tasks := list(directory_rows(path))):
@@ -104,7 +112,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
-        if file.peek().lstrip().startswith(b"["):
+        if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from _array_rows(path, file.read(MAX_ARRAY_BYTES + 1))
             return
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):

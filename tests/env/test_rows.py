@@ -1,5 +1,6 @@
 """Reading of data files; every error names file, line and field."""
 
+import codecs
 import datetime
 import decimal
 import json
@@ -101,7 +102,7 @@ def test_an_error_in_parquet_is_located_by_its_row(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"tasks.parquet:2: extra: "):
         read_tasks(lambda row: validate_row(Task, row), file)
     with pytest.raises(InputError, match=r"tasks.parquet:1: id: a value of type bytes"):
-        list(rows(parquet(tmp_path, {**good, "id": b"a"})))
+        read_tasks(lambda row: validate_row(Task, row), parquet(tmp_path, {**good, "id": b"a"}))
     with pytest.raises(InputError, match=r"tasks.parquet:1: row: longer"):
         list(rows(parquet(tmp_path, {**good, "instruction": "x" * MAX_LINE_BYTES})))
 
@@ -132,3 +133,73 @@ def test_task_directories_with_links_or_large_files_are_refused(tmp_path: Path) 
     (tmp_path / "big").write_bytes(b"\0" * (9 << 20))
     with pytest.raises(InputError, match="more than"):
         list(directory_rows(tmp_path))
+
+
+def narrow(kind: str, *values: Any) -> Any:
+    return pyarrow.array(values, getattr(pyarrow, kind)())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([decimal.Decimal(12345678901234567890123), decimal.Decimal(-7)], [12345678901234567890123, -7]),
+        (
+            [decimal.Decimal("0.12345678901234567890"), decimal.Decimal("0.5")],
+            ["0.12345678901234567890", 0.5],
+        ),
+        ([{"x": [decimal.Decimal(2**70)]}], [{"x": [2**70]}]),
+        (narrow("float32", 0.1, 16777216.0, 3e38), [0.1, 16777216.0, 3e38]),
+        (pyarrow.array([[0.1]], pyarrow.list_(pyarrow.float32())), [[0.1]]),
+        (narrow("float16", 0.1, 65504.0, float("inf")), [0.1, 65504.0, float("inf")]),
+        (narrow("uint64", 2**64 - 1), [2**64 - 1]),
+        ([datetime.date(2024, 5, 6)], ["2024-05-06"]),
+        ([{"expected": None, "other": None}], [{"expected": None}]),
+        (pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int8())), [{"a": 1}]),
+    ],
+)
+def test_values_of_parquet_are_exact(tmp_path: Path, values: Any, expected: list[Any]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"v": values}), tmp_path / "tasks.parquet")
+    found = [row["v"] for _, row in rows(tmp_path / "tasks.parquet")]
+    assert json.dumps(found) == json.dumps(expected)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [b"a", b"b"],
+        [datetime.timedelta(1)] * 2,
+        pyarrow.array([[("a", 1), ("a", 2)]] * 2, pyarrow.map_(pyarrow.string(), pyarrow.int8())),
+    ],
+)
+def test_columns_without_a_form_in_json_may_be_unused(
+    tmp_path: Path, values: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tasks.parquet"
+    texts = {"id": ["a", "b"], "instruction": ["x", "y"]}
+    pyarrow.parquet.write_table(pyarrow.table({**texts, "image": values}), file)
+    assert [row for _, row in rows(file)] == [
+        {"id": "a", "instruction": "x"}, {"id": "b", "instruction": "y"}
+    ]  # fmt: skip
+    assert caplog.text.count("column image: left out") == 1
+    used = {**texts, "instruction": values}
+    pyarrow.parquet.write_table(pyarrow.table(used), file)
+    with pytest.raises(InputError, match=r":1: instruction: a value of type "):
+        read_tasks(lambda row: validate_row(Task, row), file)
+
+
+def test_only_the_nested_part_without_a_form_in_json_is_left_out(tmp_path: Path) -> None:
+    given = {"prompt": [{"content": "x", "image": {"bytes": b"a", "path": "p"}}], "images": [b"a"]}
+    [(_, row)] = rows(parquet(tmp_path, given))
+    assert row == {"prompt": [{"content": "x", "image": {"path": "p"}}], "images": [None]}
+
+
+@pytest.mark.parametrize("text", ['[{"id": "a"}]', ' \n[{"id": "a"}]', '{"id": "a"}\n'])
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.json").write_bytes(codecs.BOM_UTF8 + text.encode())
+    assert [row for _, row in rows(tmp_path / "t.json")] == [{"id": "a"}]
+
+
+def test_utf_16_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"id": "a"}\n', "utf-16")
+    with pytest.raises(InputError, match="a binary file, not task rows"):
+        list(rows(tmp_path / "t.jsonl"))
