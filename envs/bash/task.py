@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from prorl_envs.env.base import Task
 from prorl_envs.env.scoring import CheckModel, Scoring, check_names
-from prorl_envs.env.task_files import RelativePath, TaskFile, Text, contents, encodable
+from prorl_envs.env.task_files import Files, RelativePath, Text, contents, encodable
 
 #: Maximum total size of a task's initial files, in bytes.
 MAX_FILES_BYTES = 8 * 2**20
@@ -93,7 +93,7 @@ class TestsCheck(CheckModel):
     """
 
     type: Literal["tests"]
-    files: dict[RelativePath, Text | TaskFile] = Field(min_length=1, max_length=500)
+    files: Files = Field(min_length=1, max_length=500)
     command: Script
     reward: Annotated[str, Field(pattern=r"^/logs/verifier/[\w.-]+$")] | None = None
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
@@ -118,7 +118,7 @@ class BashTask(Task):
     """
 
     workdir: Workdir = "/workspace"
-    files: dict[RelativePath, Text | TaskFile] = Field(default_factory=dict, max_length=1000)
+    files: Files = Field(default_factory=dict, max_length=1000)
     requires: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=100)], ...] = ()
     setup: Annotated[str, Field(max_length=100_000), AfterValidator(encodable)] = ""
     checks: tuple[Check, ...] = Field(min_length=1, max_length=200)

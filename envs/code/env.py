@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from prorl_envs.env.base import Grade
+from prorl_envs.env.columns import without_nulls
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.env.scoring import CheckResult, score
 from prorl_envs.env.words import last_code
@@ -35,7 +36,7 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> CodeTask:
-        return super().load(convert_row(row))
+        return super().load(convert_row(without_nulls(row)))
 
     def sandbox_spec(self, task: CodeTask) -> SandboxSpec:
         return python_spec()

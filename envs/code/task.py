@@ -4,9 +4,10 @@ import ast
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from prorl_envs.env.base import Task
+from prorl_envs.env.columns import RowModel
 from prorl_envs.env.scoring import Scoring
 
 #: Maximum bytes of a solution that is graded.
@@ -37,18 +38,14 @@ class ValueRule(StrEnum):
     UNORDERED = "unordered"
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StdioCase(_Model):
+class StdioCase(RowModel):
     """Input of the program, and its expected output."""
 
     input: str
     output: str = ""
 
 
-class StdioTests(_Model):
+class StdioTests(RowModel):
     """Tests of a program that reads stdin and prints to stdout.
 
     Args:
@@ -76,7 +73,7 @@ class StdioTests(_Model):
         return self
 
 
-class FunctionCase(_Model):
+class FunctionCase(RowModel):
     """One call, and its expected result; the results in `alternatives` are also right."""
 
     args: tuple[Any, ...] = ()
@@ -85,7 +82,7 @@ class FunctionCase(_Model):
     alternatives: tuple[Any, ...] = ()
 
 
-class FunctionTests(_Model):
+class FunctionTests(RowModel):
     """Tests of a function, or of a method of the class `Solution`.
 
     Args:
@@ -105,7 +102,7 @@ class FunctionTests(_Model):
     abs_tol: Tolerance = 1e-6
 
 
-class ScriptCase(_Model):
+class ScriptCase(RowModel):
     """Test code, which passes if it raises nothing. If it defines `check`, `check(function)` is called."""
 
     code: Source = Field(min_length=1)
@@ -116,7 +113,7 @@ class ScriptCase(_Model):
         return self
 
 
-class ScriptTests(_Model):
+class ScriptTests(RowModel):
     """Tests by code that calls the solution's functions.
 
     The test code and the solution run in separate processes. Arguments and results are transferred as plain
@@ -143,7 +140,7 @@ class ScriptTests(_Model):
 type Tests = Annotated[StdioTests | FunctionTests | ScriptTests, Field(discriminator="type")]
 
 
-class CaseLimits(_Model):
+class CaseLimits(RowModel):
     """Limits of the solution; all but `total_s` are per case.
 
     Args:

@@ -6,8 +6,11 @@ from pydantic import Field, model_validator
 
 from prorl_envs.env.answers import same_expression
 from prorl_envs.env.base import Task
+from prorl_envs.env.columns import WITHOUT_NULLS
 from prorl_envs.env.scoring import CheckModel, Scoring, check_names
 
+type _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+type _FileText = Annotated[str, Field(max_length=4_000_000)]
 type Number = Annotated[float, Field(allow_inf_nan=False)]
 #: Source of an answer: the finish call, a variable of the session, or a file of the workspace.
 type Source = Annotated[
@@ -96,10 +99,7 @@ class IPythonTask(Task):
         scoring: `all` (default): 1 if every check passes, else 0; `weighted`: share of passed weights.
     """
 
-    files: dict[
-        Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")],
-        Annotated[str, Field(max_length=4_000_000)],
-    ] = Field(default_factory=dict, max_length=100)
+    files: Annotated[dict[_FileName, _FileText], WITHOUT_NULLS] = Field(default_factory=dict, max_length=100)
     setup: str = Field(default="", max_length=100_000)
     checks: tuple[Check, ...] = Field(min_length=1, max_length=50)
     scoring: Scoring = Scoring.ALL

@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from prorl_envs.env.base import Grade
+from prorl_envs.env.columns import without_nulls
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.words import bare, stated
 from prorl_envs.envs.math.answers import MAX_CHARS, quick, unfinished
@@ -65,7 +66,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> MathTask:
-        return super().load(convert_row(row))
+        return super().load(convert_row(without_nulls(row)))
 
     @classmethod
     def unavailable(cls, task: MathTask) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.env.base import Grade, Message, Prompt
+from prorl_envs.env.columns import without_nulls
 from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.env.search import Hit
@@ -84,7 +85,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> StemTask:
-        return super().load(convert_row(row))
+        return super().load(convert_row(without_nulls(row)))
 
     def prompt(self, task: StemTask) -> Prompt:
         choices = "".join(f"\n{letter}. {text}" for letter, text in task.lettered)

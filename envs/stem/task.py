@@ -2,27 +2,24 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from prorl_envs.env.base import Task
+from prorl_envs.env.columns import RowModel
 
 type Text = Annotated[str, Field(min_length=1, max_length=4_000)]
 #: The letters of choices.
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ChoiceAnswer(_Answer):
+class ChoiceAnswer(RowModel):
     """The letter of one of the choices."""
 
     type: Literal["choice"]
     value: Annotated[str, Field(pattern="^[A-Z]$")]
 
 
-class NumberAnswer(_Answer):
+class NumberAnswer(RowModel):
     """A number, within either tolerance, optionally followed by one of the `units`."""
 
     type: Literal["number"]
@@ -32,7 +29,7 @@ class NumberAnswer(_Answer):
     units: tuple[Annotated[str, Field(min_length=1, max_length=40)], ...] = ()
 
 
-class TextAnswer(_Answer):
+class TextAnswer(RowModel):
     """One of these texts; letter case, articles and white space do not count."""
 
     type: Literal["text"]

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -19,7 +18,7 @@ from pydantic import (
 )
 
 from prorl_envs.env.base import ReferenceCall, Task
-from prorl_envs.env.columns import decoded
+from prorl_envs.env.columns import RowModel, decoded
 from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.foreign import missing
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER, normalised
@@ -70,7 +69,7 @@ TestName = Annotated[str, Field(min_length=1, max_length=10_000)]
 Tests = Annotated[tuple[TestName, ...], Field(max_length=100_000), BeforeValidator(_json_list)]
 
 
-class EnvironmentSpec(BaseModel):
+class EnvironmentSpec(RowModel):
     """Recipe to rebuild an instance without its image.
 
     Args:
@@ -84,8 +83,6 @@ class EnvironmentSpec(BaseModel):
         release_tag: tag for the commit, if the package computes its version from git.
         default_route: whether tests need connections to other hosts to time out, instead of being refused.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pythons: tuple[Minor, ...] = Field(min_length=1, max_length=20)
     sdist: Pin
@@ -121,7 +118,7 @@ class SwebenchTask(Task):
         environment: recipe to rebuild the instance without an image; may be JSON text.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     dataset: str = Field(max_length=50)
     id: str = Field(

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from prorl_envs.env.task_files import RelativePath, TaskFile, Text
+from prorl_envs.env import task_files
+from prorl_envs.env.columns import RowModel
 from prorl_envs.envs.terminal import harbor, terminal_bench
 from prorl_envs.envs.terminal.files import Files, first_problem
 from prorl_envs.envs.terminal.task import TerminalTask
@@ -14,11 +15,9 @@ from prorl_envs.errors import InputError
 _HINT = 'a row is {"id": ..., "directory": {PATH: TEXT}}; give a folder of tasks to read them from files'
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Row(RowModel):
     id: str = Field(min_length=1, max_length=200)
-    directory: dict[RelativePath, Text | TaskFile] = Field(max_length=1000)
+    directory: task_files.Files = Field(max_length=1000)
 
 
 def task_of(row: Mapping[str, Any]) -> TerminalTask:

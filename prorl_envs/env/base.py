@@ -14,10 +14,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from prorl_envs.env.columns import WITHOUT_NULLS, RowModel
 from prorl_envs.env.node import Node
 from prorl_envs.errors import EnvironmentFault, GraderError
 from prorl_envs.strict_json import json_problem
@@ -27,16 +28,14 @@ from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 type Message = dict[str, Any]
 
 
-class ReferenceCall(BaseModel):
+class ReferenceCall(RowModel):
     """One tool call of a reference solution."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     tool: str
-    arguments: dict[str, Any]
+    arguments: Annotated[dict[str, Any], WITHOUT_NULLS]
 
 
-class Task(BaseModel):
+class Task(RowModel):
     """One task of a family; subclasses add fields. Unknown fields are refused.
 
     Args:
@@ -46,8 +45,6 @@ class Task(BaseModel):
             shown to the agent, never in the sandbox.
         reference_answer: final answer of the reference after its calls, if the grader judges answers.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(min_length=1, max_length=200)
     instruction: str = Field(min_length=1)

@@ -1,10 +1,39 @@
-"""Columns that public data sets have in common: chat messages and objects, possibly as JSON texts."""
+"""Columns that public data sets have in common: chat messages, objects as JSON texts, nulls for nothing."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
 from prorl_envs.errors import InputError
+
+
+def without_nulls(value: Any) -> Any:
+    """Return an object without its nulls, which readers of tables write for fields that a row lacks; return
+    any other value unchanged."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: item for key, item in value.items() if item is not None}
+
+
+#: Annotation of an object whose values are never null.
+WITHOUT_NULLS = BeforeValidator(without_nulls)
+
+
+class RowModel(BaseModel):
+    """Base of the models of a row and its parts. Unknown fields are refused. A null is no field, unless the
+    field is required: then it may be a value, such as the expected result of a call."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, row: Any) -> Any:
+        if not isinstance(row, Mapping):
+            return row
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in row.items() if value is not None or name in required}
 
 
 def decoded(value: Any) -> Any:

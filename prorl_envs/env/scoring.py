@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from prorl_envs.env.base import Grade
+from prorl_envs.env.columns import RowModel
 from prorl_envs.tools.types import JsonObject
 
 
@@ -17,15 +18,13 @@ class Scoring(StrEnum):
     WEIGHTED = "weighted"
 
 
-class CheckModel(BaseModel):
+class CheckModel(RowModel):
     """Common fields of the checks of all families.
 
     Args:
         name: name in the evidence; by default position and type of the check.
         weight: weight of the check for weighted scoring, > 0.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(default="", max_length=100)
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)

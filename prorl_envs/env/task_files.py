@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+
+from prorl_envs.env.columns import WITHOUT_NULLS, RowModel
 
 
 def _inside(path: str) -> str:
@@ -29,7 +31,7 @@ RelativePath = Annotated[str, Field(min_length=1, max_length=1000), AfterValidat
 Text = Annotated[str, Field(max_length=1_000_000), AfterValidator(encodable)]
 
 
-class TaskFile(BaseModel):
+class TaskFile(RowModel):
     """File that is binary or executable.
 
     Args:
@@ -37,8 +39,6 @@ class TaskFile(BaseModel):
         base64: content as base64; None if `text` is given.
         executable: True sets the execute permission.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     text: Text | None = None
     base64: str | None = Field(default=None, max_length=8_000_000)
@@ -58,6 +58,9 @@ class TaskFile(BaseModel):
         if self.base64 is not None:
             return base64.b64decode(self.base64, validate=True)
         return (self.text or "").encode()
+
+
+Files = Annotated[dict[RelativePath, Text | TaskFile], WITHOUT_NULLS]
 
 
 def content_of(file: str | TaskFile) -> tuple[bytes, bool]:

@@ -7,7 +7,7 @@ import pytest
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.envs.code.env import CodeEnvironment
-from prorl_envs.errors import GraderError
+from prorl_envs.errors import GraderError, InputError
 from prorl_envs.tools.types import ToolCall
 
 DOUBLE: dict[str, Any] = {
@@ -368,3 +368,53 @@ async def test_code_in_the_last_answer_counts_if_no_file_was_written(node: Node)
         await env.init(CodeEnvironment.load(row))
         env.on_transcript([{"role": "assistant", "content": said}])
         assert (await env.eval()).reward == 1.0
+
+
+DIGITS = "1" + "0" * 4_999 + "7"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("tests", "source"),
+    [
+        (
+            {"type": "stdio", "cases": [{"input": "5000\n", "output": DIGITS}]},
+            "print(10 ** int(input()) + 7)",
+        ),
+        (
+            {"type": "stdio", "cases": [{"input": DIGITS, "output": "7"}]},
+            "print(int(input()) % 10)",
+        ),
+        (
+            {"type": "script", "functions": ["f"], "cases": [{"code": "assert len(str(f(5000))) == 5001"}]},
+            "def f(n): return int(str(10 ** n + 7))",
+        ),
+        (
+            {
+                "type": "stdio",
+                "cases": [{"input": "", "output": DIGITS}],
+                "checker": "def check(input, output, expected): return int(output) == int(expected)",
+            },
+            "print(f'{10 ** 5000 + 7}')",
+        ),
+    ],
+)
+async def test_integers_may_have_more_digits_than_pythons_limit(
+    node: Node, tests: dict[str, Any], source: str
+) -> None:
+    assert (await play(node, tests, source)).reward == 1.0
+
+
+def test_a_case_without_a_value_is_no_case_with_the_value_null() -> None:
+    tests = {
+        "type": "function",
+        "entry_point": "f",
+        "prelude": None,
+        "cases": [{"args": [1], "expected": None}],
+    }
+    row = {"id": "a", "instruction": "x", "starter": None, "input_output": None, "tests": tests}
+    cases = CodeEnvironment.load(row).tests.cases
+    assert [case.model_dump()["expected"] for case in cases] == [None]
+    tests["cases"] = [{"args": [1]}]
+    with pytest.raises(InputError, match="expected: Field required"):
+        CodeEnvironment.load(row)
