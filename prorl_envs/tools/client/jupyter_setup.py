@@ -12,7 +12,7 @@ from prorl_envs.tools.server import interrupts
 #: messages: otherwise one print of 20 MB would be one message, which is too large for the host.
 SETUP = """
 def _setup(interrupts):
-    import io, os, subprocess, sys
+    import io, logging, os, subprocess, sys, threading
     names = {}
     exec(interrupts, names)
     interrupt_kept, no_running_loop = names["interrupt_kept"], names["no_running_loop"]
@@ -111,6 +111,19 @@ def _setup(interrupts):
     def run_cell_magic(magic_name, line, cell):
         with interrupt_kept():
             return cell_magic_any(magic_name, line, cell)
+
+    kernel_threads = set(thread.ident for thread in threading.enumerate())
+    kernel_threads.discard(threading.current_thread().ident)
+
+    # The kernel's own log is no output of a cell. Its threads log a forged message at any moment, so that the
+    # text would often be in the output of the next cell.
+    class NotOfTheKernel(logging.Filter):
+        def filter(self, record):
+            return record.thread not in kernel_threads
+
+    shell.kernel.log.disabled = True
+    for name in ("asyncio", "tornado.application", "tornado.general"):
+        logging.getLogger(name).addFilter(NotOfTheKernel())
 
     sys.stdout = Bounded(sys.stdout)
     sys.stderr = Bounded(sys.stderr)

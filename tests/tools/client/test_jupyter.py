@@ -220,6 +220,32 @@ async def test_messages_that_break_the_protocol_stop_only_the_session(kernel_box
     assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
 
 
+#: Writes into the connection that ipykernel's debugger has to the kernel itself.
+FORGED_TO_ITSELF = """\
+import os, socket
+own = []
+for fd in range(3, 256):
+    try:
+        peer = socket.socket(fileno=os.dup(fd)).getpeername()
+    except OSError:
+        continue
+    own += [fd] if str(peer).endswith("k-1") else []
+for fd in own:
+    os.write(fd, b"\\0\\0\\0\\x05forged" * 9)
+len(own) > 0
+"""
+
+
+@pytest.mark.anyio
+async def test_no_log_of_the_kernel_is_output_of_a_cell(kernel_box: Toolbox) -> None:
+    """A thread of the kernel logs a forged message at any moment: during this cell, or a later one."""
+    assert (await kernel_box.python(FORGED_TO_ITSELF, timeout_s=T)).text == "True\n"
+    for _ in range(5):
+        assert (await kernel_box.python("6 * 7", timeout_s=T)).text == "42\n"
+    code = "import logging\nlogging.getLogger('tornado.general').error('of the cell')"
+    assert (await kernel_box.python(code, timeout_s=T)).text == "of the cell\n"
+
+
 @pytest.mark.anyio
 async def test_a_jupyter_client_can_attach(kernel_box: Toolbox) -> None:
     await kernel_box.python("x = 41", timeout_s=T)
