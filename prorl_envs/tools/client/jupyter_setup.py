@@ -6,15 +6,16 @@ hostile cell can undo it, but the host's limits still hold.
 
 import inspect
 
-from prorl_envs.tools.server import interrupts
+from prorl_envs.tools.server import cell_streams, interrupts
 
 #: Runs `!command` without a terminal, which would take 0.1 s and alter line ends. Limits the size of
 #: messages: otherwise one print of 20 MB would be one message, which is too large for the host.
 SETUP = """
-def _setup(interrupts):
+def _setup(*sources):
     import io, logging, os, subprocess, sys, threading
     names = {}
-    exec(interrupts, names)
+    for source in sources:
+        exec(source, names)
     interrupt_kept, no_running_loop = names["interrupt_kept"], names["no_running_loop"]
     shell = get_ipython()
     limit = 1 << 20
@@ -41,6 +42,9 @@ def _setup(interrupts):
                 self._waiting = 0
                 self._stream.flush()
             return written
+
+        def close(self):
+            self._stream.flush()
 
         def writelines(self, lines):
             for line in lines:
@@ -80,9 +84,6 @@ def _setup(interrupts):
         status = run(command)
         return -status if status < 0 else status << 8
 
-    def no_input(*args, **kwargs):
-        raise RuntimeError("input() is not available: there is no one to answer")
-
     def stop(process):
         # The interrupt has reached this process too, because it is in the kernel's process group.
         try:
@@ -99,8 +100,11 @@ def _setup(interrupts):
     run_cell_any = shell.run_cell
 
     def run_cell(*args, **kwargs):
-        with no_running_loop():
-            return run_cell_any(*args, **kwargs)
+        try:
+            with no_running_loop():
+                return run_cell_any(*args, **kwargs)
+        finally:
+            streams.settle()
 
     line_magic_any, cell_magic_any = shell.run_line_magic, shell.run_cell_magic
 
@@ -125,8 +129,27 @@ def _setup(interrupts):
     for name in ("asyncio", "tornado.application", "tornado.general"):
         logging.getLogger(name).addFilter(NotOfTheKernel())
 
-    sys.stdout = Bounded(sys.stdout)
-    sys.stderr = Bounded(sys.stderr)
+    def with_own_streams(function):
+        def call(*args, **kwargs):
+            with streams.shown():
+                return function(*args, **kwargs)
+        return call
+
+    own = {"stdout": Bounded(sys.stdout), "stderr": Bounded(sys.stderr)}
+
+    def make(name):
+        return own.get(name) or io.open(0, closefd=False)
+
+    sys.stdin, sys.stdout, sys.stderr = None, own["stdout"], own["stderr"]
+    # The kernel flushes `sys.stdout` before it sends a value or a traceback, and marks only this stream's
+    # output as the running cell's.
+    streams = names["CellStreams"](make, own, names["copy_descriptors"](), shown=())
+    streams.settle()
+    for part, name in (
+        (shell.displayhook, "finish_displayhook"), (shell.display_pub, "publish"),
+        (shell, "showtraceback"), (shell, "showsyntaxerror"), (shell, "set_parent"),
+    ):
+        setattr(part, name, with_own_streams(getattr(part, name)))
     format_any = shell.display_formatter.format
     shell.display_formatter.format = format_bounded
     shell.system = system
@@ -137,11 +160,11 @@ def _setup(interrupts):
     shell.getoutput = getoutput
     shell.run_line_magic = run_line_magic
     shell.run_cell_magic = run_cell_magic
-    shell.kernel.raw_input = shell.kernel.getpass = no_input
+    shell.kernel.raw_input = shell.kernel.getpass = streams.ask
     os.system = os_system  # otherwise its output is not in order with the cell's output
     sys.argv[:] = [""]  # an argument parser in a cell would fail on the kernel's own arguments
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = ["python3"]
 
 """
-SETUP += f"_setup({inspect.getsource(interrupts)!r})\ndel _setup\n"
+SETUP += f"_setup({inspect.getsource(interrupts)!r}, {inspect.getsource(cell_streams)!r})\ndel _setup\n"

@@ -162,8 +162,6 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
         close_all_but([3])
         reopen_libraries()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
         # The kernel is accessible to the sandbox's processes, as one of them; the server is not.
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
         os.chdir(workdir)
@@ -178,5 +176,6 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
     finally:
         error = sys.exception()
         if error is not None:
-            os.write(2, "".join(traceback.format_exception(error)).encode("utf-8", "replace"))
+            # Only the message, because the paths of this package's files are the host's.
+            os.write(2, "".join(traceback.format_exception_only(error)).encode("utf-8", "replace"))
         os._exit(0 if error is None else 1)

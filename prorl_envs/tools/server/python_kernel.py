@@ -17,11 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
@@ -40,6 +41,7 @@ from prorl_envs.tools.protocol.messages import (
     decode_cell,
     encode,
 )
+from prorl_envs.tools.server.cell_streams import CellStreams, copy_descriptors
 from prorl_envs.tools.server.interrupts import interrupt_kept, run_coroutine
 
 CONTROL_FD = 3
@@ -93,6 +95,10 @@ class Displays:
 class _Hook(DisplayHook):
     """Display hook that shows the value of a last expression without a numbered prompt."""
 
+    def __call__(self, result: Any = None) -> None:
+        with _shell(self).streams.shown():
+            super().__call__(result)  # type: ignore[no-untyped-call]
+
     def compute_format_data(self, result: Any) -> Any:
         # Calling every formatter takes a quarter of a short cell's time.
         shell: Any = self.shell
@@ -111,7 +117,7 @@ class _Hook(DisplayHook):
         pass
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        _displays(self).show(format_dict)
+        _shell(self).displays.show(format_dict)
 
     def cull_cache(self) -> None:
         with warnings.catch_warnings(action="ignore"):  # the model would see the warning
@@ -138,15 +144,17 @@ class _Publisher(DisplayPublisher):
     """Display publisher used by `display()`."""
 
     def publish(self, data: Any, metadata: Any = None, source: Any = None, **_: Any) -> None:
-        _displays(self).show(data)
+        shell = _shell(self)
+        with shell.streams.shown():
+            shell.displays.show(data)
 
     def clear_output(self, wait: bool = False) -> None:
         pass
 
 
-def _displays(part: DisplayHook | DisplayPublisher) -> Displays:
+def _shell(part: DisplayHook | DisplayPublisher) -> "CellShell":
     assert isinstance(part.shell, CellShell)
-    return part.shell.displays
+    return part.shell
 
 
 class Transformers(TransformerManager):
@@ -170,6 +178,7 @@ class CellShell(InteractiveShell):
 
     def __init__(self) -> None:
         self.displays = Displays()
+        self.streams = CellStreams(_text_stream, {}, {}, shown=())
         self.exiting = False
         super().__init__(  # type: ignore[no-untyped-call]
             config=Config(HistoryManager={"enabled": False, "hist_file": ":memory:"}),
@@ -199,6 +208,14 @@ class CellShell(InteractiveShell):
         _leave_out_own_frames(value)
         return kind, value, value.__traceback__
 
+    def showtraceback(self, *args: Any, **options: Any) -> None:
+        with self.streams.shown():
+            super().showtraceback(*args, **options)
+
+    def showsyntaxerror(self, *args: Any, **options: Any) -> None:
+        with self.streams.shown():
+            super().showsyntaxerror(*args, **options)  # type: ignore[no-untyped-call]
+
     def should_run_async(self, raw_cell: str, *, transformed_cell: str | None = None, **more: Any) -> bool:
         # The superclass compiles the cell to find out.
         if (
@@ -219,7 +236,8 @@ class CellShell(InteractiveShell):
     def system(self, cmd: str) -> None:
         """Run a `!` command. IPython's own method uses a terminal, takes 0.1 s, alters line ends, and
         continues the cell after an interrupt."""
-        sys.stdout.flush()
+        with self.streams.shown():  # flushes the output so far
+            pass
         command = self.var_expand(cmd, depth=1)  # type: ignore[no-untyped-call]
         status = subprocess.call(command, shell=True, executable=os.environ.get("SHELL"))
         self.user_ns["_exit_code"] = 128 - status if status > 128 else status
@@ -310,11 +328,12 @@ def _import_libraries() -> None:
 def main() -> None:
     """Run cells until the control socket closes. Main function of the forked process."""
     shell = prepare()
-    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        stream = _text_stream(fd, mode)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    builtins.input = getpass.getpass = _no_input
+    copies = copy_descriptors()
+    own = {"stdout": _text_stream("stdout", copies[1]), "stderr": _text_stream("stderr", copies[2])}
+    shell.streams = CellStreams(_text_stream, own, copies, shown=(1, 2))
+    sys.stdin = sys.stdout = sys.stderr = None  # those of the template
+    shell.streams.settle()
+    builtins.input = getpass.getpass = shell.streams.ask
     os.system = _run_system  # type: ignore[assignment]  # typeshed also allows paths of bytes
     # These values name the program of the template, and directories of the host.
     sys.argv[:] = [""]
@@ -328,6 +347,7 @@ def main() -> None:
     while data := control.recv(65536):
         for frame in framer.feed(data):
             reply = _run(shell, decode_cell(frame))
+            shell.streams.settle()
             if os.getpid() != pid:  # the cell forked, and this is the child
                 os._exit(0)
             if shell.exiting:  # the exit of this process is the answer
@@ -336,9 +356,17 @@ def main() -> None:
             control.sendall(encode(reply))
 
 
-def _text_stream(fd: int, mode: str) -> TextIOWrapper:
+class _Buffer(BufferedWriter):
+    """Buffer that stays open: a text stream that a cell wraps around it closes it when it is collected."""
+
+    def close(self) -> None:
+        self.flush()
+
+
+def _text_stream(name: str, fd: int | None = None) -> TextIOWrapper:
+    fd = ("stdin", "stdout", "stderr").index(name) if fd is None else fd
+    raw = open(fd, "rb", closefd=False) if name == "stdin" else _Buffer(FileIO(fd, "w", closefd=False))  # noqa: SIM115
     # Buffered by line, so that stdout and stderr keep their order.
-    raw = open(fd, f"{mode}b", closefd=False)  # noqa: SIM115
     return TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
@@ -347,10 +375,13 @@ def _run(shell: Any, cell: Cell) -> CellDone:
     try:
         result = shell.run_cell(cell.code, store_history=True)
         error = result.error_before_exec or result.error_in_exec
-        sys.stdout.flush()
-        sys.stderr.flush()
     except KeyboardInterrupt as interrupt:  # raised outside IPython's own handlers
         error = interrupt
+    except BaseException as raised:  # noqa: BLE001 - the cell has broken the shell
+        error = raised
+        _leave_out_own_frames(error)
+        with shell.streams.shown():
+            traceback.print_exception(error)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     name = type(error).__name__[:ERROR_NAME_LIMIT] if error is not None else ""
@@ -362,7 +393,3 @@ def _run_system(command: str | bytes | os.PathLike[str]) -> int:
     could only be killed. Return the wait status."""
     status = subprocess.call(command, shell=True, close_fds=False)
     return -status if status < 0 else status << 8
-
-
-def _no_input(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError("input() is not available: there is no one to answer")

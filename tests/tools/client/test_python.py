@@ -105,6 +105,66 @@ async def test_input_is_refused_at_once_with_a_reason(kept: Toolbox, code: str) 
     assert "not" in result.text.splitlines()[-1]
 
 
+#: A usual first line of programs. A kernel's streams have no buffer.
+HEADER = (
+    "if hasattr(sys.stdout, 'buffer'): sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')"
+)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        f"{HEADER}\n{HEADER}\n{HEADER}",
+        "with open('/tmp/f', 'w') as f:\n    sys.stdout = sys.stderr = f\n    print('in the file')",
+        "sys.stdout.close(); sys.stderr.close(); sys.stdin.close()",
+        "sys.__stdout__.close(); sys.__stdout__ = None; sys.stdout = sys.__stdout__",
+        "getattr(sys.stdout, 'buffer', sys.stdout).close()",
+        "sys.stdout = io.StringIO(); sys.stdout.close()",
+        "sys.stdout = io.TextIOWrapper(io.BytesIO()); sys.stdout.detach()",
+        "sys.stdout = sys.stderr = sys.stdin = None",
+        "sys.stdout, sys.stderr = 3, open('/tmp/f', 'wb')",
+        "sys.stdout = open('/dev/full', 'w'); print('lost')",
+        "r, w = os.pipe(); os.close(r); sys.stdout = os.fdopen(w, 'w'); print('lost')",
+        "sys.stdout = sys.stderr = type('Bad', (), {'write': lambda *_: 1 / 0, 'flush': lambda _: exit()})()",
+        "os.closerange(0, 3)",
+        "f = open('/tmp/f', 'w'); os.dup2(f.fileno(), 1); os.dup2(f.fileno(), 2)",
+        "sys.displayhook = sys.excepthook = sys.unraisablehook = lambda *_: 1 / 0",
+    ],
+)
+async def test_no_cell_breaks_the_output_of_later_ones(kept: Toolbox, broken: str) -> None:
+    result = await kept.python(f"import io, os, sys\nkept = 5\n{broken}\n6 * 7", timeout_s=T)
+    if "hook" not in broken:
+        assert result.text.endswith("42\n"), result.text
+    code = "print('o')\nprint('e', file=sys.stderr)\nos.system('echo child')\nkept"
+    lines = (await kept.python(code, timeout_s=T)).text.split()
+    assert sorted(lines) == ["5", "child", "e", "o"]
+    assert "division by zero" in (await kept.python("1 / 0", timeout_s=T)).text
+
+
+async def test_values_and_tracebacks_are_shown_when_print_goes_elsewhere(kept: Toolbox) -> None:
+    result = await kept.python("import io, sys\nsys.stdout = sys.stderr = io.StringIO()\n41 + 1", timeout_s=T)
+    assert result.text.startswith("42\n[sys.stdout was replaced")
+    assert (await kept.python("print('hidden')\n'value'", timeout_s=T)).text == "'value'\n"
+    assert "division by zero" in (await kept.python("1 / 0", timeout_s=T)).text
+    assert "invalid syntax" in (await kept.python("for", timeout_s=T)).text
+    assert "UsageError" in (await kept.python("%nosuch", timeout_s=T)).text
+    code = (
+        "kept = sys.stdout.getvalue()\nsys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__\nprint(kept)"
+    )
+    assert (await kept.python(code, timeout_s=T)).text == "hidden\n\n"
+
+
+async def test_input_reads_the_stream_that_a_cell_set(kept: Toolbox) -> None:
+    code = "import io, getpass, sys\nsys.stdin = io.StringIO('a\\nb\\nc')\ninput('? '), getpass.getpass()"
+    assert (await kept.python(code, timeout_s=T)).text.endswith("('a', 'b')\n")
+    assert (await kept.python("input()", timeout_s=T)).text == "'c'\n"
+    assert (await kept.python("input()", timeout_s=T)).data["error"] == "EOFError"
+    await kept.python("open('/tmp/i', 'w').write('x')", timeout_s=T)
+    code = "with open('/tmp/i') as sys.stdin:\n    print(input())"
+    assert (await kept.python(code, timeout_s=T)).text == "x\n"
+    assert (await kept.python("input()", timeout_s=T)).data["error"] == "RuntimeError"  # its file is closed
+
+
 LOOP = "for _ in range(100):\n    "
 
 
