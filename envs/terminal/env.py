@@ -21,7 +21,7 @@ from prorl_envs.envs.terminal.planted import planted
 from prorl_envs.envs.terminal.requirements import missing
 from prorl_envs.envs.terminal.rows import task_of
 from prorl_envs.envs.terminal.task import HealthCheck, Step, TerminalTask
-from prorl_envs.envs.terminal.verifier import SOLUTION, Verdict, Verifier
+from prorl_envs.envs.terminal.verifier import SOLUTION, Verdict, Verifier, shell_command
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
 from prorl_envs.images.scratch import make_scratch
 from prorl_envs.images.threads import in_thread
@@ -80,7 +80,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> TerminalTask:
-        task = task_of(row)
+        task = task_of(row, cls.options.variables)
         return task.model_copy(update={"reference": tuple(_reference(task))})
 
     @classmethod
@@ -192,7 +192,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
                 f"{workdir.rstrip('/')}/{path}", data, mode=0o755 if executable else 0o644
             )
         if "setup.sh" in step.workdir_files:
-            await self._run(place, ["/bin/bash", "setup.sh"], "setup.sh", _SETUP_S)
+            await self._run(place, shell_command("setup.sh"), "setup.sh", _SETUP_S)
         if step.health is not None:
             await self._check_health(place, step.health)
 
@@ -202,7 +202,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         for hook in task.collects:
             limit_s = hook.timeout_s * self.options.timeout_factor
             with contextlib.suppress(OSError):  # the agent may have removed the shell
-                await place.tools.run(["/bin/sh", "-c", hook.command], timeout_s=limit_s)
+                await place.tools.run(shell_command("-c", hook.command), timeout_s=limit_s)
         layer = self._folder() / f"layer{len(self._layers)}"
         await place.sandbox.take_layer(layer)
         await self.close_agent_sandbox()
@@ -305,7 +305,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         started, failures = time.monotonic(), 0
         while True:
             try:
-                done = await place.tools.run(["/bin/sh", "-c", check.command], timeout_s=check.timeout_s)
+                done = await place.tools.run(shell_command("-c", check.command), timeout_s=check.timeout_s)
             except OSError as error:
                 raise EnvironmentFault(f"the health check cannot run: {error.strerror}") from error
             if done.exit_code == 0:
@@ -352,7 +352,10 @@ def _reference(task: TerminalTask) -> list[ReferenceCall]:
             lines.append(f"mkdir -p {shlex.quote(str(target.parent))}")
             lines.append(f"echo {text} | base64 -d > {shlex.quote(str(target))}")
         lines += [f"export {shlex.quote(f'{name}={value}')}" for name, value in step.solution_env.items()]
-        lines.append(f"bash {shlex.quote(f'{SOLUTION}/{step.solution_script}')}")
+        path = shlex.quote(f"{SOLUTION}/{step.solution_script}")
+        # Terminal-Bench runs the script with bash, Harbor directly; an image may lack chmod.
+        direct = f"if chmod +x {path} 2>/dev/null; then {path}; else bash {path}; fi"
+        lines.append(f"bash {path}" if step.result == "pytest" else direct)
         script = f"({'; '.join(lines)})"
         calls.append(ReferenceCall(tool=BASH.name, arguments={"command": script}))
         end = FINISH if number == len(task.steps) else NEXT_STEP

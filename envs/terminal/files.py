@@ -1,5 +1,6 @@
 """Access to the files of a row's task directory."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +43,24 @@ def paths_below(files: Files, *folders: str) -> dict[str, str]:
     return found
 
 
-def mapping_of(files: Files, path: str) -> Mapping[str, Any]:
+class ComposeLoader(yaml.SafeLoader):
+    """Loader that reads yes, no, on, off, 12:30 and dates as text, as Compose does (YAML 1.2)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":bool", ":int", ":timestamp"))]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+ComposeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+ComposeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile("[-+]?(?:0[0-7]*|[1-9][0-9]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+
+
+def mapping_of(files: Files, path: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Mapping[str, Any]:
     """Parse a TOML or YAML file.
 
     Raises:
@@ -50,7 +68,7 @@ def mapping_of(files: Files, path: str) -> Mapping[str, Any]:
     """
     text = text_of(files, path)
     try:
-        found = tomllib.loads(text) if path.endswith("toml") else yaml.safe_load(text)
+        found = tomllib.loads(text) if path.endswith("toml") else yaml.load(text, loader)
     except (yaml.YAMLError, *_PARSER_ERRORS) as error:
         raise InputError(f"{path}: {str(error)[:300] or 'not valid'}") from None
     if not isinstance(found, Mapping):
@@ -75,11 +93,3 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     return f"{field}: {first['msg']}" if field else str(first["msg"])
-
-
-def host_parts(service: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parts of the host that a Compose service requests: devices, and `privileged`."""
-    devices = service.get("devices")
-    mappings = [text for text in devices if isinstance(text, str)] if isinstance(devices, list) else []
-    paths = [mapping.partition(":")[0][:200] for mapping in mappings]
-    return (*paths, *(["privileged"] if service.get("privileged") is True else ()))

@@ -6,15 +6,18 @@
 Unknown keys are ignored, as Harbor does.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prorl_envs.env.task_files import Text
-from prorl_envs.envs.terminal.files import Files, host_parts, mapping_of, parsed, paths_below, text_of
+from prorl_envs.envs.terminal.compose import BUILT_IMAGE, HOST_LOGS, with_compose
+from prorl_envs.envs.terminal.files import Files, mapping_of, parsed, paths_below, text_of
+from prorl_envs.envs.terminal.requirements import resolved
 from prorl_envs.envs.terminal.task import (
     Artifact,
     Collect,
@@ -25,6 +28,7 @@ from prorl_envs.envs.terminal.task import (
     Step,
     TerminalTask,
     Variables,
+    is_root,
 )
 from prorl_envs.errors import InputError
 
@@ -33,6 +37,17 @@ CONFIG = "task.toml"
 _MAIN = "main"
 #: Directory that is always an artifact: its files are copied to a separate verifier.
 ARTIFACTS = "/logs/artifacts"
+#: Variables that Harbor sets for Compose files, older ones too, in addition to those of `_composed`.
+_COMPOSE_VARIABLES = {
+    "CONTEXT_DIR": ".",
+    "TEST_DIR": "/tests",
+    "HOST_VERIFIER_LOGS_PATH": HOST_LOGS,
+    "HOST_AGENT_LOGS_PATH": HOST_LOGS,
+    "HOST_ARTIFACTS_PATH": HOST_LOGS,
+    "ENV_VERIFIER_LOGS_PATH": "/logs/verifier",
+    "ENV_AGENT_LOGS_PATH": "/logs/agent",
+    "ENV_ARTIFACTS_PATH": ARTIFACTS,
+}
 _SIZE = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})\s*([KMG])\s*", re.IGNORECASE)
 _UNITS = {"K": 2**-10, "M": 1, "G": 2**10}
 _STEP_NAME = re.compile(r"""(?!\.{1,2}$)[^<>:"/\\|?*\x00-\x1f\x7f]{1,255}(?<![. ])""")
@@ -85,13 +100,6 @@ class _Tool(_Section):
     name: str
 
 
-class _Services(NamedTuple):
-    """Compose services other than the agent's own; and parts of the host that the agent's own requests."""
-
-    others: tuple[str, ...] = ()
-    host: tuple[str, ...] = ()
-
-
 class _Environment(_Network):
     build_timeout_sec: _Seconds = 600.0
     docker_image: Text | None = None
@@ -114,7 +122,7 @@ class _Environment(_Network):
     def _texts(cls, value: Any) -> Any:
         return value if isinstance(value, str) else None  # as Harbor does
 
-    def machine(self, folder: str, services: _Services | None = None) -> Machine:
+    def machine(self, folder: str) -> Machine:
         # The older field `allow_internet` counts only without the newer fields. By default, every host can be
         # reached.
         access = self.access()
@@ -135,14 +143,13 @@ class _Environment(_Network):
             env=self.env,
             workdir=self.workdir or "",
             health=None if self.healthcheck is None else self.healthcheck.check(),
-            services=() if services is None else services.others,
-            host=() if services is None else services.host,
             tools=tuple(tool.name for tool in self.mcp_servers),
         )
 
 
 class _Agent(_Network):
     timeout_sec: _Seconds | None = None
+    user: str | int | None = None
 
     def phase(self) -> Phase:
         return Phase(timeout_s=self.timeout_sec, network=self.access())
@@ -152,10 +159,12 @@ class _Collect(_Section):
     command: Text
     service: str = _MAIN
     timeout_sec: _Seconds = 60.0
+    user: str | int | None = None
 
 
 class _Verifier(_Network):
     timeout_sec: _Seconds = 600.0
+    user: str | int | None = None
     env: Variables = Field(default_factory=dict)
     environment_mode: Literal["shared", "separate"] | None = None
     environment: _Environment | None = None
@@ -241,17 +250,28 @@ class _Config(_Section):
         return steps
 
 
-def harbor_task(id_: str, files: Files) -> TerminalTask:
-    """Read a task directory.
+def harbor_task(id_: str, files: Files, variables: Mapping[str, str]) -> TerminalTask:
+    """Read a task directory. `variables` are those of the user, for its Compose files.
 
     Raises:
         InputError: a file is missing or invalid; the message names the file, the field and the problem.
     """
     config = parsed(_Config, CONFIG, mapping_of(files, CONFIG))
-    machine = config.environment.machine("environment", _services(files, "environment"))
-    steps = tuple(_step(files, config, step, machine) for step in config.steps or (None,))
+    machine = _composed(files, config.environment.machine("environment"), variables)
+    steps = tuple(_step(files, config, step, machine, variables) for step in config.steps or (None,))
     verifiers = [config.verifier, *(step.verifier for step in config.steps or ())]
     hooks = [hook for verifier in verifiers for hook in verifier.collect]
+    agents = [config.agent, *(step.agent for step in config.steps or ())]
+    users = [part.user for part in agents] + [part.user for part in verifiers] + [hook.user for hook in hooks]
+    reasons = [
+        f"{CONFIG}: user: commands run as root here, not as {user!r}"
+        for user in users
+        if user is not None and not is_root(str(user))
+    ]
+    networks = [phase.network for step in steps for phase in (step.agent, step.verifier) if phase.network]
+    if machine.network != config.environment.machine("environment").network and any(networks):
+        reasons.append(f"{CONFIG}: network_mode differs from that of the Compose file")
+    machine = machine.model_copy(update={"unsupported": (*machine.unsupported, *reasons)})
     return TerminalTask(
         id=id_,
         instruction=steps[0].instruction,
@@ -270,11 +290,13 @@ def harbor_task(id_: str, files: Files) -> TerminalTask:
     )
 
 
-def _step(files: Files, config: _Config, named: _Step | None, machine: Machine) -> Step:
+def _step(
+    files: Files, config: _Config, named: _Step | None, machine: Machine, variables: Mapping[str, str]
+) -> Step:
     """Read a step; None is the only step of a task that names none."""
     step = _Step.model_construct(name="") if named is None else named
     prefix = "" if named is None else f"steps/{step.name}/"
-    separate, bundled = _verifier_machine(files, config, named, machine)
+    separate, bundled = _verifier_machine(files, config, named, machine, variables)
     tests = paths_below(files, "tests", f"{prefix}tests")
     if not bundled and "test.sh" not in tests:
         hint = "or tests/test.sh for all steps"
@@ -310,7 +332,7 @@ def _step(files: Files, config: _Config, named: _Step | None, machine: Machine) 
 
 
 def _verifier_machine(
-    files: Files, config: _Config, step: _Step | None, machine: Machine
+    files: Files, config: _Config, step: _Step | None, machine: Machine, variables: Mapping[str, str]
 ) -> tuple[Machine | None, bool]:
     """Return the machine of a separate verifier, and whether its image contains the tests.
 
@@ -325,12 +347,13 @@ def _verifier_machine(
     environments = [candidate for candidate, _ in candidates if candidate is not None]
     environment = next(iter(environments), config.environment)
     for candidate, folder in candidates:
-        if candidate is not None and candidate.docker_image:
-            return environment.machine(folder).model_copy(update={"image": candidate.docker_image}), True
-        if f"{folder}/Dockerfile" in files or f"{folder}/docker-compose.yaml" in files:
-            built = environment.machine(folder, _services(files, folder))
-            return built.model_copy(update={"image": ""}), True
-    return environment.machine("environment").model_copy(update={"image": machine.image}), False
+        image = "" if candidate is None else candidate.docker_image or ""
+        if image or f"{folder}/Dockerfile" in files or f"{folder}/docker-compose.yaml" in files:
+            built = environment.machine(folder).model_copy(update={"image": image})
+            return _composed(files, built, variables), True
+    image = config.environment.docker_image or ""
+    same = environment.machine("environment").model_copy(update={"image": image})
+    return _composed(files, same, variables), False
 
 
 def _instruction(files: Files, path: str) -> str:
@@ -356,18 +379,24 @@ def _solution(files: Files, folder: str) -> dict[str, str]:
     return found if "solve.sh" in found else {}
 
 
-def _services(files: Files, folder: str) -> _Services:
-    path = f"{folder}/docker-compose.yaml"
-    if path not in files:
-        return _Services()
-    services = mapping_of(files, path).get("services")
-    if not isinstance(services, Mapping):
-        raise InputError(f"{path}: services: not a mapping")
-    main = services.get(_MAIN)
-    return _Services(
-        others=tuple(sorted(str(name) for name in services if name != _MAIN)),
-        host=host_parts(main) if isinstance(main, Mapping) else (),
-    )
+def _composed(files: Files, machine: Machine, variables: Mapping[str, str]) -> Machine:
+    """Return a machine with the settings of the Compose file in its folder."""
+    image = machine.image or BUILT_IMAGE
+    env: dict[str, str] = {}
+    for name, value in machine.env.items():
+        with contextlib.suppress(InputError):  # the missing variable is a reason of its own
+            env |= resolved({name: value}, variables)
+    known = {
+        **variables,
+        **env,
+        **_COMPOSE_VARIABLES,
+        "MAIN_IMAGE_NAME": image,
+        "PREBUILT_IMAGE_NAME": image,
+        "CPUS": "" if machine.cpus is None else f"{machine.cpus:g}",
+        "MEMORY": "" if machine.memory_bytes is None else f"{machine.memory_bytes >> 20}M",
+    }
+    path = f"{machine.folder}/docker-compose.yaml"
+    return with_compose(machine, files, path, lambda services: _MAIN, known, always_built=True)
 
 
 def _size(name: str, megabytes: int | None, text: str | None) -> int | None:

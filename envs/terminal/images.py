@@ -9,8 +9,7 @@ from pathlib import Path
 from prorl_envs.env.node import Node
 from prorl_envs.env.task_files import content_of
 from prorl_envs.envs.terminal.files import Files, paths_below
-from prorl_envs.envs.terminal.requirements import dockerfile_of
-from prorl_envs.envs.terminal.task import Machine
+from prorl_envs.envs.terminal.task import Machine, dockerfile_of
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.images.digest import of_value
 from prorl_envs.images.dockerfile.build import BuildProgress, DockerfileBuilder
@@ -74,11 +73,11 @@ async def task_image(
     """
     builder = node.dockerfiles()
     context = _context(files, machine)
-    name = _name(builder, context)
+    name = _name(builder, context, machine)
     found = await in_thread(builder.store.image, name)
     if found is None:
         seconds = machine.build_s * timeout_factor
-        found = await _build(builder, context, name, machine.folder, seconds, progress)
+        found = await _build(builder, context, name, machine, seconds, progress)
     return TaskImage(path=found, image=await in_thread(read_layered, found))
 
 
@@ -92,14 +91,30 @@ def _context(files: Files, machine: Machine) -> dict[str, tuple[bytes, bool]]:
     return {path: content_of(files[source]) for path, source in found.items() if path not in hidden}
 
 
-def _name(builder: DockerfileBuilder, context: Mapping[str, tuple[bytes, bool]]) -> str:
+def _dockerfile(machine: Machine) -> str:
+    """Return the path of the Dockerfile in the context."""
+    path = dockerfile_of(machine)
+    return (
+        "Dockerfile"
+        if machine.image
+        else path
+        if machine.folder == "."
+        else path.removeprefix(f"{machine.folder}/")
+    )
+
+
+def _name(builder: DockerfileBuilder, context: Mapping[str, tuple[bytes, bool]], machine: Machine) -> str:
     base = re.search(
-        rb"^\s*FROM\s+(?:--\S+\s+)*(\S+)", context["Dockerfile"][0], re.MULTILINE | re.IGNORECASE
+        rb"^\s*FROM\s+(?:--\S+\s+)*(\S+)", context[_dockerfile(machine)][0], re.MULTILINE | re.IGNORECASE
     )
     label = "" if base is None else base[1].decode(errors="replace").lower().rpartition("/")[2]
     content = {path: [data.hex(), executable] for path, (data, executable) in sorted(context.items())}
     bases = {name: _identity(path) for name, path in sorted(builder.bases.items())}
-    key = of_value({"content": content, "bases": bases})
+    values = {"content": content, "bases": bases}
+    if machine.dockerfile or machine.build_args or machine.build_target:
+        build = [_dockerfile(machine), dict(sorted(machine.build_args.items())), machine.build_target]
+        values["build"] = build
+    key = of_value(values)
     return f"task-{_NOT_IN_NAMES.sub('-', label)[:40].strip('.-_') or 'image'}-{key[:32]}"
 
 
@@ -132,7 +147,7 @@ async def _build(
     builder: DockerfileBuilder,
     context: Mapping[str, tuple[bytes, bool]],
     name: str,
-    shown_folder: str,
+    machine: Machine,
     seconds: float,
     progress: Callable[[str], None],
 ) -> Path:
@@ -141,9 +156,16 @@ async def _build(
         folder = scratch / "context"
         await in_thread(_write, folder, context)
         async with asyncio.timeout(seconds):
-            return await builder.build(folder, name=name, on_progress=lambda event: _report(event, progress))
+            return await builder.build(
+                folder,
+                folder / _dockerfile(machine),
+                target=machine.build_target or None,
+                args=machine.build_args,
+                name=name,
+                on_progress=lambda event: _report(event, progress),
+            )
     except (InputError, RunFailed) as error:
-        shown = "" if shown_folder == "." else f"{shown_folder}/"
+        shown = "" if machine.folder == "." else f"{machine.folder}/"
         message = str(error.message).replace(f"{folder}/", shown)
         raise EnvironmentFault(f"the image cannot be built: {message}", hint=error.hint) from error
     except TimeoutError:

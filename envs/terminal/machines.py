@@ -7,7 +7,7 @@ from prorl_envs.envs.terminal.images import TaskImage
 from prorl_envs.envs.terminal.options import TerminalOptions
 from prorl_envs.envs.terminal.requirements import resolved
 from prorl_envs.envs.terminal.task import Machine, NetworkAccess, Phase
-from prorl_envs.sandbox.base import Network, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.base import DEFAULT_HOSTNAME, Network, SandboxLimits, SandboxSpec
 
 
 def machine_spec(
@@ -32,6 +32,7 @@ def machine_spec(
         emulate_root=True,
         workdir=_workdir(image, machine),
         env=env,
+        hostname=machine.hostname or DEFAULT_HOSTNAME,
         limits=replace(
             limits,
             memory_bytes=_lower(limits.memory_bytes, machine.memory_bytes),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from prorl_envs.envs.terminal.files import text_of
-from prorl_envs.envs.terminal.task import Machine, TerminalTask
+from prorl_envs.envs.terminal.task import Machine, TerminalTask, dockerfile_of
 from prorl_envs.errors import InputError
 from prorl_envs.images.dockerfile.parser import parse_dockerfile
 from prorl_envs.images.dockerfile.stages import plan_build
@@ -79,20 +79,19 @@ def _machine(task: TerminalTask, machine: Machine) -> Iterator[str]:
         yield "it needs a privileged container" if part == "privileged" else f"it needs the device {part}"
     if machine.tools:
         yield f"it needs MCP servers: {', '.join(machine.tools)}"
+    yield from machine.unsupported
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if machine.memory_bytes is not None and machine.memory_bytes > total:
         yield f"it needs {size_words(machine.memory_bytes)} of memory"
     if not machine.image:
-        yield from _dockerfile(task, dockerfile_of(machine))
+        yield from _dockerfile(task, machine)
 
 
-def dockerfile_of(machine: Machine) -> str:
-    """Return the path of a machine's Dockerfile in the task directory."""
-    return "Dockerfile" if machine.folder == "." else f"{machine.folder}/Dockerfile"
-
-
-def _dockerfile(task: TerminalTask, path: str) -> Iterator[str]:
+def _dockerfile(task: TerminalTask, machine: Machine) -> Iterator[str]:
+    path = dockerfile_of(machine)
     try:
-        plan_build(parse_dockerfile(text_of(task.files, path), path), {}, platform=host_platform())
+        dockerfile = parse_dockerfile(text_of(task.files, path), path)
+        target = machine.build_target or None
+        plan_build(dockerfile, machine.build_args, platform=host_platform(), target=target)
     except InputError as error:
         yield str(error.message)

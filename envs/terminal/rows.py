@@ -20,8 +20,12 @@ class _Row(RowModel):
     directory: task_files.Files = Field(max_length=1000)
 
 
-def task_of(row: Mapping[str, Any]) -> TerminalTask:
+def task_of(row: Mapping[str, Any], variables: Mapping[str, str] | None = None) -> TerminalTask:
     """Read a row.
+
+    Args:
+        row: the row.
+        variables: values of variables that the task expects from the user.
 
     Raises:
         InputError: the row is invalid; the message names the file and the field.
@@ -32,7 +36,7 @@ def task_of(row: Mapping[str, Any]) -> TerminalTask:
         raise InputError(first_problem(error), hint=_HINT) from None
     files: Files = parsed.directory
     if harbor.CONFIG in files:
-        return harbor.harbor_task(parsed.id, files)
+        return harbor.harbor_task(parsed.id, files, variables or {})
     if terminal_bench.CONFIG in files:
-        return terminal_bench.terminal_bench_task(parsed.id, files)
+        return terminal_bench.terminal_bench_task(parsed.id, files, variables or {})
     raise InputError(f"directory: neither {harbor.CONFIG} nor {terminal_bench.CONFIG}", hint=_HINT)

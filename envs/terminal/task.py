@@ -53,6 +53,9 @@ class Machine(_Model):
         folder: folder of the task directory with the Dockerfile and the files that it copies, such as
             `environment`.
         image: reference of an existing image, used instead of the Dockerfile; "" without one.
+        dockerfile: path of the Dockerfile in the task directory; "" means `Dockerfile` in the folder.
+        build_args: values of the Dockerfile's ARG instructions.
+        build_target: stage of the Dockerfile; "" means the last one.
         build_s: timeout of the image's build, in seconds.
         cpus, memory_bytes, disk_bytes: limits; None means the node's limits.
         gpus: number of GPUs that the task needs.
@@ -62,14 +65,19 @@ class Machine(_Model):
         env: environment variables; a value may refer to a variable of the user as `${NAME}` or
             `${NAME:-DEFAULT}`.
         workdir: working directory; "" means the image's.
+        hostname: host name; "" means the sandbox's default.
         health: check that must succeed before the agent starts, or None.
         services: names of the Compose services other than the agent's own.
         host: parts of the host that the agent's own service requests, such as `/dev/kvm` or `privileged`.
         tools: names of MCP servers that the task offers.
+        unsupported: reasons why the task cannot run, from settings that cannot be applied.
     """
 
     folder: str = "environment"
     image: str = ""
+    dockerfile: str = ""
+    build_args: Variables = Field(default_factory=dict)
+    build_target: str = ""
     build_s: float = 600.0
     cpus: float | None = None
     memory_bytes: int | None = None
@@ -80,10 +88,22 @@ class Machine(_Model):
     network: NetworkAccess = NetworkAccess()
     env: Variables = Field(default_factory=dict)
     workdir: str = ""
+    hostname: str = ""
     health: HealthCheck | None = None
     services: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
+
+
+def is_root(user: str) -> bool:
+    """Return whether a user of the form `USER` or `USER:GROUP` is root."""
+    return set(user.split(":")) <= {"root", "0"}
+
+
+def dockerfile_of(machine: Machine) -> str:
+    """Return the path of a machine's Dockerfile in the task directory."""
+    return machine.dockerfile or ("Dockerfile" if machine.folder == "." else f"{machine.folder}/Dockerfile")
 
 
 class Phase(_Model):

@@ -3,14 +3,14 @@
 task.yaml  Dockerfile  docker-compose.yaml  run-tests.sh  tests/  solution.sh
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from prorl_envs.env.task_files import Text
-from prorl_envs.envs.terminal.files import Files, host_parts, mapping_of, parsed, paths_below, text_of
+from prorl_envs.envs.terminal.compose import BUILT_IMAGE, HOST_LOGS, with_compose
+from prorl_envs.envs.terminal.files import Files, mapping_of, parsed, paths_below, text_of
 from prorl_envs.envs.terminal.task import Machine, NetworkAccess, Phase, Step, TerminalTask
 from prorl_envs.errors import InputError
 
@@ -20,8 +20,17 @@ _SCRIPT = "run-tests.sh"
 _SOLUTION = "solution.sh"
 #: Names of the agent's own service, in order; without one, it is the only service that is built.
 _MAIN = ("client", "main")
-#: Variables that Terminal-Bench sets for its own containers and logs.
-_BENCHMARK_VARIABLE = re.compile(r"\$\{?T_BENCH_")
+#: Variables that Terminal-Bench sets for Compose files.
+_BENCHMARK_VARIABLES = {
+    "T_BENCH_TEST_DIR": "/tests",
+    "T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME": BUILT_IMAGE,
+    "T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME": "task",
+    "T_BENCH_TASK_DOCKER_NAME_PREFIX": "task",
+    "T_BENCH_CONTAINER_LOGS_PATH": "/logs",
+    "T_BENCH_CONTAINER_AGENT_LOGS_PATH": "/agent-logs",
+    "T_BENCH_TASK_LOGS_PATH": HOST_LOGS,
+    "T_BENCH_TASK_AGENT_LOGS_PATH": HOST_LOGS,
+}
 
 
 class _Config(BaseModel):
@@ -31,10 +40,11 @@ class _Config(BaseModel):
     parser_name: str = "pytest"
     max_agent_timeout_sec: float = Field(default=360.0, gt=0, allow_inf_nan=False)
     max_test_timeout_sec: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    run_tests_in_same_shell: bool = False
 
 
-def terminal_bench_task(id_: str, files: Files) -> TerminalTask:
-    """Read a task directory.
+def terminal_bench_task(id_: str, files: Files, variables: Mapping[str, str]) -> TerminalTask:
+    """Read a task directory. `variables` are those of the user, for its Compose file.
 
     Raises:
         InputError: a file is missing or invalid; the message names the file, the field and the problem.
@@ -48,16 +58,23 @@ def terminal_bench_task(id_: str, files: Files) -> TerminalTask:
             f"{CONFIG}: parser_name: {config.parser_name!r} is not supported",
             hint="use pytest; or convert the task to Harbor's format, in which tests write a reward file",
         )
-    services = _services(files)
-    name = _own_service(services)
-    main = services.get(name, {})
-    image = main.get("image") or ""
-    if not isinstance(image, str):
-        raise InputError(f"{_COMPOSE}: services.{name}.image: not a text")
+    machine = with_compose(
+        Machine(folder=".", network=NetworkAccess(mode="public")),
+        files,
+        _COMPOSE,
+        _own_service,
+        {**variables, **_BENCHMARK_VARIABLES},
+        always_built=False,
+    )
+    if config.run_tests_in_same_shell:
+        reason = f"{CONFIG}: run_tests_in_same_shell: tests run in a shell of their own here"
+        machine = machine.model_copy(update={"unsupported": (*machine.unsupported, reason)})
+    env = dict(machine.env)
+    test_dir = env.pop("TEST_DIR", _BENCHMARK_VARIABLES["T_BENCH_TEST_DIR"])
     step = Step(
         instruction=config.instruction,
         agent=Phase(timeout_s=config.max_agent_timeout_sec),
-        verifier=Phase(timeout_s=config.max_test_timeout_sec, env={"TEST_DIR": "/tests"}),
+        verifier=Phase(timeout_s=config.max_test_timeout_sec, env={"TEST_DIR": test_dir}),
         tests={**paths_below(files, "tests"), _SCRIPT: _SCRIPT},
         test_script=_SCRIPT,
         result="pytest",
@@ -68,48 +85,11 @@ def terminal_bench_task(id_: str, files: Files) -> TerminalTask:
         id=id_,
         instruction=config.instruction,
         files=files,
-        machine=Machine(
-            folder=".",
-            image="" if "Dockerfile" in files else image,
-            network=NetworkAccess(mode="public"),
-            env=dict(_environment(name, main)),
-            services=tuple(sorted(service for service in services if service != name)),
-            host=host_parts(main),
-        ),
+        machine=machine.model_copy(update={"env": env}),
         steps=(step,),
     )
 
 
-def _services(files: Files) -> Mapping[str, Mapping[str, Any]]:
-    if _COMPOSE not in files:
-        return {}
-    services = mapping_of(files, _COMPOSE).get("services")
-    if not isinstance(services, Mapping) or not all(isinstance(item, Mapping) for item in services.values()):
-        raise InputError(f"{_COMPOSE}: services: not a mapping of mappings")
-    return {str(name): service for name, service in services.items()}
-
-
 def _own_service(services: Mapping[str, Mapping[str, Any]]) -> str:
-    built = [name for name, service in services.items() if "build" in service]
+    built = [name for name, service in services.items() if service.get("build")]
     return next((name for name in _MAIN if name in services), built[0] if len(built) == 1 else _MAIN[0])
-
-
-def _environment(service: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    values = settings.get("environment") or {}
-    where = f"{_COMPOSE}: services.{service}.environment"
-    # Nested values are refused: with YAML's aliases, their text can be enormous.
-    if isinstance(values, Mapping) and not any(isinstance(item, Mapping | list) for item in values.values()):
-        pairs = [(str(name), _scalar(value)) for name, value in values.items()]
-    elif isinstance(values, list) and all(isinstance(item, str) for item in values):
-        pairs = [(name, value) for name, _, value in (item.partition("=") for item in values)]
-    else:
-        raise InputError(f"{where}: neither a mapping of scalars nor a list of texts")
-    for name, value in pairs:
-        if not name or "=" in name or "\0" in name + value:
-            raise InputError(f"{where}: {name[:100]!r} cannot be set")
-        if not _BENCHMARK_VARIABLE.search(value):
-            yield name, value
-
-
-def _scalar(value: Any) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

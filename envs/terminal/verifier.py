@@ -58,6 +58,15 @@ _FAILED = re.compile(
 )
 
 
+#: The benchmarks use bash, which also runs scripts without a `#!` line. Some images have only sh.
+_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash "$@"; exec /bin/sh "$@"'
+
+
+def shell_command(*arguments: str) -> list[str]:
+    """Return a command that runs bash with arguments, or sh in an image without bash."""
+    return ["/bin/sh", "-c", _SHELL, "sh", *arguments]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Result of one run of the tests.
@@ -161,9 +170,8 @@ class Verifier:
 
     async def _run(self, place: SandboxSession) -> Verdict:
         limit_s = (self.step.verifier.timeout_s or _VERIFIER_S) * self.options.timeout_factor
-        script = f"{TESTS}/{self.step.test_script}"
         try:
-            done = await place.tools.run(["/bin/sh", "-c", script], timeout_s=limit_s)
+            done = await place.tools.run(self._command(), timeout_s=limit_s)
         except OSError as error:  # the agent removed the shell, or the working directory
             return Verdict(problem=f"the tests cannot be started: {error.strerror}")
         except (SandboxError, ToolError) as error:
@@ -180,6 +188,11 @@ class Verifier:
         if 0 <= verdict.reward <= 1:
             return verdict
         return replace(verdict, rewards={}, problem=f"the reward {verdict.reward:g} is not from 0 to 1")
+
+    def _command(self) -> list[str]:
+        """Return the command of the tests: Terminal-Bench runs the script with bash, Harbor directly."""
+        script = f"{TESTS}/{self.step.test_script}"
+        return shell_command(script) if self.step.result == "pytest" else shell_command("-c", script)
 
     async def _copy_artifacts(self, changed: TaskImage, folder: Path, target: SandboxSession) -> None:
         """Copy the artifacts from the agent's files to the verifier. As in Harbor, missing ones are skipped.
