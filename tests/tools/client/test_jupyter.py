@@ -243,7 +243,7 @@ async def test_no_log_of_the_kernel_is_output_of_a_cell(kernel_box: Toolbox) -> 
     for _ in range(5):
         assert (await kernel_box.python("6 * 7", timeout_s=T)).text == "42\n"
     code = "import logging\nlogging.getLogger('tornado.general').error('of the cell')"
-    assert (await kernel_box.python(code, timeout_s=T)).text == "of the cell\n"
+    assert (await kernel_box.python(code, timeout_s=T)).text.endswith("of the cell\n")
 
 
 @pytest.mark.anyio
