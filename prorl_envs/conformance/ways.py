@@ -209,7 +209,7 @@ WAYS: Mapping[str, StartWay] = {
     "WAY-008": StartWay(
         process="A Python session",
         state=_session,
-        descriptors={"null": 1, "pipe": 2, "socket": 1},
+        descriptors={"null": 2, "pipe": 4, "socket": 1},  # with copies of its standard streams
         ignored=_BY_PYTHON,
         variables=_LIBRARIES,
         is_fork=True,
