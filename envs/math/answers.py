@@ -32,6 +32,11 @@ _AND, _OR = (
     re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])")
     for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
 )
+_SCIENTIFIC = re.compile(r"([^\\]+)\\(?:times|cdot)10\^\{?([+-]?\d{1,3})\}?")
+#: An interval or a pair; the content of a set; and a mark of a set that is no list of numbers.
+_PAIR = re.compile(r"\([^()]*,[^()]*\)")
+_SET = re.compile(r"\\(?:\{|lbrace\b)(.*?)\\(?:\}|rbrace\b)", re.DOTALL)
+_NO_LIST = re.compile(r"[(\[<>|:=]|\\(?:in|mid|[lg]eq?|ldots|dots)(?![A-Za-z])")
 _PERCENT = re.compile(r"([+-]?(?:[\d,]*+\.\d++|[\d,]*\d))\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
 
 
@@ -65,6 +70,9 @@ def quick(answer: str, right: str) -> bool | None:
     value, expected = _exact(answer), _exact(right)
     if value is not None and expected is not None:
         return value == expected
+    value, expected = (_power_of_ten(_squeezed(text)) for text in (answer, right))
+    if value is not None and value == expected:
+        return True  # the library reads `6.02` as a binary number, whose product with 10^23 is another one
     percents = [_PERCENT.fullmatch(text) for text in (answer, right)]
     value, expected = (
         _exact(percent[1] if percent else text)
@@ -80,8 +88,9 @@ def quick(answer: str, right: str) -> bool | None:
 def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     """Return true if two answers differ in a part that the library ignores.
 
-    Such parts are the repeated items of a list, the vertex of an angle, the unit, the base, primes, the case
-    of a Greek letter, and whether inequalities are joined by `and` or `or`.
+    Such parts are the brackets of an interval or a pair, repeated items of a list, the vertex of an angle,
+    the unit, the base, primes, the case of a Greek letter, and whether inequalities are joined by `and` or
+    `or`.
 
     Args:
         answer, right: in canonical form.
@@ -99,6 +108,11 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
         if right_base or not is_ten:
             return True
     if answer.count("'") != right.count("'"):
+        return True
+    sets = _SET.findall(answer)
+    if (sets and _PAIR.search(right) and not _SET.search(right)) and all(
+        "," in content and not _NO_LIST.search(content) for content in sets
+    ):
         return True
     angle, right_angle = _ANGLE.fullmatch(answer), _ANGLE.fullmatch(right)
     if angle and right_angle and right_angle[1] not in (angle[1], angle[1][::-1]):
@@ -159,6 +173,13 @@ def _exact(text: str) -> Fraction | None:
     if "/" in text or parse_number(text) is None:
         return None
     return Fraction(text.strip().replace(",", ""))
+
+
+def _power_of_ten(text: str) -> Fraction | None:
+    """Return the value of a decimal number, also of `6.02\\times10^{23}`; None for other texts."""
+    product = _SCIENTIFIC.fullmatch(text)
+    value = _exact(product[1] if product else text)
+    return value if value is None or product is None else value * Fraction(10) ** int(product[2])
 
 
 def _squeezed(text: str) -> str:
