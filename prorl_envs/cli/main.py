@@ -345,7 +345,10 @@ def app() -> None:
     """Run the command line (the console script)."""
     replace_unencodable()
     try:
-        cli()
+        try:
+            cli()
+        finally:
+            _flush_output()
     except ProrlError as error:
         report(error)
         sys.exit(2)
@@ -360,13 +363,17 @@ def app() -> None:
 
 def _flush_output() -> None:
     """Flush the standard streams, so that the interpreter does not exit with 120 if their reader is gone: a
-    closed pipe, or a closed terminal."""
+    closed pipe, or a closed terminal.
+
+    Raises:
+        OSError: the output cannot be written for another reason. It is lost.
+    """
     for stream in (sys.stdout, sys.stderr):
         if stream is None or stream.closed:
             continue
         try:
             stream.flush()
         except OSError as error:
+            discard(stream)
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            discard(stream)

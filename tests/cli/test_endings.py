@@ -93,11 +93,17 @@ def test_a_reader_that_has_gone_changes_no_exit_status(
     assert b"Exception ignored" not in (done.stderr or b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", ["settings", "envs --json"])
-def test_a_full_disk_is_reported_in_one_sentence(command: str) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(command: str, unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [SCRIPT, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [SCRIPT, *command.split()],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 2, done.stderr
     assert "No space left on device" in done.stderr and "free space" in done.stderr
