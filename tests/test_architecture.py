@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "sandbox.filesystem.directories",
             "sandbox.filesystem.layer_leases",
             "sandbox.filesystem.layered",
+            "sandbox.linux.children",
             "sandbox.linux.syscall_wrappers",
             # Builds of Dockerfiles run in sandboxes.
             "sandbox.base",

@@ -584,7 +584,7 @@ TOOLS = (
     Patch(
         "input refused in a kernel with the session's own error",
         "tools/client/jupyter_setup.py",
-        "    shell.kernel.raw_input = shell.kernel.getpass = no_input\n",
+        "    shell.kernel.raw_input = shell.kernel.getpass = streams.ask\n",
         "",
         ("JUP-035",),
     ),
