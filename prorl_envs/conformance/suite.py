@@ -22,7 +22,6 @@ from prorl_envs.conformance.promises import (
     server,
     shared_kernel,
     shell,
-    snapshot,
     start,
     ways,
 )
@@ -48,7 +47,6 @@ THEMES: tuple[Promises, ...] = (
     shell.promises,
     python.promises,
     python.kernel_promises,
-    snapshot.promises,
     limits.promises,
     counters.promises,
 )

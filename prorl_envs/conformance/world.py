@@ -30,7 +30,6 @@ from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import node_local_base, remove_tree
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
 
@@ -105,11 +104,10 @@ class PromiseContext:
         spec: SandboxSpec,
         *,
         driver: Driver | None = None,
-        snapshot: Snapshot | None = None,
         python: str = "",
     ) -> AsyncIterator[Probe]:
         """Start a sandbox with tools. `python` is the path of its Python."""
-        sandbox = await (driver or self.driver).start(spec, snapshot=snapshot)
+        sandbox = await (driver or self.driver).start(spec)
         try:
             async with self.tools(sandbox) as tools:
                 yield Probe(sandbox, tools, python)

@@ -213,9 +213,6 @@ class SharedSandbox:
         """Return None: only the owner can measure the memory."""
         return None
 
-    async def snapshot(self) -> NoReturn:
-        raise SandboxError("only its owner can copy the files of a borrowed sandbox")
-
     async def take_layer(self, target: Path) -> NoReturn:
         raise SandboxError("only its owner can take the files of a borrowed sandbox")
 

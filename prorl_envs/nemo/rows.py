@@ -14,7 +14,6 @@ from prorl_envs.env.registry import family
 from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Prefix of the folders under `resources_servers/` and of all instance names in the configs.
@@ -145,7 +144,7 @@ class _NoDriver:
     name = "none"
     sandboxes: Collection[Sandbox] = ()
 
-    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
+    async def start(self, spec: SandboxSpec) -> Sandbox:
         raise SandboxError("rendering rows starts no sandbox")
 
     async def aclose(self) -> None:

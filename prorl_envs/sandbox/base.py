@@ -4,10 +4,7 @@ import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
-
-if TYPE_CHECKING:
-    from prorl_envs.sandbox.filesystem.snapshot import Snapshot
+from typing import Protocol, runtime_checkable
 
 from prorl_envs.errors import SandboxError
 
@@ -206,14 +203,6 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def snapshot(self) -> "Snapshot":
-        """Copy the files of the sandbox, which keeps running; see `snapshot.Snapshot` for its content.
-
-        Raises:
-            SandboxError: the sandbox has stopped, or its files cannot be copied.
-        """
-        ...
-
     async def take_layer(self, target: Path) -> None:
         """Close the sandbox, and move its changes to the image to `target`, as an overlayfs layer.
 
@@ -243,12 +232,11 @@ class Driver(Protocol):
         """Sandboxes that are not closed yet."""
         ...
 
-    async def start(self, spec: SandboxSpec, *, snapshot: "Snapshot | None" = None) -> Sandbox:
+    async def start(self, spec: SandboxSpec) -> Sandbox:
         """Start a sandbox and return it once its first process runs.
 
         Args:
             spec: its configuration.
-            snapshot: source of its files; None starts with empty directories.
 
         Raises:
             SandboxError: with the driver's own message, and a remedy as hint.

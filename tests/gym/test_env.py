@@ -22,7 +22,6 @@ from prorl_envs.gym.registration import IDS
 from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.testing.serving import served
 from tests.support.kernel import ROW, write_kernel_files
 from tests.support.resources import ResourcesDesk, desk_row
@@ -47,10 +46,10 @@ class FaultyDriver:
     def sandboxes(self) -> Collection[Sandbox]:
         return self.driver.sandboxes
 
-    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
+    async def start(self, spec: SandboxSpec) -> Sandbox:
         if self.failing:
             raise SandboxError("no sandbox today", hint="try tomorrow") from OSError(28, "no space")
-        self.started.append(await self.driver.start(spec, snapshot=snapshot))
+        self.started.append(await self.driver.start(spec))
         return self.started[-1]
 
     async def aclose(self) -> None:

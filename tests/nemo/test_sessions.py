@@ -22,7 +22,6 @@ from prorl_envs.errors import (
 )
 from prorl_envs.nemo.sessions import SessionExpired, SessionLimits, SessionLost, Sessions, SessionsFull
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
 pytestmark = pytest.mark.anyio
@@ -94,7 +93,7 @@ class _NoSandboxes:
     name = "none"
     sandboxes: Collection[Sandbox] = ()
 
-    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
+    async def start(self, spec: SandboxSpec) -> Sandbox:
         raise SandboxError("this driver starts nothing")
 
     async def aclose(self) -> None:

@@ -19,7 +19,6 @@ from prorl_envs.errors import EnvironmentFault, GraderError, InputError, Sandbox
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.testing.scripted import Call, as_message
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
@@ -193,7 +192,7 @@ class NoDriver:
     name = "none"
     sandboxes: Collection[Sandbox] = ()
 
-    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
+    async def start(self, spec: SandboxSpec) -> Sandbox:
         raise SandboxError("this node has no sandboxes")
 
     async def aclose(self) -> None:

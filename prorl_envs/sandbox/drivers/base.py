@@ -1,4 +1,4 @@
-"""Base classes of all drivers and sandboxes: directory, templates, limits, snapshots and closing.
+"""Base classes of all drivers and sandboxes: directory, templates, limits and closing.
 
 A driver defines how a sandbox is created (`_make`), launched, joined by a tool server, and stopped.
 """
@@ -8,9 +8,8 @@ import contextlib
 import dataclasses
 import os
 import socket
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from prorl_envs.sandbox.filesystem.directories import (
 )
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.mount_plan import check
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot, copy_trees, no_workspace
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, EnforcedLimits, LimitEnforcer, NodeLimits
 from prorl_envs.sandbox.limits.monitor import memory_of
 from prorl_envs.sandbox.linux.descriptors import allow_many, allow_processes, check_room
@@ -64,10 +62,10 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         self.limit_enforcer = LimitEnforcer(limits, self.directory)
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None
-        self._started = self._snapshots = 0
+        self._started = 0
         self._closing: asyncio.Task[None] | None = None
 
-    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> S:
+    async def start(self, spec: SandboxSpec) -> S:
         """Start a sandbox and return it once its first process runs: see `base.Driver`.
 
         Raises:
@@ -75,32 +73,28 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         """
         try:
             try:
-                return await self._start(spec, snapshot)
+                return await self._start(spec)
             except SandboxError as error:
                 if not await self.relieve(error):
                     raise
-            return await self._start(spec, snapshot)
+            return await self._start(spec)
         except OSError as error:
             if not is_full(error):
                 raise
             raise write_error(error) from error
 
-    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None) -> S:
+    async def _start(self, spec: SandboxSpec) -> S:
         self._check_open()
         check_room()
         spec = self.limit_enforcer.complete(spec)
         if spec.emulate_root:
             spec = dataclasses.replace(spec, uid=0)
         check(spec)
-        if snapshot is not None:
-            snapshot.check(spec)
         self._sweep()
         sandbox = await self._make(spec)
         self._check_open()  # if the driver was closed meanwhile, its `aclose` frees the resources
         self._sandboxes.add(sandbox)
         try:
-            if snapshot is not None:
-                await sandbox.restore(snapshot)
             await self.limit_enforcer.prepare(sandbox)
             await sandbox.launch()
             self.limit_enforcer.watch(sandbox)
@@ -185,11 +179,6 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         path = self.directory.path / str(self._started)
         return f"{self.directory.id}-{self._started}", path
 
-    def snapshot_place(self) -> Path:
-        """Return the path for the directory of the next snapshot."""
-        self._snapshots += 1
-        return self.directory.path / f"snapshot{self._snapshots}"
-
     def _check_open(self) -> None:
         if self._closing is not None:
             raise SandboxError("the driver is closed")
@@ -236,9 +225,6 @@ class NodeSandbox(ABC):
         #: The enforced limits; filled by the driver's `LimitEnforcer` before the launch.
         self.enforced = EnforcedLimits()
         self._closing: asyncio.Task[None] | None = None
-        self._copying = asyncio.Lock()
-        self._stop_copying = threading.Event()
-        self._restored = False
         #: Path of the workspace below the sandbox's directory; None if it is a directory of the image.
         self._work: str | None = "work"
 
@@ -253,7 +239,10 @@ class NodeSandbox(ABC):
     @property
     def workspace(self) -> Path:
         if self._work is None:
-            raise no_workspace(self._spec)
+            raise SandboxError(
+                f"no directory of the host has all files of {self._spec.workdir}: some are in the image",
+                hint="read and write its files with the tools of the sandbox",
+            )
         return self._root / self._work
 
     @property
@@ -374,30 +363,6 @@ class NodeSandbox(ABC):
         """Return a template for steps that need no tools."""
         return await next(iter(self._driver.templates.values())).start()
 
-    async def snapshot(self) -> Snapshot:
-        """Copy the files of the sandbox, which continues to run: see `base.Sandbox`."""
-        async with self._copying:
-            self._check_alive()
-            path = self._driver.snapshot_place()
-            try:
-                await copy_trees(self._root, path, self._state(), self._stop_copying)
-            except BaseException:
-                if self._closing is None:  # a cancelled caller stops only its own copy
-                    self._stop_copying.clear()
-                await asyncio.shield(asyncio.to_thread(remove_tree, path))
-                raise
-            return Snapshot(self._spec, path, self._work)
-
-    async def restore(self, snapshot: Snapshot) -> None:
-        """Copy the files of a snapshot into the sandbox before the launch. Called by the driver.
-
-        Raises:
-            SandboxError: the files cannot be copied.
-        """
-        async with self._copying:
-            await copy_trees(snapshot.path, self._root, self._state(), self._stop_copying)
-        self._restored = True
-
     async def take_layer(self, target: Path) -> None:
         """See `base.Sandbox`. Most drivers do not store the changes to an image in a directory."""
         raise SandboxError(
@@ -413,10 +378,6 @@ class NodeSandbox(ABC):
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
-
-    def _state(self) -> Iterator[str]:
-        """Yield the names of the directories with the sandbox's files, in its own directory."""
-        yield from ("work", "home", "tmp")
 
     @abstractmethod
     def _open_place(self) -> int:
@@ -437,9 +398,7 @@ class NodeSandbox(ABC):
         remove_tree(self._root)
 
     async def _close(self) -> None:
-        self._stop_copying.set()
-        async with self._copying:
-            await self._end()
+        await self._end()
         await self.enforced.release()
         await asyncio.to_thread(self._remove_files)
         await self._release()

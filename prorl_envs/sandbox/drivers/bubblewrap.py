@@ -26,7 +26,6 @@ from prorl_envs.sandbox.filesystem.mount_plan import (
     default_environment,
     has_own_names,
     mount_options,
-    mount_points,
     shared_memory_bytes,
 )
 from prorl_envs.sandbox.filesystem.rootfs import (
@@ -36,7 +35,6 @@ from prorl_envs.sandbox.filesystem.rootfs import (
     write_root_upper,
     write_upper,
 )
-from prorl_envs.sandbox.filesystem.snapshot import check_mount_points
 from prorl_envs.sandbox.filesystem.tree_copy import copy_tree
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.linux.kernel_settings import (
@@ -296,24 +294,16 @@ class BubblewrapSandbox(IsolatedSandbox):
         finally:
             os.close(netns)
 
-    def _state(self) -> Iterator[str]:
-        return (path.name for path in self._files.state(self._spec))
-
     def _prepare_files(self) -> None:
-        if not self._restored:
-            self._files.root.mkdir(mode=0o700)
-            for directory in self._files.state(self._spec):
-                directory.mkdir(mode=0o700)
-        for directory in self._files.scratch(self._spec):
+        self._files.root.mkdir(mode=0o700)
+        for directory in self._files.directories(self._spec):
             directory.mkdir(mode=0o700)
         if has_own_names(self._spec):
             write_names(self._files.root, self._spec.hostname)
         tree = LayerTree(self._files.layers)
         if tree.layers:
             self._adapt_to_image(tree)
-        if self._restored:
-            check_mount_points(self._files.places(self._inside), mount_points(self._inside))
-        elif self._spec.emulate_root:
+        if self._spec.emulate_root:
             write_root_upper(tree, self._files.upper, self._inside)
         elif tree.layers:
             write_upper(tree, self._files.upper, self._inside)

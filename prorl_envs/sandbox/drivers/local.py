@@ -90,10 +90,8 @@ class LocalSandbox(NodeSandbox):
 
     async def launch(self) -> None:
         """Create the directories; there is no first process."""
-        if not self._restored:
-            self._root.mkdir(mode=0o700)
-            for name in self._state():
-                (self._root / name).mkdir(mode=0o700)
+        for path in (self._root, *(self._root / name for name in ("work", "home", "tmp"))):
+            path.mkdir(mode=0o700)
 
     def path_inside(self, path: str, *, write: bool = False) -> str:
         """See `Sandbox.path_inside`."""

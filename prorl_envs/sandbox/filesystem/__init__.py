@@ -1,1 +1,1 @@
-"""Directories, images, mounts and snapshots of sandboxes."""
+"""Directories, images and mounts of sandboxes."""

@@ -82,22 +82,17 @@ class SandboxFiles:
         """Return the upper and the work directory of the mount at `index`."""
         return self.root / f"upper{index}", self.root / f"overlay{index}"
 
-    def state(self, spec: SandboxSpec) -> Iterator[Path]:
-        """Yield the directories with the sandbox's files."""
+    def directories(self, spec: SandboxSpec) -> Iterator[Path]:
+        """Yield the directories with the sandbox's files, and those of its overlays that the kernel uses."""
         if not spec.emulate_root:
             yield from (self.work, self.tmp, self.home)
         if self.layers:
-            yield self.upper
-        yield from (self.overlay(index)[0] for index in _overlays(spec))
-
-    def scratch(self, spec: SandboxSpec) -> Iterator[Path]:
-        """Yield the directories that belong to the kernel, one for each overlay."""
-        if self.layers:
-            yield self.overlay_work
-        yield from (self.overlay(index)[1] for index in _overlays(spec))
+            yield from (self.upper, self.overlay_work)
+        for index in _overlays(spec):
+            yield from self.overlay(index)
 
     def places(self, spec: SandboxSpec) -> dict[str, Path]:
-        """Return the directories of `state` by their paths inside."""
+        """Return the directories with the sandbox's files by their paths inside."""
         system = {"/": self.upper} if self.layers else {}
         private = {} if spec.emulate_root else {"/tmp": self.tmp, HOME: self.home, spec.workdir: self.work}
         overlays = {spec.mounts[index].target: self.overlay(index)[0] for index in _overlays(spec)}

@@ -1,10 +1,11 @@
-"""Copy of a tree that a sandbox wrote and may still write to, for snapshots.
+"""Copy of a tree that a sandbox wrote and may still write to.
 
 No link is followed, on either side. Files are copied by reflink if the file system supports it (both share
 the blocks until one changes), else by the kernel's own copy; holes stay holes. The copy preserves contents,
 kinds, modes, times, hard links, and the `user.` attributes in which an overlay records deletions. Blocks.
 """
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -40,6 +41,31 @@ class _Copier:
     links: dict[tuple[int, int], Names] = field(default_factory=dict)
     #: Created directories in order, with the mode and times to set at the end.
     made: list[tuple[Names, os.stat_result]] = field(default_factory=list)
+
+
+async def copy_files(source: Path, target: Path, stop: threading.Event) -> None:
+    """Copy a tree in a thread: see `copy_tree`.
+
+    Args:
+        stop: set it to stop the copy early; cancelling the caller sets it too.
+
+    Raises:
+        SandboxError: copying failed, or was stopped; the caller removes the partial copy.
+    """
+    copying = asyncio.create_task(asyncio.to_thread(copy_tree, source, target, stop))
+    try:
+        await asyncio.wait([copying])
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait([copying])
+        copying.exception()  # else the loop logs an exception that was never retrieved
+        raise
+    try:
+        copying.result()
+    except OSError as error:
+        raise SandboxError(f"the sandbox's files cannot be copied: {error}") from error
+    except CopyStopped:
+        raise SandboxError("the sandbox stopped while its files were copied") from None
 
 
 def copy_tree(source: Path, target: Path, stop: threading.Event) -> None:

@@ -702,13 +702,6 @@ REST = (
         ("END-018",),
     ),
     Patch(
-        "links copied as links into a snapshot",
-        "sandbox/filesystem/tree_copy.py",
-        "        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)\n",
-        "        os.mkdir(name, dir_fd=target)\n",
-        ("SNAP-001", "SNAP-005"),
-    ),
-    Patch(
         "the proxy's allowlist",
         "sandbox/network/proxy.py",
         "        if reason := self._policy.refusal(request.target):\n"

@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 #: Promises that are quick to test and differ if tool servers are inside.
-SHORT = "START-00,START-017,END-00,PROC,FS-00,FS-01,ENV-00,NET,PRIV,KERN,SRV,SNAP-001,LIM-004,LIM-005,PY-01"
+SHORT = "START-00,START-017,END-00,PROC,FS-00,FS-01,ENV-00,NET,PRIV,KERN,SRV,LIM-004,LIM-005,PY-01"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ENTRY
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
@@ -37,13 +36,13 @@ class CountingDriver:
     def sandboxes(self) -> Collection[Sandbox]:
         return self._driver.sandboxes
 
-    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
+    async def start(self, spec: SandboxSpec) -> Sandbox:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             if self.failing:
                 raise SandboxError("no more sandboxes today")
-            self.started.append(await self._driver.start(spec, snapshot=snapshot))
+            self.started.append(await self._driver.start(spec))
         finally:
             self.at_once -= 1
             self.changed.set()

@@ -10,7 +10,8 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +34,11 @@ from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.mount_plan import (
     HOME,
     default_environment,
-    mount_points,
     shared_memory_bytes,
 )
 from prorl_envs.sandbox.filesystem.sif import system_partition
 from prorl_envs.sandbox.filesystem.sif_mounts import mount_places
-from prorl_envs.sandbox.filesystem.snapshot import Snapshot, check_mount_points, copy_trees
+from prorl_envs.sandbox.filesystem.tree_copy import copy_files
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.linux.descriptors import pid_of
 from prorl_envs.sandbox.linux.kernel_settings import namespace_settings
@@ -197,6 +197,7 @@ class InstanceSandbox(IsolatedSandbox):
         self._shared = shared
         self._process: TemplateProcess | None = None
         self._root_fd = -1
+        self._stop_copying = threading.Event()
 
     @property
     def seen_root(self) -> str | None:
@@ -206,14 +207,6 @@ class InstanceSandbox(IsolatedSandbox):
     @property
     def servers_inside(self) -> frozenset[int]:
         return frozenset(server.inner_pid for server in self._servers if server.process.alive)
-
-    async def snapshot(self) -> Snapshot:
-        """Copy the files of the sandbox: see `base.Sandbox`. Changes to its image are not included."""
-        if self._spec.image is not None:
-            self._driver.warn_once(
-                "a snapshot by the apptainer-instance driver lacks changes to the image: they are in memory"
-            )
-        return await super().snapshot()
 
     async def _launch(self) -> None:
         try:
@@ -289,20 +282,15 @@ class InstanceSandbox(IsolatedSandbox):
     async def _prepare_files(self) -> dict[int, Path]:
         """Create the directories. Return the copies of overlay mounts, by their index in the spec."""
         files, spec = self._files, self._inside
-        files.root.mkdir(mode=0o700, exist_ok=self._restored)
+        for directory in (files.root, files.work, files.tmp, files.home):
+            directory.mkdir(mode=0o700)
         overlays = {index: files.overlay(index)[0] for index, m in enumerate(spec.mounts) if m.overlay}
-        if self._restored:
-            check_mount_points(files.places(spec), mount_points(spec))
-        else:
-            for directory in (files.work, files.tmp, files.home):
-                directory.mkdir(mode=0o700)
-            for index, copy in overlays.items():
-                # An overlay of one directory needs privileges; a private copy has the same effect.
-                source = spec.mounts[index].source
-                if not await asyncio.to_thread(source.is_dir):
-                    raise SandboxError(f"the overlay's source {source} is not a directory")
-                await copy_trees(source.parent, files.root, [source.name], self._stop_copying)
-                (files.root / source.name).rename(copy)
+        for index, copy in overlays.items():
+            # An overlay of one directory needs privileges; a private copy has the same effect.
+            source = spec.mounts[index].source
+            if not await asyncio.to_thread(source.is_dir):
+                raise SandboxError(f"the overlay's source {source} is not a directory")
+            await copy_files(source, copy, self._stop_copying)
         write_names(files.root, spec.hostname)
         if spec.image is None:
             write_system(spec, files)
@@ -328,10 +316,8 @@ class InstanceSandbox(IsolatedSandbox):
             )
         return await self._process.fork(self.id, place, request)
 
-    def _state(self) -> Iterator[str]:
-        return (path.name for path in self._files.state(self._spec))
-
     async def _end_processes(self) -> None:
+        self._stop_copying.set()
         if self._first is not None:
             self._first.kill()  # the kernel then kills its whole pid namespace
         if self._process is not None:
