@@ -52,7 +52,7 @@ def export(
 
 def _results(source: str) -> "Iterator[tuple[str, Result]]":
     """Yield the results of a source, each with its location. Results of a file are read one at a time."""
-    from prorl_envs.rollout.api.types import parse_result
+    from prorl_envs.rollout.api.types import Result
     from prorl_envs.rollout.client.result_files import located_results
 
     if not is_store(source):
@@ -61,7 +61,7 @@ def _results(source: str) -> "Iterator[tuple[str, Result]]":
     with closing(open_episodes(source)) as episodes:
         episodes.extend()
         for number, summary in enumerate(episodes.summaries):
-            yield summary.job_id, parse_result(episodes.line(number))
+            yield summary.job_id, Result.model_validate_json(episodes.line(number))
 
 
 def _description(source: str) -> "RunDescription | None":

@@ -19,7 +19,7 @@ from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.env.node import Node
 from prorl_envs.env.replay import Replayed, replay
 from prorl_envs.errors import InputError, RolloutFailure
-from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, parse_result
+from prorl_envs.rollout.api.types import GroupRequest, JobState, Result
 from prorl_envs.rollout.client.result_files import GROUPS, lines_of, ready, results_file, write_results
 
 
@@ -125,7 +125,7 @@ async def stored(source: str) -> Stored:
             found.rows[request.id] = request
         return found
     path = results_file(source)
-    for location, line in lines_of(path, parse_result):
+    for location, line in lines_of(path, Result.model_validate_json):
         if isinstance(line, Result):
             found.add(line)
         else:

@@ -15,7 +15,7 @@ from prorl_envs.cli.output.console import out, plain, print_json, print_json_lin
 from prorl_envs.cli.output.tables import outcome_cell, samples_table, tokens_of
 from prorl_envs.cli.sources import check_lines, open_episodes
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.types import Result, parse_result
+from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.viewer.summary import Summary
 
@@ -131,7 +131,7 @@ def show(source: str, job: str | None, *, as_json: bool = False) -> None:
             count = f"{len(chosen)} results" if chosen else "no result"
             condition = "" if job is None else f" match {job!r}"
             raise InputError(f"{count} of {source}{condition}", hint=f"prorl-envs show {source} lists all")
-        result = parse_result(episodes.line(chosen[0]))
+        result = Result.model_validate_json(episodes.line(chosen[0]))
     if as_json:
         print_json(result, indent=None)
     else:

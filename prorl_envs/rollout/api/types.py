@@ -4,13 +4,11 @@ A job runs one episode; a group is n jobs of one task. These models are the wire
 the line format of stored trajectories.
 """
 
-import contextlib
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.types import Sampling, VersionSpan
@@ -292,43 +290,6 @@ class Result(WireModel):
     def rows(self) -> list[Trajectory]:
         """Rows for training: the forks, then the trajectory."""
         return [*self.forks, *([self.trajectory] if self.trajectory else [])]
-
-
-def parse_result(line: str | bytes) -> Result:
-    """Parse a result of any format version.
-
-    Raises:
-        ValidationError: `line` is not a result.
-    """
-    try:
-        return Result.model_validate_json(line)
-    except ValidationError:
-        # A pydantic validator of `Result` would be slower: it would parse every result into a dictionary.
-        with contextlib.suppress(ValueError):
-            fields = json.loads(line)
-            if isinstance(fields, dict) and fields.get("version") == 1:
-                return Result.model_validate(upgrade_result(fields))
-        raise
-
-
-def upgrade_result(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of format 1 in the current format. Some fields have other names there."""
-    row_names = {"exact": "token_exact", "shared": "shared_prefix_len"}
-
-    def row(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        turns = value.get("turns")
-        renamed = {row_names.get(name, name): field for name, field in value.items()}
-        return renamed | ({"turns": list(map(row, turns))} if isinstance(turns, list) else {})
-
-    def rows(value: Any) -> Any:
-        return list(map(row, value)) if isinstance(value, list) else row(value)
-
-    names = {"trajectory": "trajectory", "forks": "forks", "aborted": "unfinished_answers"}
-    return {
-        names.get(name, name): rows(field) if name in names else field for name, field in result.items()
-    } | {"version": RESULT_VERSION}
 
 
 class GroupStatistics(WireModel):

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.types import Result, parse_result
+from prorl_envs.rollout.api.types import Result
 
 RESULTS = "results.jsonl"
 #: File beside the results: the requested groups, with the rows of their tasks.
@@ -35,7 +35,7 @@ def read_results(path: Path | str) -> Iterator[Result]:
 
 def located_results(path: Path | str) -> Iterator[tuple[str, Result]]:
     """Read results like `read_results`, and yield each with its location, `path:line`."""
-    for where, result in lines_of(results_file(path), parse_result):
+    for where, result in lines_of(results_file(path), Result.model_validate_json):
         if isinstance(result, str):
             raise InputError(
                 f"{where}: not a rollout result: {result}",

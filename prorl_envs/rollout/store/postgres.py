@@ -16,7 +16,6 @@ from typing import Any, Self
 from prorl_envs.errors import InputError
 from prorl_envs.extras import install_extras
 from prorl_envs.rollout.store.sqlite import SqlStore
-from prorl_envs.rollout.store.sqlite_schema import rename_batch_fields
 
 try:
     import psycopg
@@ -37,10 +36,11 @@ _OPTIONS = (
     " -c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
 )
 
-# As in `sqlite_schema.py`, each step upgrades from the previous format.
-_FORMAT_1 = """
+#: Format of the tables: those of `sqlite_schema.py`, and `owner`. A store of another format is refused.
+_FORMAT = 4
+_TABLES = f"""
 CREATE TABLE owner (epoch BIGINT NOT NULL, format INTEGER NOT NULL);
-INSERT INTO owner VALUES (0, 0);
+INSERT INTO owner VALUES (0, {_FORMAT});
 CREATE TABLE groups (
     number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
     task_id TEXT NOT NULL, environment TEXT NOT NULL, request BYTEA NOT NULL, missing INTEGER NOT NULL,
@@ -67,21 +67,12 @@ CREATE TABLE results (
 );
 ALTER TABLE results ALTER body SET STORAGE EXTERNAL, ALTER ids SET STORAGE EXTERNAL,
     ALTER loss_mask SET STORAGE EXTERNAL, ALTER logprobs SET STORAGE EXTERNAL;
-"""
-_FORMAT_2 = """
 CREATE TABLE kept (name TEXT COLLATE "C" PRIMARY KEY, value TEXT NOT NULL);
-"""
-#: `_rename_batch_fields` converts the rows for this format; the tables do not change.
-_FORMAT_3 = ""
-#: See format 7 of `sqlite_schema.py`.
-_FORMAT_4 = """
 CREATE TABLE read_results (cursor BIGINT PRIMARY KEY, tokens BIGINT NOT NULL);
 CREATE TABLE dropped_results (
     cursor BIGINT PRIMARY KEY, group_id TEXT COLLATE "C", environment TEXT, state TEXT
 );
-INSERT INTO dropped_results (cursor) SELECT min(cursor) - 1 FROM results HAVING min(cursor) > 1;
 """
-_FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4)
 
 
 class PostgresStore(SqlStore):
@@ -92,7 +83,7 @@ class PostgresStore(SqlStore):
         bounds: see `SqlStore`.
 
     Raises:
-        InputError: the database cannot be opened, has a newer format, or another service has it open.
+        InputError: the database cannot be opened, has another format, or another service has it open.
     """
 
     errors = (psycopg.Error,)
@@ -281,38 +272,22 @@ def _connect(url: str) -> psycopg.Connection[Any]:
 
 
 def _prepare(session: psycopg.Connection[Any]) -> int:
-    """Create or upgrade the tables, increment the epoch, and return it."""
+    """Create the tables if there are none, increment the epoch, and return it."""
     with session.transaction():
         [owner_table] = session.execute("SELECT to_regclass(%s)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
         if owner_table is None:
             session.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}".encode())
-            session.execute(_FORMATS[0].encode())
-        version = _check_format(session)
-        for step in _FORMATS[max(version, 1) :]:
-            session.execute(step.encode())
-        if version < 3:
-            _rename_batch_fields(session)
-        updated = session.execute(
-            "UPDATE owner SET epoch = epoch + 1, format = %s RETURNING epoch", (len(_FORMATS),)
-        )
-        [epoch] = updated.fetchone() or (0,)
+            session.execute(_TABLES.encode())
+        _check_format(session)
+        [epoch] = session.execute("UPDATE owner SET epoch = epoch + 1 RETURNING epoch").fetchone() or (0,)
         return int(epoch)
 
 
-def _rename_batch_fields(session: psycopg.Connection[Any]) -> None:
-    for number, request in session.execute("SELECT number, request FROM batches").fetchall():
-        session.execute(
-            "UPDATE batches SET request = %s WHERE number = %s", (rename_batch_fields(request), number)
-        )
-
-
-def _check_format(session: psycopg.Connection[Any]) -> int:
+def _check_format(session: psycopg.Connection[Any]) -> None:
     [version] = session.execute("SELECT format FROM owner").fetchone() or (0,)
-    if version > len(_FORMATS):
+    if version != _FORMAT:
         hint = "open it with the version that wrote it, or use a new database"
-        known = len(_FORMATS)
-        raise InputError(f"the store has format {version}; this version reads 1 to {known}", hint=hint)
-    return int(version)
+        raise InputError(f"the store has format {version}; this version reads {_FORMAT}", hint=hint)
 
 
 def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.types import Result, upgrade_result
+from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.store.summaries import ARRAYS, body_of
 
 #: Number in the file's header that distinguishes stores from databases of other programs.
@@ -21,44 +21,31 @@ _APPLICATION_ID = 0x50524F4C
 #: loop may be blocked for this time.
 _BUSY_S = 0.25
 
-# Each step upgrades a file from the previous format; a new file takes all steps. Released steps are never
-# changed; changes are further steps.
-#
-# `results.total` is the number of tokens of all results ever recorded, up to and including this row. So the
-# number of tokens in a range of rows is a difference of two totals.
-_FORMAT_1 = f"""
+#: Format of the tables. A store of another format is refused.
+SCHEMA_VERSION = 7
+# - results.total: number of tokens of all results ever recorded, up to and including this row. So the number
+#   of tokens in a range of rows is a difference of two totals.
+# - results.at: time of the recording, in seconds since 1970.
+# - kept: state that a restarted service needs.
+# - read_results: results that a reader has acknowledged; all others are unread.
+# - dropped_results: dropped results, so that readers get an error instead of a gap. A row without a group
+#   stands for all results up to its cursor.
+_TABLES = f"""
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, request BLOB NOT NULL,
-    missing INTEGER NOT NULL
+    missing INTEGER NOT NULL, environment TEXT NOT NULL DEFAULT '', batch_id TEXT, weight_version INTEGER
 );
 CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
+CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
 CREATE TABLE jobs (
     number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
-    cursor INTEGER, state TEXT, reward REAL, failure TEXT,
+    cursor INTEGER, state TEXT, reward REAL, failure TEXT, failures INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (number, sample)
 ) WITHOUT ROWID;
 CREATE TABLE results (
     cursor INTEGER PRIMARY KEY, number INTEGER NOT NULL, tokens INTEGER NOT NULL, total INTEGER NOT NULL,
-    body BLOB NOT NULL, ids BLOB, loss_mask BLOB, logprobs BLOB
+    body BLOB NOT NULL, ids BLOB, loss_mask BLOB, logprobs BLOB, at REAL
 );
-PRAGMA application_id = {_APPLICATION_ID};
-"""
-#: Columns for the filters of readers, and the number of failed attempts of a job.
-_FORMAT_2 = """
-ALTER TABLE groups ADD COLUMN environment TEXT NOT NULL DEFAULT '';
-UPDATE groups SET environment = environment_of(request);
-ALTER TABLE jobs ADD COLUMN failures INTEGER NOT NULL DEFAULT 0;
-"""
-#: Time at which a result was recorded, in seconds since 1970.
-_FORMAT_3 = """
-ALTER TABLE results ADD COLUMN at REAL;
-UPDATE results SET at = strftime('%s', 'now');
-"""
-#: Batches, and the groups that count for them.
-_FORMAT_4 = """
-ALTER TABLE groups ADD COLUMN batch_id TEXT;
-ALTER TABLE groups ADD COLUMN weight_version INTEGER;
-CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
 CREATE TABLE batches (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, request BLOB NOT NULL, tenant TEXT NOT NULL,
     carried TEXT NOT NULL, dropped INTEGER NOT NULL, closed INTEGER NOT NULL, cancelled_at INTEGER
@@ -66,25 +53,12 @@ CREATE TABLE batches (
 CREATE TABLE batch_tasks (
     number INTEGER, position INTEGER, body BLOB NOT NULL, PRIMARY KEY (number, position)
 ) WITHOUT ROWID;
-"""
-#: State that a restarted service needs.
-_FORMAT_5 = """
 CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-"""
-#: New names of fields in batch requests.
-_FORMAT_6 = """
-UPDATE batches SET request = rename_batch_fields(request);
-"""
-#: `read_results`: results that a reader has acknowledged; all others are unread, also those of earlier
-#: formats. `dropped_results`: dropped results, so that readers get an error instead of a gap. A row without a
-#: group stands for all results up to its cursor.
-_FORMAT_7 = """
 CREATE TABLE read_results (cursor INTEGER PRIMARY KEY, tokens INTEGER NOT NULL);
 CREATE TABLE dropped_results (cursor INTEGER PRIMARY KEY, group_id TEXT, environment TEXT, state TEXT);
-INSERT INTO dropped_results (cursor) SELECT min(cursor) - 1 FROM results HAVING min(cursor) > 1;
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
 """
-FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4, _FORMAT_5, _FORMAT_6, _FORMAT_7)
-SCHEMA_VERSION = len(FORMATS)
 
 #: File systems that several machines may mount, without the shared memory that SQLite needs between readers.
 _OF_SEVERAL_MACHINES = frozenset(
@@ -154,7 +128,7 @@ def open_file(path: Path) -> sqlite3.Connection:
     """Open the store at `path`. The caller must hold its lock. A missing or empty file becomes a store.
 
     Raises:
-        InputError: the file cannot be opened, is not a store, or has a newer format.
+        InputError: the file cannot be opened, is not a store, or has another format.
     """
     try:
         path.touch(mode=0o600)
@@ -171,7 +145,7 @@ def open_file(path: Path) -> sqlite3.Connection:
 def open_in_memory() -> sqlite3.Connection:
     """Open a new store in memory."""
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    _upgrade(db, 0)
+    _create_tables(db)
     return db
 
 
@@ -185,7 +159,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         with contextlib.ExitStack() as stack:
             db = _connect_to_read(path, "mode=ro")
             stack.callback(db.close)
-            _version(db)
+            _is_store(db)
             stack.pop_all()
             return db
     except (OSError, sqlite3.Error) as error:
@@ -207,60 +181,37 @@ def _connect_to_read(path: Path, mode: str) -> sqlite3.Connection:
     return db
 
 
-def _version(db: sqlite3.Connection) -> int:
-    """Return the format of a store; 0 if the file is empty.
+def _is_store(db: sqlite3.Connection) -> bool:
+    """Return whether a file is a store; False if it is empty.
 
     Raises:
-        InputError: the file belongs to another program, or has a newer format.
+        InputError: the file belongs to another program, or has another format.
     """
 
     def pragma(name: str) -> int:
         return int(db.execute(f"PRAGMA {name}").fetchone()[0])
 
     if db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
-        return 0
+        return False
     if pragma("application_id") != _APPLICATION_ID:
         raise InputError("the file is a database of another program", hint="use another file")
-    version = pragma("user_version")
-    if not 1 <= version <= SCHEMA_VERSION:
+    if (version := pragma("user_version")) != SCHEMA_VERSION:
         hint = "open it with the version that wrote it, or use a new file"
-        raise InputError(
-            f"the store has format {version}; this version reads 1 to {SCHEMA_VERSION}", hint=hint
-        )
-    return version
+        raise InputError(f"the store has format {version}; this version reads {SCHEMA_VERSION}", hint=hint)
+    return True
 
 
 def _prepare(db: sqlite3.Connection) -> None:
-    version = _version(db)
+    exists = _is_store(db)
     if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise InputError("the file system of the store supports no shared memory", hint="use a local disk")
     db.execute("PRAGMA synchronous = FULL")
-    _upgrade(db, version)
+    if not exists:
+        _create_tables(db)
 
 
-def _upgrade(db: sqlite3.Connection, version: int) -> None:
-    """Upgrade the tables from a format to the newest format."""
-    if version < SCHEMA_VERSION:
-        db.create_function("environment_of", 1, _environment_of, deterministic=True)
-        db.create_function("rename_batch_fields", 1, rename_batch_fields, deterministic=True)
-        steps = "".join(FORMATS[version:])
-        db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-
-
-def _environment_of(request: bytes) -> str:
-    return str(json.loads(zlib.decompress(request))["environment"])
-
-
-def rename_batch_fields(request: bytes) -> bytes:
-    """Return a stored batch request of an earlier format with the current names of its fields."""
-    names = {
-        "usable": "min_rewards",
-        "spare": "max_speculative_groups",
-        "leftover": "on_complete",
-        "more": "stream_open",
-    }
-    fields = json.loads(zlib.decompress(request))
-    return deflate(json.dumps({names.get(name, name): fields[name] for name in fields}).encode())
+def _create_tables(db: sqlite3.Connection) -> None:
+    db.executescript(f"BEGIN; {_TABLES} COMMIT;")
 
 
 def pack(result: Result) -> tuple[bytes | None, ...]:
@@ -287,8 +238,6 @@ def unpack(row: Sequence[Any]) -> Result:
     fields = json.loads(zlib.decompress(body))
     if fields["trajectory"] is not None:
         fields["trajectory"] |= dict(zip(ARRAYS, map(_unpack_numbers, columns), strict=True))
-    if fields["version"] == 1:
-        fields = upgrade_result(fields)
     return Result.model_validate({**fields, "cursor": cursor})
 
 

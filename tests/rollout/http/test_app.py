@@ -16,7 +16,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.errors import WIRE_ERRORS
-from prorl_envs.rollout.api.types import RESULT_VERSION, Result, parse_result
+from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
@@ -380,21 +380,6 @@ def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> N
         runner.run(service.stop())
 
 
-def test_results_of_format_1_are_converted() -> None:
-    turn = {"start": 0, "end": 1, "finish_reason": "stop", "weight_version": "", "server": ""}
-    row = {
-        "ids": [1], "loss_mask": [1], "logprobs": [0.0], "exact": False, "shared": 1,
-        "turns": [turn | {"model_s": 1.0, "tools_s": 0.0, "exact": False}],
-    }  # fmt: skip
-    old = {
-        "version": 1, "job_id": "g/0", "group_id": "g", "sample": 0, "environment": "e", "task_id": "t",
-        "state": "done", "reward": 1.0, "mask_sample": True, "stop_reason": None, "failure": None,
-        "trajectory": row, "forks": [row], "aborted": [row],
-    }  # fmt: skip
-    result = parse_result(json.dumps(old))
-    assert result.version == RESULT_VERSION
-    assert len(result.unfinished_answers) == 1
-    for part in (*result.rows, *result.unfinished_answers):
-        assert (part.token_exact, part.shared_prefix_len, part.turns[0].token_exact) == (False, 1, False)
-    with pytest.raises(ValidationError, match="aborted"):
-        parse_result(json.dumps(old | {"version": RESULT_VERSION}))
+def test_a_result_of_another_format_is_refused() -> None:
+    with pytest.raises(ValidationError, match="version"):
+        Result.model_validate_json('{"version": 1, "job_id": "g/0"}')

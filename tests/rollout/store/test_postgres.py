@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import json
 import tempfile
-import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,9 +11,7 @@ import pytest
 
 from prorl_envs.config import ServiceSettings
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.errors import CursorExpired, Unavailable
-from prorl_envs.rollout.store.base import UnreadResults
-from tests.rollout.store.test_sqlite import OLD_BATCH, RENAMED
+from prorl_envs.rollout.api.errors import Unavailable
 from tests.rollout.store.test_store import group, result
 
 psycopg = pytest.importorskip("psycopg")
@@ -145,38 +141,12 @@ def test_the_setting_takes_files_and_urls() -> None:
     assert ServiceSettings.model_validate({"store": "~/x.db"}).store == Path.home() / "x.db"
 
 
-async def test_batches_of_format_2_are_converted(postgres_url: str) -> None:
+@pytest.mark.parametrize("version", [3, 99])
+async def test_a_store_of_another_version_is_refused(postgres_url: str, version: int) -> None:
     async with opened(postgres_url):
         pass
-    request = zlib.compress(json.dumps(OLD_BATCH).encode())
     with psycopg.connect(postgres_url, autocommit=True) as session:
         session.execute(f"SET search_path = {SCHEMA}")
-        session.execute("DROP TABLE read_results, dropped_results")  # of format 4
-        session.execute("UPDATE owner SET format = 2")
-        session.execute(
-            "INSERT INTO batches (id, request, tenant, carried, dropped, closed)"
-            " VALUES ('b', %s, 'tenant', '[]', 0, false)",
-            (request,),
-        )
-    for _ in range(2):
-        async with opened(postgres_url) as store:
-            [(batch, _)] = await store.batches()
-            assert {name: getattr(batch.request, name) for name in RENAMED} == RENAMED
-
-
-async def test_results_of_format_3_are_unread_and_earlier_ones_are_dropped(postgres_url: str) -> None:
-    async with opened(postgres_url) as store:
-        await store.submit([group(samples=3)])
-        for sample in range(3):
-            await store.record(result(sample=sample, tokens=9))
-    with psycopg.connect(postgres_url, autocommit=True) as session:
-        session.execute(f"SET search_path = {SCHEMA}")
-        session.execute("DROP TABLE read_results, dropped_results")
-        session.execute("DELETE FROM results WHERE cursor < 3")
-        session.execute("UPDATE owner SET format = 3")
-    for _ in range(2):
-        async with opened(postgres_url) as store:
-            assert store.unread == UnreadResults(1, 9)
-            assert [r.cursor for r in await store.results(2, 10)] == [3]
-            with pytest.raises(CursorExpired, match="up to 2"):
-                await store.results(1, 10)
+        session.execute("UPDATE owner SET format = %s", (version,))
+    with pytest.raises(InputError, match=f"format {version}"):
+        PostgresStore(postgres_url)

@@ -1,13 +1,11 @@
 """Further promises of the SQLite store, about its file and full disks."""
 
 import asyncio
-import json
 import os
 import resource
 import shutil
 import sqlite3
 import time
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -16,11 +14,9 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.errors import CursorExpired, NotFound, Unavailable
-from prorl_envs.rollout.api.types import Selection
-from prorl_envs.rollout.store.base import UnreadResults
+from prorl_envs.rollout.api.errors import NotFound, Unavailable
 from prorl_envs.rollout.store.sqlite import SqliteStore
-from prorl_envs.rollout.store.sqlite_schema import FORMATS, pack, type_of
+from prorl_envs.rollout.store.sqlite_schema import type_of
 from tests.rollout.store.test_store import group, result
 from tests.support.clock import FakeClock
 
@@ -74,93 +70,16 @@ async def test_a_file_of_another_program_is_not_changed(tmp_path: Path) -> None:
     assert text.read_text() == "no database " * 100
 
 
-async def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 6, 99])
+async def test_a_store_of_another_version_is_refused(tmp_path: Path, version: int) -> None:
     path = tmp_path / "store.db"
     async with opened(path):
         pass
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 99")
+    db.execute(f"PRAGMA user_version = {version}")
     db.close()
-    with pytest.raises(InputError, match="format 99"):
+    with pytest.raises(InputError, match=f"format {version}"):
         SqliteStore(path)
-
-
-async def test_a_store_of_an_older_version_is_migrated(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    db = sqlite3.connect(path)
-    db.executescript(f"{FORMATS[0]} PRAGMA user_version = 1;")
-    db.execute("INSERT INTO results VALUES (7, 1, 0, 0, ?, NULL, NULL, NULL)", pack(result())[:1])
-    db.commit()
-    db.close()
-    async with opened(path, ttl_s=3600) as store:
-        assert await store.results(0, 10) == [result().model_copy(update={"cursor": 7})]
-        await store.submit([group()])
-        await store.record(result())
-        assert [r.cursor for r in await store.results(0, 10)] == [7, 8]
-
-
-async def test_a_store_of_an_earlier_version_is_migrated_to_this_one(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    db = sqlite3.connect(path)
-    db.executescript(f"BEGIN; {FORMATS[0]} PRAGMA user_version = 1; COMMIT;")
-    request = zlib.compress(group("old").request.model_dump_json().encode())
-    db.execute("INSERT INTO groups (id, task_id, request, missing) VALUES ('old', 't', ?, 2)", (request,))
-    db.execute("INSERT INTO jobs (number, sample, attempts) VALUES (1, 0, 2), (1, 1, 0)")
-    db.commit()
-    db.close()
-    for _ in range(2):
-        async with opened(path) as store:
-            [unfinished] = await store.unfinished()
-            assert (unfinished.request, unfinished.batch_id) == (group("old").request, None)
-            assert (unfinished.attempts, unfinished.failures) == ((2, 0), (0, 0))
-            assert await store.batches() == []
-    async with opened(path) as store:
-        await store.record(result("old"))
-        environment = group("old").request.environment
-        assert await store.results(0, 9, only=Selection(environments=frozenset({"another"}))) == []
-        assert len(await store.results(0, 9, only=Selection(environments=frozenset({environment})))) == 1
-
-
-#: A batch request as format 5 has it, and some of its fields under their current names.
-OLD_BATCH = {"id": "b", "groups": 1, "more": True, "usable": 2, "spare": 0, "leftover": "carry"}
-RENAMED = {"stream_open": True, "min_rewards": 2, "max_speculative_groups": 0, "on_complete": "carry"}
-
-
-async def test_batches_of_format_5_are_converted(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    db = sqlite3.connect(path)
-    db.create_function("environment_of", 1, lambda request: "")
-    db.executescript(f"BEGIN; {''.join(FORMATS[:5])} PRAGMA user_version = 5; COMMIT;")
-    request = zlib.compress(json.dumps(OLD_BATCH).encode())
-    row = (request, "tenant", "[]", 0, 0, None)
-    db.execute("INSERT INTO batches VALUES (1, 'b', ?, ?, ?, ?, ?, ?)", row)
-    db.commit()
-    db.close()
-    for _ in range(2):
-        async with opened(path) as store:
-            [(batch, _)] = await store.batches()
-            assert {name: getattr(batch.request, name) for name in RENAMED} == RENAMED
-
-
-async def test_results_of_format_6_are_unread_and_earlier_ones_are_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    db = sqlite3.connect(path)
-    for name in ("environment_of", "rename_batch_fields"):
-        db.create_function(name, 1, lambda request: request)
-    db.executescript(f"BEGIN; {''.join(FORMATS[:6])} PRAGMA user_version = 6; COMMIT;")
-    for cursor in (5, 6):
-        row = (cursor, 1, 9, 9 * cursor, *pack(result()), 0.0)
-        db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-    db.commit()
-    db.close()
-    async with opened(path, max_results=1) as store:
-        assert store.unread == UnreadResults(2, 18)
-        await store.submit([group("new")])
-        await store.record(result("new"))
-        assert [r.cursor for r in await store.results(0, 10)] == [5, 6, 7]
-        assert [r.cursor for r in await store.results(4, 10)] == [5, 6, 7]
-        with pytest.raises(CursorExpired, match="up to 4"):
-            await store.results(3, 10, only=Selection(environments=frozenset({"toy"})))
 
 
 async def test_a_result_whose_acknowledgement_a_crash_lost_is_unread(tmp_path: Path) -> None:
