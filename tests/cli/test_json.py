@@ -68,7 +68,6 @@ ON_A_SERVICE = {
     "servers drain http://127.0.0.1:8001": 0,
     "servers list": 0,
     "status": 0,
-    "top": 0,
 }
 
 

@@ -9,16 +9,14 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import SecretStr
-from rich.console import Console
 
-from prorl_envs.cli.commands.top import picture
 from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.testing.tokenizer import builtin_renderer
-from tests.cli.conftest import Cli, Done, FastCli
+from tests.cli.conftest import Done, FastCli
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 
@@ -153,17 +151,6 @@ def test_servers_are_added_and_removed(steered: Steered, steer: Steer) -> None:
     assert "node" in steer("nodes", "list").out
     missing = steer("nodes", "drain", "gpu17")
     assert missing.code == 2 and "has no nodes" in missing.err
-
-
-def test_top_shows_everything_and_fits(steered: Steered, cli: Cli) -> None:
-    steered.submit("g", 40)
-    shown = cli("top", "--service", steered.url).stdout
-    assert all(text in shown for text in ("serving", "RUN", "2/2 active", "healthy", "g/0")), shown
-    assert all(len(line) <= 100 for line in shown.splitlines())
-    view = steered.service.dashboard.view()
-    for height in (24, 50):
-        console = Console(width=120, height=height, record=True, quiet=True)
-        assert len(console.render_lines(picture(view, height=height))) <= height
 
 
 def test_the_token_is_read_from_the_settings(steer: Steer, monkeypatch: pytest.MonkeyPatch) -> None:

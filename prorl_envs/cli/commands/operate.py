@@ -39,7 +39,6 @@ nodes = typer.Typer(help="List, drain and resume the nodes of a service.", no_ar
 def add_commands(cli: typer.Typer) -> None:
     """Add all commands of this module."""
     for command in (
-        top,
         status,
         dashboard,
         token,
@@ -119,21 +118,6 @@ def _say(found: "BaseModel | Sequence[BaseModel]", as_json: bool, show: Callable
         print_json(found)
     else:
         show()
-
-
-def top(
-    service: ServiceOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Live view of a service in the terminal, until Ctrl-C; prints once if stdout is not a terminal."""
-    from prorl_envs.cli.commands.top import picture, watch
-
-    if as_json or once or not out.is_terminal:
-        view = _on(service, lambda client: client.dashboard())
-        _say(view, as_json, lambda: out.print(picture(view, height=None)))
-    else:
-        _on(service, watch)
 
 
 def status(service: ServiceOption = None, as_json: JsonOption = False) -> None:
