@@ -54,7 +54,10 @@ THEMES: tuple[Promises, ...] = (
 PROMISES: tuple[Promise, ...] = tuple(promise for theme in THEMES for promise in theme)
 
 #: Ids of promises that are no longer made. Never reused.
-RETIRED: frozenset[str] = frozenset({"PRIV-003", "PY-014"})  # replaced by the stronger WAY-003 and WAY-008
+RETIRED: frozenset[str] = frozenset(
+    ["PRIV-003", "PY-014"]  # replaced by the stronger WAY-003 and WAY-008
+    + [f"SNAP-{number:03}" for number in range(1, 11)]  # of snapshots, which there are no more
+)
 
 
 def chosen(only: Iterable[str]) -> tuple[Promise, ...]:
