@@ -11,8 +11,8 @@ from itertools import islice
 
 from prorl_envs.tools.protocol.messages import Edit
 from prorl_envs.tools.server.files.text import EditError, Text, decode, load
-from prorl_envs.tools.server.files.undo import UndoHistory, Version
-from prorl_envs.tools.server.files.whole_files import write_file
+from prorl_envs.tools.server.files.undo import BYTES_LIMIT, UndoHistory, Version
+from prorl_envs.tools.server.files.whole_files import read_file, write_file
 
 #: Maximum entries of a directory listing.
 LISTING_LIMIT = 1000
@@ -78,8 +78,9 @@ class Editor:
     def _create(self, path: str, text: str) -> str:
         if os.path.lexists(path):
             raise EditError(f"A file already exists at {path}, and `create` does not overwrite.")
-        write_file(path, text.encode(), mode=None)
-        self._history.push(os.path.realpath(path), None)
+        data = text.encode()
+        write_file(path, data, mode=None)
+        self._history.push(os.path.realpath(path), None, data)
         return f"File created successfully at: {path}\n"
 
     def _replace(self, path: str, old: str, new: str) -> str:
@@ -119,8 +120,9 @@ class Editor:
     def _store(self, path: str, text: Text, after: str, line: int, more: int) -> str:
         """Write the new content. Return the text for the model, with line `line` and the `more` changed lines
         that follow it."""
-        write_file(path, text.encode(after), mode=None)
-        self._history.push(os.path.realpath(path), Version(text.encode(text.content)))
+        data = text.encode(after)
+        write_file(path, data, mode=None)
+        self._history.push(os.path.realpath(path), Version(text.encode(text.content)), data)
         lines = _lines(after)
         snippet = _numbered(lines, max(1, line - _CONTEXT), min(len(lines), line + more + _CONTEXT))
         return (
@@ -133,14 +135,23 @@ class Editor:
         key = os.path.realpath(path)  # independent of the name used for the edit
         if not self._history.has(key):
             raise EditError(f"No edit of {path} is left to undo.")
+        try:
+            data = read_file(key, BYTES_LIMIT)[0]
+        except FileNotFoundError:
+            data = None
+        if data is not None and self._history.is_newer(key, data):  # a file that is gone has nothing to lose
+            raise EditError(
+                f"{path} was changed after its last edit with this tool, and undoing that edit would discard "
+                "the newer change. Nothing was undone."
+            )
         version = self._history.pop(key)
         try:
             if version is None:
-                os.unlink(path)  # noqa: PTH108
+                os.unlink(key)  # noqa: PTH108
                 return f"Last edit of {path} undone: the file, which it had created, is removed.\n"
             write_file(path, version.data, mode=version.mode)
         except OSError:
-            self._history.push(key, version)
+            self._history.push(key, version, data)
             raise
         lines = _lines(decode(version.data).content)
         return f"Last edit of {path} undone. The file is now:\n{_numbered(lines, 1, len(lines))}"

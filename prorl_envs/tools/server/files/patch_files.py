@@ -39,8 +39,8 @@ def apply_patch(patch: str, workdir: str, history: UndoHistory) -> str:
     for change in parse(patch):
         plan.add(change)
     plan.write()
-    for path, before in plan.before():
-        history.push(path, before)
+    for path, before, after in plan.changes():
+        history.push(path, before, after.data if after is not None else None)
     return "Success. Updated the following files:\n" + "".join(f"{line}\n" for line in plan.summary)
 
 
@@ -94,10 +94,10 @@ class _Plan:
                 raise EditError(f"{name}: {reason}.{effect}") from error
             done.append(path)
 
-    def before(self) -> Iterator[tuple[str, Version | None]]:
-        """Yield each changed file's real path and previous version."""
-        for path in self._after:
-            yield path, self._before[path]
+    def changes(self) -> Iterator[tuple[str, Version | None, Version | None]]:
+        """Yield each changed file's real path, previous version and new version."""
+        for path, after in self._after.items():
+            yield path, self._before[path], after
 
     def _add(self, change: Change) -> None:
         path = self._enter(change.path)

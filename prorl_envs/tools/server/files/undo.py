@@ -41,21 +41,30 @@ class UndoHistory:
         self._files_limit = files_limit
         self._bytes_limit = bytes_limit
         self._bytes = 0
-        # Versions by path, the newest last. A version is None if there was no file.
-        self._files: OrderedDict[str, list[Version | None]] = OrderedDict()
+        # By path, the newest edit last: the version before it (None if there was no file), and the digest of
+        # what it wrote.
+        self._files: OrderedDict[str, list[tuple[Version | None, int]]] = OrderedDict()
 
     def has(self, path: str) -> bool:
         """Return True if `pop` has a version to return."""
         return path in self._files
 
-    def push(self, path: str, version: Version | None) -> None:
-        """Remember the version of `path` before an edit."""
-        versions = self._files.setdefault(path, [])
+    def is_newer(self, path: str, data: bytes) -> bool:
+        """Return True if `data` is not what the newest edit of `path` wrote.
+
+        Raises:
+            KeyError: no version is left.
+        """
+        return self._files[path][-1][1] != hash(data)
+
+    def push(self, path: str, before: Version | None, after: bytes | None) -> None:
+        """Remember an edit: the version before it, and what it wrote (None: it removed the file)."""
+        edits = self._files.setdefault(path, [])
         self._files.move_to_end(path)
-        versions.append(version)
-        self._bytes += _size(version)
-        if len(versions) > self._versions_limit:
-            self._bytes -= _size(versions.pop(0))
+        edits.append((before, hash(after)))
+        self._bytes += _size(before)
+        if len(edits) > self._versions_limit:
+            self._bytes -= _size(edits.pop(0)[0])
         while self._bytes > self._bytes_limit or len(self._files) > self._files_limit:
             self._forget_oldest()
 
@@ -65,17 +74,17 @@ class UndoHistory:
         Raises:
             KeyError: no version is left.
         """
-        versions = self._files[path]
-        version = versions.pop()
+        edits = self._files[path]
+        version, _ = edits.pop()
         self._bytes -= _size(version)
-        if not versions:
+        if not edits:
             del self._files[path]
         return version
 
     def _forget_oldest(self) -> None:
-        path, versions = next(iter(self._files.items()))
-        self._bytes -= _size(versions.pop(0))
-        if not versions:
+        path, edits = next(iter(self._files.items()))
+        self._bytes -= _size(edits.pop(0)[0])
+        if not edits:
             del self._files[path]
 
 

@@ -202,6 +202,41 @@ async def test_an_undo_that_fails_can_be_tried_again(box: Toolbox) -> None:
     assert await box.read(PATH) == b"1\n"
 
 
+@pytest.mark.parametrize("name", [PATH, "/workspace/link"])
+async def test_an_undo_never_discards_a_newer_change(box: Toolbox, name: str) -> None:
+    await box.run(["ln", "-s", PATH, "link"], timeout_s=10)
+    await edit(box, "create", file_text="1\n")
+    await edit(box, "str_replace", old_str="1", new_str="2")
+    await box.run(["sh", "-c", f"echo shell >> {PATH}"], timeout_s=10)
+    result = await edit(box, "undo_edit", name)
+    assert not result.ok
+    assert "discard the newer change. Nothing was undone." in result.text
+    assert await box.read(PATH) == b"2\nshell\n"
+    await box.write(PATH, b"2\n")  # as the edit left it
+    assert (await edit(box, "undo_edit", name)).ok
+    assert await box.read(PATH) == b"1\n"
+    await box.run(["sh", "-c", f"echo shell >> {PATH}"], timeout_s=10)
+    assert not (await edit(box, "undo_edit", name)).ok  # of the creation
+    assert await box.read(PATH) == b"1\nshell\n"
+
+
+async def test_an_undo_of_a_creation_removes_the_file_and_no_link_to_it(box: Toolbox) -> None:
+    await edit(box, "create", file_text="1\n")
+    await box.run(["ln", "-s", PATH, "link"], timeout_s=10)
+    assert (await edit(box, "undo_edit", "/workspace/link")).ok
+    assert (await box.run(["test", "-L", "link"], timeout_s=10)).exit_code == 0
+    with pytest.raises(FileNotFoundError):
+        await box.read(PATH)
+
+
+async def test_a_file_that_is_gone_can_be_restored(box: Toolbox) -> None:
+    await box.write(PATH, b"1\n")
+    await edit(box, "str_replace", old_str="1", new_str="2")
+    await box.run(["rm", PATH], timeout_s=10)
+    assert (await edit(box, "undo_edit")).ok
+    assert await box.read(PATH) == b"1\n"
+
+
 @pytest.mark.parametrize(
     ("before", "old", "new", "after"),
     [

@@ -64,6 +64,15 @@ async def test_undo_restores_each_file_with_its_mode(box: Toolbox) -> None:
     assert await listing(box) == before
 
 
+async def test_a_file_that_was_made_again_after_its_deletion_is_kept(box: Toolbox) -> None:
+    await box.write("/workspace/x", b"a\n")
+    assert (await patch(box, "*** Delete File: x")).ok
+    await box.write("/workspace/x", b"new\n")
+    result = await box.edit({"command": "undo_edit", "path": "/workspace/x"})
+    assert "discard the newer change" in result.text
+    assert await box.read("/workspace/x") == b"new\n"
+
+
 async def test_a_unified_diff_is_accepted(box: Toolbox) -> None:
     await box.write("/workspace/x", b"a\nb\n")
     diff = "--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"

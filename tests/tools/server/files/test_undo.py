@@ -5,8 +5,9 @@ from prorl_envs.tools.server.files.undo import UndoHistory, Version
 
 def test_versions_are_restored_newest_first() -> None:
     history = UndoHistory()
-    history.push("/a", None)
-    history.push("/a", Version(b"1"))
+    history.push("/a", None, b"1")
+    history.push("/a", Version(b"1"), b"2")
+    assert history.is_newer("/a", b"1") and not history.is_newer("/a", b"2")
     assert history.pop("/a") == Version(b"1")
     assert history.pop("/a") is None
     assert not history.has("/a")
@@ -17,15 +18,15 @@ def test_versions_are_restored_newest_first() -> None:
 def test_the_number_of_versions_of_a_file_is_bounded() -> None:
     history = UndoHistory(versions_limit=2)
     for data in (b"1", b"2", b"3"):
-        history.push("/a", Version(data))
+        history.push("/a", Version(data), None)
     assert [history.pop("/a"), history.pop("/a")] == [Version(b"3"), Version(b"2")]
     assert not history.has("/a")
 
 
 def test_the_file_edited_longest_ago_is_forgotten_first() -> None:
     history = UndoHistory(bytes_limit=10)
-    history.push("/old", Version(b"12345"))
-    history.push("/new", Version(b"1234567"))
+    history.push("/old", Version(b"12345"), b"")
+    history.push("/new", Version(b"1234567"), b"")
     assert not history.has("/old")
     assert history.pop("/new") == Version(b"1234567")
 
@@ -33,11 +34,11 @@ def test_the_file_edited_longest_ago_is_forgotten_first() -> None:
 def test_the_number_of_files_is_bounded() -> None:
     history = UndoHistory(files_limit=2)
     for path in ("/a", "/b", "/c"):
-        history.push(path, None)
+        history.push(path, None, b"")
     assert [history.has(path) for path in ("/a", "/b", "/c")] == [False, True, True]
 
 
 def test_a_version_larger_than_the_limit_is_not_kept() -> None:
     history = UndoHistory(bytes_limit=3)
-    history.push("/a", Version(b"12345"))
+    history.push("/a", Version(b"12345"), b"")
     assert not history.has("/a")
