@@ -238,7 +238,8 @@ class ShellSession(RequestSession[Bash]):
         ended = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
         if self._asked > _REPAIRS:
             ended = (
-                "could not report any more (was it replaced by `exec`, or `ulimit -n` lowered?) and was ended"
+                "could not report any more (was it replaced by `exec`, `ulimit -n` lowered, or a DEBUG trap "
+                "set with `extdebug`?) and was ended"
             )
         notice = f"the shell {ended}; the next command gets a new one, without its variables and functions"
         if self.running is None:

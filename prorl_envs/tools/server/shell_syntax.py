@@ -27,8 +27,8 @@ class ShellSyntax:
         evaluate: evaluates a text; placeholders: commands that read it, commands that restore `$?`, the text.
         read: reads the text from the memory file.
         report: reports; placeholder: the nonce. Trace output of these lines goes into the pipe too, and is
-            not parsed as a report. `errexit` and tracing last only for the command that sets them: with
-            errexit on, a shell would exit at the next failing command.
+            not parsed as a report. `errexit`, tracing and DEBUG traps last only for the command that sets
+            them: with errexit on, a shell would exit at the next failing command; the others show our lines.
         repair: undoes changes that can prevent the other lines from working.
     """
 
@@ -85,8 +85,8 @@ BASH = ShellSyntax(
     evaluate="\n%s\\builtin set -m; \\builtin shopt -s expand_aliases; %s\\builtin eval %s 40<&- 41>&-; ",
     read="IFS= \\builtin read -rd '' -u 40 __command; ",
     report=(
-        '{ \\builtin printf \'%%s %%s %%.4096s\\0\' %s "$?" "${PWD-}"; \\builtin set +exvm; '
-        "\\builtin shopt -u expand_aliases; "
+        '{ \\builtin printf \'%%s %%s %%.4096s\\0\' %s "$?" "${PWD-}"; \\builtin trap - DEBUG; '
+        "\\builtin set +exvm; \\builtin shopt -u expand_aliases; "
         "[[ -t 0 ]] || \\exec 0</dev/tty; PS0= PS0= PS1= PS2= PROMPT_COMMAND=; } >&41 2>&1\n"
     ),
     # Functions hide builtins, but in POSIX mode they do not hide special builtins.

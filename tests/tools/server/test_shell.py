@@ -106,6 +106,15 @@ async def test_tracing_shows_only_the_command(box: Toolbox) -> None:
     assert (await box.bash("echo b", timeout_s=T)).text == "b\n"
 
 
+@pytest.mark.parametrize("options", ["", "set -T; ", "shopt -s extdebug; "])
+async def test_a_debug_trap_shows_only_the_command(box: Toolbox, options: str) -> None:
+    trap = "trap 'echo DBG \"$BASH_COMMAND\" >&2' DEBUG"
+    assert (await box.bash(f"{options}{trap}; echo a", timeout_s=T)).text == "DBG echo a\na\n"
+    for text in ("false", f"false #{'x' * 600}", "(exit 1)"):
+        result = await box.bash(text, timeout_s=T)
+        assert (result.text, result.data["exit_code"]) == ("[exit status 1]", 1)
+
+
 async def test_prompts_and_terminal_settings_do_no_harm(box: Toolbox) -> None:
     await box.bash("PS1='$ '; PS2='> '; PROMPT_COMMAND='echo prompt'; stty raw echo -isig", timeout_s=T)
     for _ in range(2):

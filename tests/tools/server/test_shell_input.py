@@ -247,7 +247,7 @@ async def test_a_session_can_be_restarted(box: Toolbox) -> None:
 async def test_restarting_kills_the_waiting_shell(box: Toolbox) -> None:
     result = await box.bash("exec cat", timeout_s=T)
     assert (
-        "[the shell could not report any more (was it replaced by `exec`, or `ulimit -n` lowered?)"
+        "[the shell could not report any more (was it replaced by `exec`, `ulimit -n` lowered, or "
         in result.text
     )
     assert (await box.bash("echo back", timeout_s=T)).text == "back\n"
@@ -268,7 +268,7 @@ async def test_the_model_uses_the_shell_by_its_schema(box: Toolbox) -> None:
     assert (await call(command="echo apart")).text == "apart\n"
     assert (await call(command="yes", is_input=True, session="b")).text == "yes\n"
     assert (await call(command="echo a", restart=True, session="b")).text.startswith("a\n")
-    assert "must be true or false" in (await call(command="a", is_input="true")).text
+    assert "must be true or false" in (await call(command="a", is_input="yes")).text
     assert "at most 64 characters" in (await call(command="a", session="x" * 65)).text
 
 
