@@ -3,7 +3,7 @@
     async with Catalog.of(load_settings(path)) as offered:   # starts the configured resources servers
         family = offered["weather"]
 
-Without `environments` in the settings, every registered family is offered.
+Without `environments` in the settings, every registered family is offered, also with each built-in agent.
 """
 
 import asyncio
@@ -155,11 +155,20 @@ class Catalog(Mapping[str, Family]):
     Args:
         families: the classes.
         servers: the resources servers behind some of them, by the same names.
+        any_agent: settings with which each class is also offered as `NAME@AGENT`, with each built-in agent.
     """
 
-    def __init__(self, families: Mapping[str, Family], servers: Mapping[str, RunningServer]) -> None:
+    def __init__(
+        self,
+        families: Mapping[str, Family],
+        servers: Mapping[str, RunningServer],
+        *,
+        any_agent: Settings | None = None,
+    ) -> None:
         self._families = families
         self._servers = servers
+        self._any_agent = any_agent
+        self._with_agents: dict[str, Family] = {}
         self._exits = AsyncExitStack()
 
     @classmethod
@@ -170,7 +179,7 @@ class Catalog(Mapping[str, Family]):
             InputError: an entry is wrong.
         """
         if settings.environments is None:
-            return cls(environments(), {})
+            return cls(environments(), {}, any_agent=settings)
         servers: dict[str, RunningServer] = {}
         families: dict[str, Family] = {}
         for entry in entries(settings):
@@ -187,7 +196,15 @@ class Catalog(Mapping[str, Family]):
         return cls(families, servers)
 
     def __getitem__(self, name: str) -> Family:
-        return self._families[name]
+        if self._any_agent is None or name in self._families:
+            return self._families[name]
+        environment, _, agent = name.partition("@")
+        if environment not in self._families or agent not in BUILT_IN:
+            raise KeyError(name)
+        if name not in self._with_agents:
+            asked = {"environments": {environment: EnvironmentSettings(agents=(agent,))}}
+            self._with_agents[name] = Catalog.of(self._any_agent.model_copy(update=asked))[name]
+        return self._with_agents[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._families)
@@ -201,7 +218,11 @@ class Catalog(Mapping[str, Family]):
         Raises:
             InputError: there is none; the hint names the closest.
         """
-        return known(self._families, name)
+        environment, _, agent = name.partition("@")
+        if agent and name not in self and environment in self:
+            hint = f"add it to the settings: environments: {{{environment}: {{agents: [{agent}]}}}}"
+            raise InputError(f"{environment} is not offered with the agent {agent!r}", hint=hint)
+        return known(self, name)
 
     def tasks(self, name: str, data: Path | None) -> list[Task]:
         """Return the tasks of a data file, or of the environment's own examples.

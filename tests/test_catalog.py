@@ -31,6 +31,21 @@ def test_by_default_every_registered_family_is_offered() -> None:
     assert list(Catalog.of(Settings())) == list(environments())
 
 
+def test_by_default_every_family_is_offered_with_each_built_in_agent(tmp_path: Path) -> None:
+    offered = Catalog.of(Settings())
+    listed = Catalog.of(settings(tmp_path, {"bash": {"agents": ["codeact"]}}))
+    task = offered.tasks("bash@codeact", None)[0]
+    found, expected = (catalog["bash@codeact"](empty_node()) for catalog in (offered, listed))
+    assert found.prompt(task) == expected.prompt(task)
+    assert offered["bash@codeact"] is offered.only("bash@codeact")["bash@codeact"]
+    assert "none@codeact" not in offered and "bash@none" not in offered
+    with pytest.raises(InputError, match="the agent 'claude'") as refused:
+        offered.family("bash@claude")
+    assert "environments: {bash: {agents: [claude]}}" in refused.value.hint
+    with pytest.raises(InputError, match="not offered with the agent 'codeact'"):
+        Catalog.of(settings(tmp_path, {"bash": None})).family("bash@codeact")
+
+
 def test_an_entry_offers_a_family_under_a_name(tmp_path: Path) -> None:
     offered = Catalog.of(settings(tmp_path, {"bash": None, "easy": {"family": "bash"}}))
     assert sorted(offered) == ["bash", "easy"]
