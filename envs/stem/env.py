@@ -18,7 +18,7 @@ from prorl_envs.envs.stem.task import StemTask
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_spec
-from prorl_envs.tools.client.arguments import complaint
+from prorl_envs.tools.client.arguments import read_arguments
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, PYTHON
@@ -106,9 +106,10 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
             raise EnvironmentFault(error.message, hint=error.hint) from error
 
     async def call_host(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        if problem := complaint(SEARCH, call.arguments):
-            return ToolResult(text=problem, ok=False)
-        query = " ".join(str(call.arguments["query"]).split())
+        arguments = read_arguments(SEARCH, call.arguments)
+        if isinstance(arguments, str):
+            return ToolResult(text=arguments, ok=False)
+        query = " ".join(arguments["query"].split())
         if not query or len(query) > MAX_QUERY:
             return ToolResult(text=f"A query has between 1 and {MAX_QUERY} characters.", ok=False)
         if self._searches >= MAX_SEARCHES:

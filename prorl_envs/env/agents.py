@@ -14,12 +14,11 @@ from typing import Any
 from prorl_envs.env.base import Environment, ReferenceCall, Task
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import InputError
-from prorl_envs.tools.client.arguments import complaint
+from prorl_envs.tools.client.arguments import read_arguments
 from prorl_envs.tools.schemas import APPLY_PATCH, EDITOR, THINK
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 
 _UNREAD: JsonObject = {"type": "string", "description": "Not read."}
-_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +88,13 @@ class _Tool:
 
     def translated(self, call: ToolCall) -> ToolCall | str:
         """Return the equivalent call of the family's own tool, or an error message for the model."""
-        values = dict(call.arguments)
-        for name, value in values.items():
-            properties = self.spec.parameters["properties"]
-            if name in properties and properties[name].get("type") == "boolean" and isinstance(value, str):
-                values[name] = _BOOLEANS.get(value.lower(), value)  # some agents write booleans as text
         # An ignored argument may have any type. So may an answer, because the family parses it itself.
-        read = {name: value for name, value in values.items() if self.arguments.get(name, "") is not None}
-        checked = dict.fromkeys(read, "") if self.finishes else read
-        if wrong := complaint(self.spec, checked):
-            return wrong
-        return ToolCall(call.id, self.own.name, {str(self.arguments[name]): read[name] for name in read})
+        given = {name: v for name, v in call.arguments.items() if self.arguments.get(name, "") is not None}
+        read = read_arguments(self.spec, dict.fromkeys(given, "") if self.finishes else given)
+        if isinstance(read, str):
+            return read
+        values = {str(self.arguments[name]): given[name] if self.finishes else read[name] for name in read}
+        return ToolCall(call.id, self.own.name, values)
 
     def reference_call(self, call: ReferenceCall) -> ReferenceCall:
         """Translate a reference call of the family's own tool into a call of this tool. An argument that this

@@ -202,7 +202,9 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         """
 
     def _finish(self, call: ToolCall) -> ToolResult:
-        answer = call.arguments.get("answer", "")
+        answer = call.arguments.get("answer")
+        if answer is None:  # some models write null for "not given"
+            answer = ""
         # Some models submit 42 instead of "42". The bound excludes numbers whose text would be too long.
         if isinstance(answer, int | float) and abs(answer) < 2**53:
             answer = str(answer)

@@ -8,7 +8,7 @@ from typing import Self
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.client import transfer
-from prorl_envs.tools.client.arguments import complaint
+from prorl_envs.tools.client.arguments import read_arguments
 from prorl_envs.tools.client.connection import ServerLost
 from prorl_envs.tools.client.python import ForkedPython, PythonEngine, PythonTool
 from prorl_envs.tools.client.results import bash_result, server_lost, with_notices
@@ -208,10 +208,11 @@ class Toolbox:
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
-        if wrong := complaint(EDITOR, arguments):
-            return ToolResult(text=wrong, ok=False)
-        inner = self.sandbox.path_inside(arguments["path"])
-        return await self._edit(lambda id_: Edit(id_, **{**arguments, "path": inner}))
+        read = read_arguments(EDITOR, arguments)
+        if isinstance(read, str):
+            return ToolResult(text=read, ok=False)
+        inner = self.sandbox.path_inside(read["path"])
+        return await self._edit(lambda id_: Edit(id_, **{**read, "path": inner}))
 
     async def patch(self, arguments: JsonObject) -> ToolResult:
         """Apply a patch to files, completely or not at all.
@@ -225,9 +226,10 @@ class Toolbox:
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
-        if wrong := complaint(APPLY_PATCH, arguments):
-            return ToolResult(text=wrong, ok=False)
-        return await self._edit(lambda id_: Patch(id_, arguments["input"]))
+        read = read_arguments(APPLY_PATCH, arguments)
+        if isinstance(read, str):
+            return ToolResult(text=read, ok=False)
+        return await self._edit(lambda id_: Patch(id_, read["input"]))
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         """Execute a model's call of a built-in tool.
@@ -244,20 +246,20 @@ class Toolbox:
         """
         match call.name:
             case BASH.name:
-                wrong = complaint(BASH, call.arguments)
-                if not wrong:
-                    return await self.bash(**call.arguments, timeout_s=timeout_s)
+                read = read_arguments(BASH, call.arguments)
+                if not isinstance(read, str):
+                    return await self.bash(**read, timeout_s=timeout_s)
             case name if name == PYTHON.name and self._python is not None:
-                wrong = complaint(PYTHON, call.arguments)
-                if not wrong:
-                    return await self.python(call.arguments["code"], timeout_s=timeout_s)
+                read = read_arguments(PYTHON, call.arguments)
+                if not isinstance(read, str):
+                    return await self.python(read["code"], timeout_s=timeout_s)
             case EDITOR.name:
                 return await self.edit(call.arguments)
             case APPLY_PATCH.name:
                 return await self.patch(call.arguments)
             case _:
-                wrong = f"there is no tool {call.name[:50]!r}"
-        return ToolResult(text=wrong, ok=False)
+                read = f"there is no tool {call.name[:50]!r}"
+        return ToolResult(text=read, ok=False)
 
     async def run(
         self,
