@@ -66,8 +66,8 @@ class Network:
         allow: hosts reachable through an HTTP proxy at 127.0.0.1, port `PROXY_PORT`, which the usual
             environment variables name: `host`, `host:port`, `*.host` (names below it, not the host itself) or
             `*.host:port`. Without a port, 80 and 443. A name that resolves to an address that is not
-            public is refused unless `allow` lists the address as well. No other way out exists: programs
-            without proxy support reach nothing, and there is no name service.
+            public is refused, unless the address is listed too, or `private:` precedes the name. No other way
+            out exists: programs without proxy support reach nothing, and there is no name service.
         open: True gives it the host's network itself, including services on the host's loopback and the
             host's abstract sockets.
     """

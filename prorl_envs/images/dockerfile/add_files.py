@@ -137,7 +137,7 @@ async def download(
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
         raise AddRefused(
             f"cannot download {address}: {error or type(error).__name__}",
-            hint="is its host allowed (--allow)?",
+            hint="is its host allowed (--allow)? For a name with a private address: --allow private:HOST",
         ) from error
     if checksum and checksum != f"sha256:{digest}":
         raise AddRefused(f"{address} has the checksum sha256:{digest}, not {checksum}")

@@ -669,6 +669,8 @@ def _archives(source: SourceTree, sources: Sequence[str], scratch: Path) -> dict
 
 def _run_hint(output: str, network: Network) -> str:
     signs = ("Could not resolve", "Temporary failure", "Connection refused", "not on the allowlist", "403")
+    if not network.open and "an address that is not public" in output:
+        return "allow the name wherever it leads, with --allow private:HOST; a warning names its address"
     if not network.open and any(sign in output for sign in signs):
         return "only allowed hosts can be reached: add them with --allow, or in the settings"
     return ""

@@ -23,6 +23,8 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 #: A last label that makes some resolvers read the whole name as an address
 #: (https://url.spec.whatwg.org/#hosts).
 _NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
+#: Before a name that may lead to any address.
+_PRIVATE = "private:"
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 #: Global addresses that contain an IPv4 address, to which a gateway connects: 6to4 and Teredo.
@@ -62,11 +64,13 @@ class Pattern:
         host: as in `Target`.
         port: None means `DEFAULT_PORTS`.
         below: True means the names below `host`, at any depth, and not `host` itself.
+        private: True means that the names may lead to any address, also to one that is not public.
     """
 
     host: str
     port: int | None
     below: bool
+    private: bool
 
     def matches(self, host: str, port: int) -> bool:
         if port not in DEFAULT_PORTS if self.port is None else port != self.port:
@@ -79,7 +83,7 @@ class Policy:
 
     Args:
         patterns: `host`, `host:port`, `*.host` or `*.host:port`; a host is a name, an IPv4 address or an IPv6
-            address in brackets.
+            address in brackets. With `private:` before it, a name may lead to any address.
 
     Raises:
         SandboxError: a pattern is none of these, or there are too many.
@@ -108,7 +112,8 @@ class Policy:
         Args:
             local: whether the address belongs to this machine.
         """
-        if self.lists(str(address), target.port):
+        named = any(p.private and p.matches(target.host, target.port) for p in self._patterns)
+        if named or self.lists(str(address), target.port):
             return ""
         if local or not is_public(address):
             return f"{target} leads to an address that is not public and not on the allowlist of this sandbox"
@@ -143,18 +148,19 @@ def parse_target(text: str, default_port: int | None = None) -> Target | None:
 
 
 def _pattern(text: str) -> Pattern:
-    host, port = _split(text.lower())
-    below = host.startswith("*.")
+    lower = text.lower()
+    host, port = _split(lower.removeprefix(_PRIVATE))
+    private, below = lower.startswith(_PRIVATE), host.startswith("*.")
     name = host.removeprefix("*.")
     number = _port(port) if port else None
-    valid = _is_name(name) if below else _is_host(name)
+    valid = _is_name(name) if below or private else _is_host(name)
     if not text.isascii() or not valid or (port and number is None) or text.endswith(":"):
         raise SandboxError(
             f"not a host that can be allowed: {text!r}",
             hint="host, host:port, *.host or *.host:port, in ASCII (xn--...) and without a scheme; IPv6 "
-            "addresses in brackets and in their shortest form",
+            "addresses in brackets and in their shortest form; private: only before names",
         )
-    return Pattern(name.strip("[]"), number, below)
+    return Pattern(name.strip("[]"), number, below, private)
 
 
 def _split(text: str) -> tuple[str, str]:

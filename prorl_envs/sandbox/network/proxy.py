@@ -215,6 +215,8 @@ class Proxy:
         addresses = [target.address] if target.address else await self._addresses(target)
         for address in addresses:
             if reason := self._policy.address_refusal(target, address, local=_is_local(address)):
+                if target.address is None:
+                    self._advise(target, address)
                 raise ProxyRefused(403, reason)
         for address in addresses:
             # An address that does not answer must leave time for the next.
@@ -269,6 +271,13 @@ class Proxy:
         if refused.reason not in self._logged and len(self._logged) < _LOGGED_REFUSALS:
             self._logged.add(refused.reason)
             logger.info("the proxy of sandbox %s refused: %s", self._sandbox_id, refused.reason)
+
+    def _advise(self, target: Target, address: Address) -> None:
+        """Log how to allow an address. The sandbox does not learn the address."""
+        advice = f"it leads to {address}; allow private:{target}, or {Target(str(address), target.port)}"
+        if advice not in self._logged and len(self._logged) < _LOGGED_REFUSALS:
+            self._logged.add(advice)
+            logger.warning("the proxy of sandbox %s refused %s: %s", self._sandbox_id, target, advice)
 
     async def _answer(self, client: socket.socket, refused: ProxyRefused) -> None:
         """Send the reason, then read the rest: a close with unread input would discard the answer."""

@@ -28,7 +28,8 @@ SPELLINGS = """pypi.org.:443 user@pypi.org:443 pypi.org pypi.org: pypi.org:0 pyp
     ::1:80 [::1%eth0]:80 [0:0::1]:80 [::1]80 [pypi.org]:80 [10.1.2.3]:80 :80 a..b:80 -a.org:80
     *.example.com:80"""
 NO_PATTERNS = """* *. *.*.org a.* http://a.org a.org/x a.org:x a.org: a.org. ü.org ::1 *.1.2.3 127.1 [::01]
-    *.[::1] *.10.1.2.3 u@a.org 10.0.0.0/8"""
+    *.[::1] *.10.1.2.3 u@a.org 10.0.0.0/8 private: private:* private:10.1.2.3 private:[::1]
+    private:private:a.org private:*.10.1.2.3 a.org:private"""
 NOT_PUBLIC = """127.0.0.1 127.9.9.9 10.0.0.1 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0
     224.0.0.1 255.255.255.255 240.0.0.1 198.18.0.1 192.0.2.1 :: ::1 fe80::1 fe80::1%1 fd00::1 fec0::1 ff02::1
     ::ffff:127.0.0.1 ::127.0.0.1 64:ff9b::7f00:1 2002:7f00:1:: 2001:0:4136:e378:8000:63bf:3fff:fdd2
@@ -101,6 +102,20 @@ def test_a_listed_address_may_be_private() -> None:
     policy = Policy(["*.example.com:8000", "10.1.2.3:8000", "*.example.com"])
     assert policy.address_refusal(Target("a.example.com", 8000), private, local=True) == ""
     assert "not public" in policy.address_refusal(Target("a.example.com", 443), private, local=False)
+
+
+def test_a_name_may_be_allowed_wherever_it_leads() -> None:
+    private = ipaddress.ip_address("10.1.2.3")
+    policy = Policy(["private:mirror.example.com", "PRIVATE:*.corp.example.com:8000", "*.example.com"])
+    for asked in ("mirror.example.com:443", "a.corp.example.com:8000"):
+        target = parse_target(asked)
+        assert target is not None
+        assert policy.refusal(target) == "" == policy.address_refusal(target, private, local=True)
+    for asked in ("a.mirror.example.com:443", "a.corp.example.com:443", "corp.example.com:443"):
+        target = parse_target(asked)
+        assert target is not None
+        assert "not public" in policy.address_refusal(target, private, local=False)
+    assert "not on the allowlist" in policy.refusal(Target("mirror.example.com", 8000))
 
 
 def test_a_request_is_forwarded_without_hop_by_hop_headers() -> None:

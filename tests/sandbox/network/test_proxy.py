@@ -69,13 +69,23 @@ async def exchange(port: int, data: bytes, *, end: bool = True) -> bytes:
         writer.close()
 
 
-async def test_a_name_that_resolves_to_the_host_is_refused() -> None:
-    """The owner of an allowed name chooses its address."""
+async def test_a_name_that_resolves_to_the_host_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """The owner of an allowed name chooses its address. Only the log names it, and how to allow it."""
     async with echo() as inner, proxy(f"a.example.com:{inner}") as (port, gateway, _):
-        answer = await exchange(port, f"CONNECT a.example.com:{inner} HTTP/1.1\r\n\r\n".encode())
-        assert answer.startswith(b"HTTP/1.1 403")
-        assert b"not public" in answer
-    assert (gateway.connections, gateway.refused) == (1, 1)
+        for _ in range(2):
+            answer = await exchange(port, f"CONNECT a.example.com:{inner} HTTP/1.1\r\n\r\n".encode())
+            assert answer.startswith(b"HTTP/1.1 403")
+            assert b"not public" in answer and b"127.0.0.1" not in answer
+    assert (gateway.connections, gateway.refused) == (2, 2)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert f"leads to 127.0.0.1; allow private:a.example.com:{inner}, or 127.0.0.1:{inner}" in warning
+
+
+@pytest.mark.parametrize("extra", ["private:a.example.com:{}", "127.0.0.1:{}"])
+async def test_what_the_log_advises_is_enough(extra: str) -> None:
+    async with echo() as inner, proxy(f"a.example.com:{inner}", extra.format(inner)) as (port, _, _):
+        answer = await exchange(port, f"CONNECT a.example.com:{inner} HTTP/1.1\r\n\r\nhello".encode())
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"hello")
 
 
 #: Runs in its own network namespace, in which 8.8.8.8 is this machine.
