@@ -51,7 +51,7 @@ async def fetch(node: Node, folder: Path, spec: EnvironmentSpec, interpreter: In
     place_spec = SandboxSpec(
         env=environment,
         mounts=(conda, *mounts_of(interpreter.prefix), *_certificates(environment)),
-        network=Network(open=True),
+        network=Network(open=True, reason="pip fetches the packages of a SWE-bench environment"),
     )
     command = ["/bin/bash", "--noprofile", "--norc", "-c", _script(spec, interpreter)]
     async with sandbox_session(node, place_spec) as place:

@@ -61,5 +61,5 @@ def _network(access: NetworkAccess, options: TerminalOptions) -> Network:
         case "allowlist":
             return Network(allow=access.hosts)
     if options.public_network == "open":
-        return Network(open=True)
+        return Network(open=True, reason="public_network is open")
     return Network(allow=options.public_network)

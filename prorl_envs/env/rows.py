@@ -12,7 +12,7 @@ from prorl_envs.env.base import Task
 from prorl_envs.env.directories import directory_rows
 from prorl_envs.env.file_kinds import FileKind, kind_of, wrong_file
 from prorl_envs.env.parquet import Unreadable, parquet_rows, readable
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, WrongFileType
 
 #: Maximum bytes of one line of a data file, and maximum rows of one file.
 MAX_LINE_BYTES = 16 * 2**20
@@ -103,6 +103,12 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from parquet_rows(path, MAX_LINE_BYTES)
         elif kind in _READ:
             yield from _json_rows(path)
+        elif kind is FileKind.DIRECTORY:
+            raise WrongFileType(
+                f"{path} is a directory that holds no task directories",
+                hint="a task directory of Harbor or Terminal-Bench has a task.toml or task.yaml; "
+                "or give the path of a JSONL or Parquet file",
+            )
         else:
             raise wrong_file(path, kind, "task rows", hint="give the path of a JSONL or Parquet file")
     except OSError as error:

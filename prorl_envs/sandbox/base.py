@@ -70,10 +70,12 @@ class Network:
             out exists: programs without proxy support reach nothing, and there is no name service.
         open: True gives it the host's network itself, including services on the host's loopback and the
             host's abstract sockets.
+        reason: why it is open, for the log.
     """
 
     allow: tuple[str, ...] = ()
     open: bool = False
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,10 +56,19 @@ def test_a_folder_of_tasks_is_listed_prepared_and_validated(cli: Cli, folder: Pa
 def test_a_failed_build_shows_the_ends_of_its_output(cli: Cli, folder: Path) -> None:
     dockerfile = folder / "tasks" / "hello" / "environment" / "Dockerfile"
     dockerfile.write_text("FROM debian:12-slim\nRUN for i in 1 2 3 4 5 6; do echo line$i; done; exit 3\n")
-    done = cli("prepare", "terminal", "tasks/hello", "--config", "settings.yaml")
-    assert done.returncode == 1 and "1 failed" in done.stdout + done.stderr
-    assert "environment/Dockerfile:2: RUN failed with exit status 3" in done.stderr
-    assert "line6" in done.stdout and "line3" not in done.stdout and "line3" in done.stderr
+    for name in ("longest-lines", "mend-backup", "two-steps"):
+        shutil.rmtree(folder / "tasks" / name)
+    shutil.copytree(folder / "tasks" / "hello", folder / "tasks" / "hello-again")
+    done = cli("prepare", "terminal", "tasks", "--config", "settings.yaml")
+    assert done.returncode == 1 and "2 failed" in done.stderr
+    (cause,) = [line for line in done.stdout.splitlines() if "RUN failed with exit status 3" in line]
+    assert cause.startswith("failed: hello, hello-again: ") and "environment/Dockerfile:2: " in cause
+    assert "line6" in done.stdout and "line3" not in done.stdout + done.stderr
+    log = Path(done.stderr.rpartition("the whole text of each failure: ")[2].splitlines()[0])
+    try:
+        assert log.read_text().count("line3\n") == 2
+    finally:
+        log.unlink()
 
 
 @pytest.mark.thorough

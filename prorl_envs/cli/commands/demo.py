@@ -16,7 +16,7 @@ from pathlib import Path
 from prorl_envs.app.compose import Model, request_defaults, rollout_service
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.commands.view import write_html
-from prorl_envs.cli.output.console import err, out, print_left_out, program
+from prorl_envs.cli.output.console import err, out, print_by_reason, program
 from prorl_envs.cli.output.run_groups import run_groups
 from prorl_envs.cli.run_folders import create_folder
 from prorl_envs.config import Settings
@@ -108,7 +108,7 @@ def choose(catalog: Catalog, options: DemoOptions, driver: str = "auto") -> list
                 left_out.append((f"{name} {task.id}", reason))
             else:
                 found.append(Chosen(name, row, task))
-        print_left_out(left_out)
+        print_by_reason("left out", left_out, style="yellow")
         chosen += found[: options.tasks.get(name, len(found))]
     if not chosen:
         raise InputError("this machine can run none of the demo's tasks", hint="the reasons are above")

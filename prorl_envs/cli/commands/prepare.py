@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from prorl_envs.app.compose import node
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.output.console import err, out, plain, print_json, print_left_out
+from prorl_envs.cli.output.console import err, out, plain, print_by_reason, print_json
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.node import Node
@@ -76,11 +77,15 @@ async def prepare_file(
         print_json(results)
     else:
         out.print(_table(results))
+        if failed := [(result.task_id, result.why) for result in results if result.state == "failed"]:
+            print_by_reason("failed", failed, style="red", console=out)
+            err.print(plain(f"the whole text of each failure: {_log_of(failed)}"))
     counts = {
         state: sum(r.state == state for r in results) for state in dict.fromkeys(r.state for r in results)
     }
     err.print(", ".join(f"{count} {state}" for state, count in counts.items()))
-    print_left_out([(result.task_id, result.why) for result in results if result.state == "left out"])
+    left_out = [(result.task_id, result.why) for result in results if result.state == "left out"]
+    print_by_reason("left out", left_out, style="yellow")
     return "failed" not in counts and (allow_missing or "left out" not in counts)
 
 
@@ -108,7 +113,7 @@ async def prepare(
             progress.advance(overall)
             number = next(numbers)
             if not err.is_terminal and result.state != "was there":
-                detail = f": {result.why}" if result.why else f" in {result.seconds:.0f} s"
+                detail = "" if result.why else f" in {result.seconds:.0f} s"
                 err.print(plain(f"{number}/{len(tasks)} {result.task_id} {result.state}{detail}"))
             return result
 
@@ -145,13 +150,15 @@ def _table(results: Sequence[Preparation]) -> Table:
     table.add_column("seconds", justify="right")
     table.add_column("outcome", overflow="fold")
     for result in results:
-        outcome = f"{result.state}: {_shortened(result.why)}" if result.why else result.state
-        style = _STYLES[result.state]
-        table.add_row(plain(result.task_id), f"{result.seconds:.1f}", Text(plain(outcome).plain, style=style))
+        outcome = Text(result.state, style=_STYLES[result.state])
+        table.add_row(plain(result.task_id), f"{result.seconds:.1f}", outcome)
     return table
 
 
-def _shortened(text: str) -> str:
-    """Return the first line and the last two lines, without the output of a build between them."""
-    first, *others = text.strip().splitlines()
-    return "\n".join([first, *(["..."] if len(others) > 2 else []), *others[-2:]])
+def _log_of(failed: Sequence[tuple[str, str]]) -> str:
+    """Return the path of a new file with the whole errors."""
+    with tempfile.NamedTemporaryFile(
+        "w", errors="replace", prefix="prorl-prepare-", suffix=".log", delete=False
+    ) as file:
+        file.writelines(f"{task_id}: {why}\n\n" for task_id, why in failed)
+    return file.name

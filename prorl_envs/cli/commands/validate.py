@@ -9,7 +9,7 @@ from rich.text import Text
 
 from prorl_envs.app.compose import node, without_harness
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.output.console import err, out, print_json, print_left_out
+from prorl_envs.cli.output.console import err, out, print_by_reason, print_json
 from prorl_envs.config import Settings
 from prorl_envs.env.validate import ValidationVerdict, validate
 from prorl_envs.errors import InputError
@@ -23,12 +23,15 @@ def verdict_table(verdicts: list[ValidationVerdict]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("verdict", overflow="fold")
     for v in verdicts:
+        state, style = (
+            ("left out", "yellow") if v.skipped else ("invalid", "red") if v.problems else ("ok", "green")
+        )
         table.add_row(
             v.task_id,
             " ".join(f"{reward:g}" for reward in v.reference) or "-",
             "-" if v.untouched is None else f"{v.untouched:g}",
             f"{v.seconds:.2f}",
-            Text("ok", style="green") if v.ok else Text("; ".join(v.problems), style="red"),
+            Text(state, style=style),
         )
     return table
 
@@ -66,7 +69,7 @@ async def validate_file(
             left_out.append((task.id, reason))
         else:
             tasks.append(task)
-    print_left_out(left_out)
+    print_by_reason("left out", left_out, style="yellow")
     if not tasks:
         raise InputError(f"there is no {environment} task that this machine can run")
     async with node(settings) as opened, catalog:
@@ -79,4 +82,7 @@ async def validate_file(
         print_json([{**asdict(verdict), "ok": verdict.ok} for verdict in verdicts])
     else:
         out.print(verdict_table(verdicts))
+        print_by_reason("left out", [(v.task_id, v.skipped) for v in verdicts if v.skipped], style="yellow")
+        problems = [(v.task_id, problem) for v in verdicts for problem in v.problems]
+        print_by_reason("invalid", problems, style="red", console=out)
     return all(verdict.ok for verdict in verdicts) and (allow_missing or not left_out)

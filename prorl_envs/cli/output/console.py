@@ -64,19 +64,33 @@ def report(error: ProrlError) -> None:
         err.print(Text.assemble(("hint: ", "bold cyan"), plain(error.hint)))
 
 
-def print_left_out(tasks: Iterable[tuple[str, str]]) -> None:
-    """Print the tasks that cannot run on this machine, by reason.
+def print_by_reason(
+    state: str, tasks: Iterable[tuple[str, str]], *, style: str, console: Console = err
+) -> None:
+    """Print tasks, each reason once.
 
     Args:
-        tasks: id and reason of each task.
+        state: state of the tasks, such as `left out`.
+        tasks: id and reason of each task. Reasons that differ only in the id, or after their first line (the
+            output of a build, for example), are the same; the first is printed, shortened.
+        style: colour.
+        console: where to print.
     """
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, list[tuple[str, str]]] = {}
     for task_id, reason in tasks:
-        by_reason.setdefault(reason, []).append(task_id)
-    for reason, ids in by_reason.items():
-        first = ", ".join(ids[:3])
-        listed = first if len(ids) <= 3 else f"{first} and {len(ids) - 3} more"
-        err.print(plain(f"left out: {listed}: {reason}"), style="yellow")
+        same = reason.strip().partition("\n")[0].replace(task_id, "")
+        by_reason.setdefault(same, []).append((task_id, reason))
+    for found in by_reason.values():
+        listed = ", ".join(task_id for task_id, _ in found[:3])
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        text = plain(f"{state}: {listed}{more}: {_shortened(found[0][1])}")
+        console.print(text, style=style, soft_wrap=True)
+
+
+def _shortened(text: str) -> str:
+    """Return the first line and the last two lines, without the output of a build between them."""
+    first, *others = text.strip().splitlines() or [""]
+    return "\n".join([first, *(["..."] if len(others) > 2 else []), *others[-2:]])
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:

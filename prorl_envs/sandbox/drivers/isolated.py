@@ -61,7 +61,8 @@ class IsolatedDriver[S: "IsolatedSandbox"](NodeDriver[S]):
     def check_network(self, spec: SandboxSpec) -> None:
         """Warn if a sandbox uses the host's network."""
         if spec.network.open:
-            self.warn_once("a sandbox starts with access to the host's whole network")
+            reason = f": {spec.network.reason}" if spec.network.reason else ""
+            self.warn_once(f"a sandbox starts with access to the host's whole network{reason}")
 
     async def _release(self) -> None:
         await self.images.aclose()

@@ -158,7 +158,7 @@ async def test_an_open_network_is_the_hosts(
     shell_driver: BubblewrapDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with web() as port:
-        sandbox = await shell_driver.start(SandboxSpec(network=Network(open=True)))
+        sandbox = await shell_driver.start(SandboxSpec(network=Network(open=True, reason="a test")))
         try:
             script = through_proxy("GET / HTTP/1.1", "", port=port)
             assert (await run_script(sandbox, script)).endswith("got GET / HTTP/1.1\n")
@@ -169,7 +169,7 @@ async def test_an_open_network_is_the_hosts(
         finally:
             await sandbox.close()
     assert namespaces.split() == [OWN_NETWORK, "CapEff:", "0000000000000000"]
-    assert "access to the host's whole network" in caplog.text
+    assert "access to the host's whole network: a test" in caplog.text
 
 
 @pytest.mark.parametrize(
