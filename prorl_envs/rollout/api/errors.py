@@ -37,6 +37,10 @@ class TooLarge(InputError):
     """Error: the request body is over the limit."""
 
 
+class CompressedBody(InputError):
+    """Error: the request body is compressed, which no route reads."""
+
+
 class WrongMethod(InputError):
     """Error: the route does not support the HTTP method."""
 
@@ -83,6 +87,7 @@ WIRE_ERRORS: tuple[ErrorMapping, ...] = (
     ErrorMapping("unauthorized", 401, Unauthorized),
     ErrorMapping("forbidden", 403, Forbidden),
     ErrorMapping("too_large", 413, TooLarge),
+    ErrorMapping("unsupported_media_type", 415, CompressedBody),
     ErrorMapping("method_not_allowed", 405, WrongMethod),
     ErrorMapping("full", 429, QueueFull),
     ErrorMapping("unavailable", 503, Unavailable),

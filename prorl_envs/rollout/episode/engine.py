@@ -321,7 +321,7 @@ class Engine:
             except Unavailable as error:
                 if self._leaving:
                     raise
-                log.error("trying again in %g s: %s", STORE_PAUSE_S, error)
+                log.debug("trying again in %g s: %s", STORE_PAUSE_S, error)
             await self.clock.sleep(STORE_PAUSE_S)
 
     async def _close(self, job: Job) -> None:

@@ -198,6 +198,7 @@ def _add_status(app: FastAPI, service: RolloutService) -> None:
     async def get_ready() -> Health:
         """Answer if the service accepts submissions."""
         service.gate.check_open()
+        service.store.check_writable()
         return Health(status="ok")
 
 

@@ -1,4 +1,4 @@
-"""Middleware in front of all routes: authentication, and a limit of body sizes.
+"""Middleware in front of all routes: authentication, and a check of bodies.
 
 Both are plain ASGI applications, because they must act before the first byte of the body is read.
 """
@@ -16,7 +16,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.rollout.agent.agent_loop import unicode
 from prorl_envs.rollout.api.caller import OPERATOR, Caller
-from prorl_envs.rollout.api.errors import QueueFull, Retryable, TooLarge, Unauthorized, Unavailable, to_wire
+from prorl_envs.rollout.api.errors import (
+    CompressedBody,
+    QueueFull,
+    Retryable,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    to_wire,
+)
 from prorl_envs.rollout.api.views import ErrorBody, ErrorDetail
 from prorl_envs.rollout.http.auth import TokenStore
 from prorl_envs.rollout.http.logins import cookie_name
@@ -94,7 +102,7 @@ class TokenGuard:
 
 
 class BodyLimit:
-    """Middleware that rejects bodies over a size, with or without a Content-Length header.
+    """Middleware that rejects compressed bodies, and bodies over a size, with or without a Content-Length.
 
     Args:
         app: the guarded application.
@@ -109,7 +117,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        if (encoding := headers.get("content-encoding", "identity")).lower() not in ("", "identity"):
+            refusal = CompressedBody(
+                f"the body has the encoding {encoding[:20]!r}", hint="send it uncompressed"
+            )
+            await error_response(refusal)(scope, receive, send)
+            return
+        announced = headers.get("content-length", "0")
         if announced.isascii() and announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             await error_response(self._too_large())(scope, receive, send)
             return

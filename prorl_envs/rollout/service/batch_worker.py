@@ -74,7 +74,7 @@ class BatchWorker:
                 try:
                     await self._advance(batch)
                 except Unavailable as error:
-                    log.error("batch %s: trying again in %g s: %s", batch.id, PAUSE_S, error)
+                    log.debug("batch %s: trying again in %g s: %s", batch.id, PAUSE_S, error)
                     await self._clock.sleep(PAUSE_S)
                     self.mark_changed(batch)
 

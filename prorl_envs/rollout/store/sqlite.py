@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import sqlite3
@@ -60,6 +61,10 @@ _ACKNOWLEDGED_AT_ONCE = 500
 #: Seconds for which a write without a waiting caller waits for other writes, to share their transaction, and
 #: seconds before it is tried again after its transaction failed.
 _JOIN_S, _RETRY_S = 0.05, 1.0
+#: Seconds after a failed write for which the store counts as not writable.
+_FAILURE_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,8 @@ class SqlStore:
         self._waiting: list[_Write] = []
         self._committing: asyncio.Future[None] | None = None  # done when no caller waits for a write
         self._timer: asyncio.TimerHandle | None = None  # start of a transaction that no caller waits for
+        #: Time of the last failed write; None if a later write succeeded.
+        self._failed_at: float | None = None
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
         self._reader = self._writer if view is db else ThreadPoolExecutor(1, "store-read")
@@ -286,6 +293,15 @@ class SqlStore:
             await asyncio.to_thread(executor.shutdown)
         await asyncio.to_thread(self._resources.close)
 
+    def check_writable(self) -> None:
+        """Check that the last write succeeded, or failed long ago: a later one may succeed.
+
+        Raises:
+            Unavailable: it failed within the last half minute.
+        """
+        if self._failed_at is not None and time.monotonic() - self._failed_at < _FAILURE_S:
+            raise Unavailable("the store cannot be written", hint="the service's log has the reason")
+
     # Between the event loop and the threads.
 
     async def _write[T](self, work: Callable[[], T]) -> T:
@@ -337,6 +353,7 @@ class SqlStore:
             self._recent.add(self._recorded, dropped=self._dropped)
         elif isinstance(error, self.errors) and not self._closed:
             self._waiting[:0] = [write for write in batch if write.future is None]
+        self._note_outcome(error)
         self._recorded.clear()
         for write, outcome in zip(
             batch, done.result() if error is None else [error] * len(batch), strict=True
@@ -357,6 +374,16 @@ class SqlStore:
             self._committing = None
             if self._waiting:
                 self._commit_later(_JOIN_S if error is None else _RETRY_S)
+
+    def _note_outcome(self, error: BaseException | None) -> None:
+        """Log once that writes begin to fail, and that they succeed again."""
+        if isinstance(error, self.errors):
+            if self._failed_at is None:
+                log.error("%s. Writes of accepted jobs are tried again.", self._unavailable("written", error))
+            self._failed_at = time.monotonic()
+        elif error is None and self._failed_at is not None:
+            self._failed_at = None
+            log.warning("%s can be written again", self._name)
 
     async def _read[T](self, work: Callable[[], T]) -> T:
         self._check_open()

@@ -1,7 +1,9 @@
 """The HTTP interface: every answer is typed, limits hold, and requests without the token are refused."""
 
 import asyncio
+import gzip
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from prorl_envs.config import ServerSettings
 from prorl_envs.errors import InputError
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.rendering import TemplateRenderer
-from prorl_envs.rollout.api.errors import WIRE_ERRORS
+from prorl_envs.rollout.api.errors import WIRE_ERRORS, Unavailable
 from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.build import build_service
@@ -208,6 +210,31 @@ async def test_ready_follows_the_service_and_health_the_process(
     refused = await client.post("/v1/groups", json=body())
     assert error_of(refused)["type"] == "unavailable"
     assert "retry-after" in refused.headers
+
+
+async def test_ready_follows_the_store(client: httpx.AsyncClient, bench: Any) -> None:
+    def fail() -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="disk is full"):
+            await bench.service.store._write(fail)
+        response = await client.get("/ready")
+        assert (response.status_code, error_of(response)["type"]) == (503, "unavailable")
+        assert error_of(response)["message"] == "the store cannot be written", "without a token, no details"
+        await bench.service.store.put_value("works", "again")
+        assert (await client.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br", "identity, gzip"])
+async def test_a_compressed_body_is_refused_with_the_reason(client: httpx.AsyncClient, encoding: str) -> None:
+    content = gzip.compress(json.dumps(body()).encode())
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    response = await client.post("/v1/groups", content=content, headers=headers)
+    assert (response.status_code, error_of(response)["type"]) == (415, "unsupported_media_type")
+    assert encoding in error_of(response)["message"]
+    plain = await client.post("/v1/groups", json=body(), headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 async def test_no_id_is_reported_unknown_before_the_store_is_read(

@@ -106,7 +106,9 @@ async def test_a_result_whose_acknowledgement_a_crash_lost_is_unread(tmp_path: P
             assert [r.cursor for r in await store.results(0, 10)] == kept
 
 
-async def test_a_full_disk_refuses_writes_and_keeps_accepted_ones(tmp_path: Path) -> None:
+async def test_a_full_disk_refuses_writes_and_keeps_accepted_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "store.db"
     async with opened(path) as store:
         await store.submit([group("a")])
@@ -119,8 +121,13 @@ async def test_a_full_disk_refuses_writes_and_keeps_accepted_ones(tmp_path: Path
             assert await store.results(0, 10) == [kept]
             with pytest.raises(NotFound):
                 await store.group("b")
+            with pytest.raises(Unavailable, match="the store cannot be written"):
+                store.check_writable()
         assert await store.submit([group("b")]) == [True]
         assert (await store.record(result("a", 1))).cursor == kept.cursor + 1
+        store.check_writable()
+    failed, again = [record.message for record in caplog.records]
+    assert failed.startswith("store.db cannot be written: ") and again == "store.db can be written again"
 
 
 async def test_work_that_fails_rolls_back_its_transaction(tmp_path: Path) -> None:
