@@ -14,7 +14,7 @@ from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
 from tests.places import drivers_directory
-from tests.support.leaks import OpenResources, leaks_since
+from tests.support.leaks import OpenResources, end_processes_since, leaks_since
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 # Property tests have no deadline: a busy machine is no failure.
@@ -70,6 +70,7 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     leaks = leaks_since(before, run_dir)
     if leaks:
+        end_processes_since(before, run_dir)
         pytest.fail("left behind:\n" + "\n".join(leaks))
 
 

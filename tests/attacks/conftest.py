@@ -14,7 +14,7 @@ from prorl_envs.sandbox.linux.cgroups import Mechanism
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
-from tests.attacks.attempts import Driver, OpenBox
+from tests.attacks.attempts import Driver, OpenBox, usable
 from tests.conftest import existing_driver
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
@@ -37,6 +37,14 @@ async def attacked(run_dir: Path, driver_name: str) -> AsyncIterator[Driver]:
     try:
         await driver.warm()
         yield driver
+        # After the attacks, the driver starts other sandboxes, and its watchdog works.
+        async with AsyncExitStack() as opened:
+            sandbox = await driver.start(SandboxSpec())
+            opened.push_async_callback(sandbox.close)
+            box = await Toolbox.open(sandbox, python=PythonEngine.NONE)
+            opened.push_async_callback(box.aclose)
+            await usable(box)
+        driver.limit_enforcer._watchdog.check()
     finally:
         await driver.aclose()
 

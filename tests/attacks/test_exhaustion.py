@@ -6,7 +6,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.tools.client.toolbox import Toolbox
-from tests.attacks.attempts import Driver, OpenBox, T, python, usable
+from tests.attacks.attempts import OpenBox, T, python, usable
 
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
 
@@ -157,10 +157,3 @@ async def test_processes_that_outlive_their_deadline_in_every_known_way(box: Too
     await box.end_processes()
     listed = await box.bash("cat /proc/[0-9]*/comm | sort | uniq -c", timeout_s=T)
     assert "sleep" not in listed.text
-
-
-async def test_the_driver_survives_and_starts_other_sandboxes(attacked: Driver, open_box: OpenBox) -> None:
-    """Runs after the other tests of this module."""
-    box = await open_box()
-    await usable(box)
-    attacked.limit_enforcer._watchdog.check()

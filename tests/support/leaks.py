@@ -11,6 +11,7 @@ import contextlib
 import errno
 import gc
 import os
+import signal
 import time
 import warnings
 from collections import Counter
@@ -51,6 +52,13 @@ class OpenResources:
         return cls(
             _processes(run_dir), _descriptors(), _mounts(run_dir), {str(p): str(p) for p in run_dir.iterdir()}
         )
+
+
+def end_processes_since(before: OpenResources, run_dir: Path) -> None:
+    """Kill the processes that exist now and did not exist `before`."""
+    for pid, _ in _processes(run_dir).keys() - before.processes.keys():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def leaks_since(before: OpenResources, run_dir: Path, *, patience_s: float = 5.0) -> list[str]:
