@@ -18,7 +18,7 @@ type Files = Mapping[str, str | TaskFile]
 
 
 def text_of(files: Files, path: str) -> str:
-    """Return the text of a file.
+    """Return the text of a file, without a byte order mark.
 
     Raises:
         InputError: the file is missing, or not a text.
@@ -28,7 +28,7 @@ def text_of(files: Files, path: str) -> str:
         content = content.text
     if content is None:
         raise InputError(f"{path}: {'not a text' if path in files else 'missing'}")
-    return content
+    return content.removeprefix("\ufeff")
 
 
 def paths_below(files: Files, *folders: str) -> dict[str, str]:

@@ -257,7 +257,7 @@ async def _read(
     if len(data) > _REWARD_BYTES:
         raise NoReward(f"{path} has more than {_REWARD_BYTES} bytes")
     try:
-        return parse(data.decode())
+        return parse(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise NoReward(f"{path} contains no reward: {str(error)[:200]}") from error
 

@@ -111,7 +111,7 @@ def _passages(corpus: Path, path: Path) -> Iterator[tuple[str, str, str]]:
     name = str(path.relative_to(corpus))
     try:
         # JSON lines end at line feeds only.
-        with path.open(encoding="utf-8", newline="\n" if path.suffix == ".jsonl" else None) as file:
+        with path.open(encoding="utf-8-sig", newline="\n" if path.suffix == ".jsonl" else None) as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error

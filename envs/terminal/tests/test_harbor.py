@@ -48,8 +48,12 @@ retries = 7
 """
 
 
-def test_every_field_is_read(make_row: MakeRow) -> None:
-    task = task_of(make_row(config=CONFIG))
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_every_field_is_read(make_row: MakeRow, mark: str) -> None:
+    row = make_row(config=CONFIG)
+    for name in ("task.toml", "instruction.md"):
+        row["directory"][name] = mark + row["directory"][name]
+    task = task_of(row)
     machine, (step,) = task.machine, task.steps
     assert task.instruction == step.instruction == "Write hello to /app/out.txt.\n"
     assert (machine.folder, machine.image, machine.build_s) == ("environment", "registry/image:1", 30)

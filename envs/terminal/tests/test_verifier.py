@@ -88,6 +88,8 @@ async def test_an_honest_solution_plants_nothing(node: Node, make_row: MakeRow) 
     ("writes", "reward", "components"),
     [
         ("echo 0.25 > /logs/verifier/reward.txt", 0.25, {"reward": 0.25}),
+        ("printf '\\357\\273\\2770.25' > /logs/verifier/reward.txt", 0.25, {"reward": 0.25}),
+        ("printf '\\357\\273\\277{\"reward\": 1}' > /logs/verifier/reward.json", 1, {"reward": 1}),
         ('echo \'{"reward": 1, "speed": 0.5}\' > /logs/verifier/reward.json', 1, {"reward": 1, "speed": 0.5}),
         ('echo \'{"a": 1, "b": 0.5}\' > /logs/verifier/reward.json', 0.75, {"a": 1, "b": 0.5}),
         ("echo 0.5 > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", 0.5, {"reward": 0.5}),

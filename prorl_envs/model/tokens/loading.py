@@ -83,7 +83,7 @@ def _download(name: str, revision: str | None) -> Path:
 def _read_json(path: Path) -> JsonObject:
     """Return the object in a file; an empty object if the file does not exist."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
