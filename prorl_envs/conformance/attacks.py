@@ -140,6 +140,60 @@ def go_on():
 threading.Thread(target=go_on).start()
 ctypes.CDLL(None).syscall({{"x86_64": 60, "aarch64": 93}}[os.uname().machine], 0)
 """
+#: Programs without read permission, and processes that are not dumpable, belong to root in /proc.
+_UNREADABLE = """
+import shutil, sys
+if sys.argv[-1] != "again":
+    own = shutil.copy(os.path.realpath(sys.executable), "own")
+    os.chmod(own, 0o111)
+    os.environ.update(PYTHONHOME=sys.base_prefix, LD_LIBRARY_PATH=sys.base_prefix + "/lib")
+    os.execv(own, [own, "-c", open("/proc/self/cmdline").read().split("\\0")[3], "again"])
+held, files = 0, []
+for _ in range(10):
+    files.append(os.memfd_create("x"))
+    for _ in range(64):
+        os.write(files[-1], block())
+    held += 64
+    time.sleep(0.3)
+"""
+_PAGE_TABLES = """
+import mmap
+space = mmap.mmap(-1, 1 << 39, 0x4022, mmap.PROT_READ)  # private, anonymous, without reserve
+held = sum(space[place] for place in range(0, 1 << 39, 2 << 20))
+"""
+_SOCKET_BUFFERS = """
+held, kept = 0, []
+listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
+for number in range(1000):
+    if number % 2:
+        pair = socket.socketpair()
+    else:
+        pair = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    for sock in pair:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        try:
+            while True:
+                held += sock.send(block(1 << 15))
+        except BlockingIOError:
+            pass
+    kept.append(pair)
+"""
+_MAPPINGS = f"""
+{_LIBRARY}
+c.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+held = 0
+for _ in range(24):
+    if os.fork() == 0:
+        start = c.mmap(None, 520 << 20, 3, 0x4022, -1, 0)  # private, anonymous, without reserve
+        for place in range(start, start + (510 << 20), 8192):
+            c.mprotect(place, 4096, 0)
+        time.sleep({HELD_S})
+        os._exit(0)
+    held += 16
+if os.WIFSIGNALED(os.wait()[1]):
+    os.kill(os.getpid(), 9)  # as its child was
+"""
 
 
 def attack(name: str) -> str:
@@ -158,4 +212,8 @@ ATTACKS = {
     "unlinked files mapped": _DISK_MAPPED,
     "descriptors that cannot be seen": _HIDDEN_IN_FLIGHT,
     "first thread ended": _FIRST_THREAD_ENDED,
+    "unreadable program": _UNREADABLE,
+    "page tables": _PAGE_TABLES,
+    "buffers of sockets": _SOCKET_BUFFERS,
+    "mappings": _MAPPINGS,
 }

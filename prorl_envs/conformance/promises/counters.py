@@ -113,3 +113,11 @@ _add(
     "descriptors that cannot be seen",
     "hidden descriptors in flight",
 )
+_add(
+    "HOLD-010",
+    "Memory of a process that the host may not read counts, or it is killed.",
+    "unreadable program",
+)
+_add("HOLD-011", "Page tables count as memory.", "page tables")
+_add("HOLD-012", "Buffers of sockets count as memory.", "buffers of sockets")
+_add("HOLD-013", "The kernel's memory for mappings counts.", "mappings")

@@ -20,14 +20,14 @@ _NUMBERS = {
         "init_module": 175, "finit_module": 313, "delete_module": 176, "perf_event_open": 298, "bpf": 321,
         "userfaultfd": 323, "syslog": 103, "open_by_handle_at": 304, "io_uring_setup": 425,
         "io_uring_enter": 426, "io_uring_register": 427, "io_setup": 206, "fanotify_init": 300,
-        "quotactl": 179, "quotactl_fd": 443, "memfd_secret": 447,
+        "quotactl": 179, "quotactl_fd": 443, "memfd_secret": 447, "vmsplice": 278,
     },
     "aarch64": {
         "add_key": 217, "request_key": 218, "keyctl": 219, "kexec_load": 104, "kexec_file_load": 294,
         "init_module": 105, "finit_module": 273, "delete_module": 106, "perf_event_open": 241, "bpf": 280,
         "userfaultfd": 282, "syslog": 116, "open_by_handle_at": 265, "io_uring_setup": 425,
         "io_uring_enter": 426, "io_uring_register": 427, "io_setup": 0, "fanotify_init": 262,
-        "quotactl": 60, "quotactl_fd": 443, "memfd_secret": 447,
+        "quotactl": 60, "quotactl_fd": 443, "memfd_secret": 447, "vmsplice": 75,
     },
 }  # fmt: skip
 

@@ -168,8 +168,8 @@ else:
 )
 promises.probe(
     "KERN-007",
-    "Kernel AIO, fanotify, quotas and secret memory are closed.",
-    calls(("io_setup", "fanotify_init", "quotactl", "quotactl_fd", "memfd_secret"))
+    "Kernel AIO, fanotify, quotas, secret memory and pages lent to pipes are closed.",
+    calls(("io_setup", "fanotify_init", "quotactl", "quotactl_fd", "memfd_secret", "vmsplice"))
     # Without a filter, the kernel creates a group with these arguments; with invalid ones it answers EPERM.
     + """
 if attempt(c.fanotify_init, 0x200, 0)[0] >= 0:
@@ -237,6 +237,18 @@ async def message_queues(world: PromiseContext) -> None:
     check_instance(world)
     async with holding(world, _MQ) as first, holding(world, _MQ) as second:
         expect(0 < first < 8 and second == first, f"it took {first}, and another sandbox then {second}")
+
+
+promises.probe(
+    "KERN-011",
+    "A program that makes itself unreadable is told that it worked, and stays readable for the host.",
+    """
+if c.prctl(4, 0, 0, 0, 0) != 0:
+    print("it is refused")
+if c.prctl(3, 0, 0, 0, 0) != 1:
+    print("it is not dumpable")
+""",
+)
 
 
 def _inotify_limit() -> int:

@@ -40,6 +40,7 @@ class Holdings:
             socket open in which its descriptor waits.
         on_disk: bytes of unlinked files on disk.
         inodes: inodes of the files in `on_disk`.
+        sockets: the sockets.
     """
 
     descriptors: int = 0
@@ -50,6 +51,7 @@ class Holdings:
     memory: dict[int, int] = field(default_factory=dict)
     on_disk: int = 0
     inodes: set[int] = field(default_factory=set)
+    sockets: list[WaitingSocket] = field(default_factory=list)
 
 
 def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] = ()) -> Holdings:
@@ -63,7 +65,8 @@ def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] 
     """
     inspection = _Inspection(Holdings(), frozenset(in_memory))
     for process in found:
-        for place in _tables(proc, process):
+        # Of the others, only the service's own processes are not killed: see `monitor.check_sandbox`.
+        for place in _tables(proc, process) if process.readable else ():
             path = f"{place}/fd"
             with (
                 contextlib.suppress(OSError),  # it has exited meanwhile
@@ -86,7 +89,6 @@ class _Inspection:
         self.result = result
         self._in_memory = in_memory
         self._seen: set[tuple[int, int]] = set()
-        self._sockets: list[WaitingSocket] = []
 
     def add_table(self, proc: int, place: str, folder: int, process: ProcessUse) -> None:
         """Add the open descriptors of a process; `place` is its directory in /proc, `folder` its `fd`."""
@@ -100,14 +102,14 @@ class _Inspection:
                         self.result.epolls.append(f"{place}/fdinfo/{number}")
                 elif stat.S_ISSOCK(status.st_mode) and file not in self._seen:
                     self._seen.add(file)
-                    if count := count_waiting(proc, f"{place}/fdinfo/{number}"):
-                        self._sockets.append(WaitingSocket(process, int(number), file, count))
+                    count = count_waiting(proc, f"{place}/fdinfo/{number}")
+                    self.result.sockets.append(WaitingSocket(process, int(number), file, count))
                 else:
                     self._add_file(status, process.pid)
 
     def add_queues(self) -> None:
         """Add the descriptors that wait in the sockets found."""
-        for waits, queue in read_queues(self._sockets):
+        for waits, queue in read_queues([waits for waits in self.result.sockets if waits.count]):
             for status in queue.files:
                 self._add_file(status, waits.process.pid)
             self.result.in_flight += waits.count + queue.nested

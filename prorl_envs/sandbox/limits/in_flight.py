@@ -1,17 +1,19 @@
-"""Files whose descriptors wait in a Unix socket to be received.
+"""Queues of sockets: files whose descriptors wait in a Unix socket to be received, and bytes in buffers.
 
-They are in no process's descriptor table, so /proc does not show them. The socket is duplicated with
-pidfd_getfd(2), and its queue is read with MSG_PEEK: that returns duplicates of the descriptors and leaves the
-queue as it is.
+/proc shows neither. A socket is duplicated with pidfd_getfd(2), and its queue of descriptors is read with
+MSG_PEEK: that returns duplicates of the descriptors and leaves the queue as it is.
 """
 
 import array
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import stat
+import termios
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,9 @@ from prorl_envs.sandbox.linux.syscall_wrappers import syscall
 _PIDFD_GETFD = 438
 #: Not in the `socket` module: see socket(7) and unix(7).
 _SO_PEEK_OFF = 42
+_SO_MEMINFO, _MEMINFO_BYTES = 55, 36
+#: Most unread datagrams of a Unix socket (`net.unix.max_dgram_qlen`); FIONREAD returns the size of the first.
+_DATAGRAMS = 10
 #: Descriptors that one message can carry (SCM_MAX_FD).
 _MOST_PER_MESSAGE = 253
 #: Read size: more than one piece of a stream's queue, so that no piece is read twice.
@@ -54,7 +59,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class WaitingSocket:
-    """A socket in which descriptors wait.
+    """A socket, in which descriptors may wait.
 
     Args:
         process: a process that has it open.
@@ -78,6 +83,41 @@ def count_waiting(folder: int | None, path: str) -> int:
     with opened(path, dir_fd=folder) as fd:
         _, _, rest = os.read(fd, _DESCRIPTION).partition(b"\nscm_fds:")
     return int(rest.split(b"\n", 1)[0] or 0)
+
+
+def buffered(sockets: Sequence[WaitingSocket]) -> dict[int, int]:
+    """Return the bytes in the buffers of sockets, by pid of a process that has the socket open.
+
+    Nothing counts if this machine forbids duplicates.
+    """
+    host_pids = _on_host({waits.process for waits in sockets})
+    own, unread = Counter[int](), Counter[int]()
+    for waits in sockets:
+        try:
+            fd = _duplicate(waits, host_pids.get(waits.process, []))
+        except PermissionError:
+            return {}
+        if fd is not None:
+            with socket.socket(fileno=fd) as sock:
+                own[waits.process.pid] += _own_bytes(sock)
+                unread[waits.process.pid] += _unread_bytes(sock)
+    # A Unix socket's messages count for their sender, which may be closed, and again where they are unread.
+    return max(own, unread, key=Counter.total)
+
+
+def _own_bytes(sock: socket.socket) -> int:
+    meminfo = array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO_BYTES))
+    received, _, allocated, _, reserved, queued, options, backlog, *_ = meminfo
+    return received + max(allocated, queued) + reserved + options + backlog
+
+
+def _unread_bytes(sock: socket.socket) -> int:
+    if sock.family != socket.AF_UNIX:
+        return _own_bytes(sock)
+    first = array.array("i", [0])
+    with contextlib.suppress(OSError):  # it listens
+        fcntl.ioctl(sock, termios.FIONREAD, first)
+    return first[0] * (_DATAGRAMS if sock.type == socket.SOCK_DGRAM else 1)
 
 
 def read_queues(sockets: Sequence[WaitingSocket]) -> Iterator[tuple[WaitingSocket, Queue]]:

@@ -16,10 +16,12 @@ from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.limits import usage
 from prorl_envs.sandbox.limits.held_descriptors import Holdings, count_watches, holdings, memory_device
+from prorl_envs.sandbox.limits.in_flight import buffered
 from prorl_envs.sandbox.limits.kernel_counters import counters, excess
 from prorl_envs.sandbox.limits.policy import (
     ProcessUse,
     branches,
+    harmless,
     killed_words,
     size_words,
     spared,
@@ -55,6 +57,13 @@ DESCRIPTORS_IDLE_S = 15.0
 #: Consecutive checks that did not show all descriptors queued in a sandbox's sockets, before the
 #: sandbox is killed. A single such check proves nothing: a process may be reading the queue.
 _HIDDEN_CHECKS = 3
+#: Kills of processes that this user may not read, before the sandbox is killed: a program without read
+#: permission, as `sudo` is in some images, is started by mistake, but not often.
+_HIDING_KILLS = 10
+#: Sockets whose buffers need not be counted: 13 MB with the kernel's default sizes.
+_FEW_SOCKETS = 32
+#: Processor time, in the kernel's ticks, in which a fork of a tool server has started its program.
+_STARTING_TICKS = 5
 #: Ratio of the pause between two counts of epoll watches to the duration of a count. Low, since few programs
 #: have many watches, and a program with many may be about to take all.
 _COUNTING_FACTOR = 5
@@ -117,9 +126,13 @@ class SandboxMonitor:
         judged_excess: the excessive amount at the last decision about the disk.
         offences: such decisions since it was last within its limits.
         holdings: its descriptors at their last check.
+        node_memory: memory that the machine used when its own was last measured exactly.
+        buffered: bytes in the buffers of its sockets at that time.
         descriptors_due: time of their next check if the sandbox has run since, so that its `activity` differs
             from `descriptors_activity`; `DESCRIPTORS_IDLE_S` later if it has not.
         hidden_checks: consecutive checks that could not see some descriptors in flight.
+        hiding: pid and start of processes that this user could not read at the last check.
+        hiding_kills: checks that killed such processes.
         unlinked_bytes: bytes of unlinked files on disk at the last decision about the disk.
         unreadable: consecutive checks that could not read its processes; `unreadable_why` is the last error.
     """
@@ -149,9 +162,13 @@ class SandboxMonitor:
     judged_excess: int = 0
     offences: int = 0
     holdings: Holdings = field(default_factory=Holdings)
+    node_memory: int = 0
+    buffered: int = 0
     descriptors_due: float = 0.0
     descriptors_activity: tuple[int, int] = (0, 0)
     hidden_checks: int = 0
+    hiding: set[tuple[int, int]] = field(default_factory=set)
+    hiding_kills: int = 0
     unlinked_bytes: int = 0
     unreadable: int = 0
     unreadable_why: str = ""
@@ -194,7 +211,7 @@ class SandboxMonitor:
 
 
 def check_sandbox(
-    watch: SandboxMonitor, first: int, proc: int, sandboxes: int
+    watch: SandboxMonitor, first: int, proc: int, sandboxes: int, node: usage.MachineUse
 ) -> tuple[int | None, int | None]:
     """Check one sandbox's memory, processes and descriptors, and enforce its limits.
 
@@ -202,6 +219,7 @@ def check_sandbox(
         first: host pid of its first process.
         proc: descriptor of its /proc.
         sandboxes: number of all sandboxes.
+        node: the machine's use.
 
     Returns:
         Bytes of memory and processes left up to the limits; None if a limit is not checked here.
@@ -217,6 +235,13 @@ def check_sandbox(
     watch.idle = before == watch.activity
     if before == (0, 0):
         watch.measured_activity = watch.activity  # no command has run in it yet
+        watch.node_memory = node.memory
+    hiding = [process for process in _without_servers(watch, found) if _hides(watch, process)]
+    before_hiding, watch.hiding = watch.hiding, {(process.pid, process.start) for process in hiding}
+    if hiding:
+        # A process that starts a program or exits cannot be read for a moment, but not at two checks.
+        _kill_hiding(watch, proc, [p for p in hiding if (p.pid, p.start) in before_hiding])
+        return 0, 0  # the measurements are incomplete: check again soon
     if limits.processes is not None:
         processes_left = limits.processes - len(found)
         if _judge_processes(watch, proc, found, dead, limits.processes):
@@ -225,8 +250,31 @@ def check_sandbox(
     if time.monotonic() >= watch.descriptors_due + delay_s:
         _judge_descriptors(watch, proc, found, sandboxes)
     if limits.memory_bytes is not None and watch.group is None:
-        memory_left = _judge_memory(watch, first, proc, found, limits.memory_bytes)
+        memory_left = _judge_memory(watch, first, proc, found, limits.memory_bytes, node.memory)
     return memory_left, processes_left
+
+
+def _hides(watch: SandboxMonitor, process: ProcessUse) -> bool:
+    """Return True for a process that this user may not read, so that its memory and files do not count.
+
+    A fork of a tool server cannot be read either until it has started its program.
+    """
+    forked = process.forked and process.parent in {0, *watch.sandbox.servers_inside}
+    return not (process.readable or (forked and process.ticks < _STARTING_TICKS))
+
+
+def _kill_hiding(watch: SandboxMonitor, proc: int, hiding: list[ProcessUse]) -> None:
+    if not hiding:
+        return
+    names = [harmless(process.name) for process in hiding]
+    words = killed_words(names, len(hiding))
+    watch.tell(f"{words}: processes that forbid reading their memory and files are not allowed")
+    for process in hiding:
+        usage.kill(proc, process)
+    watch.dying |= {(process.pid, process.start) for process in hiding}
+    watch.hiding_kills += 1
+    if watch.hiding_kills > _HIDING_KILLS:
+        watch.why = "it keeps starting processes that forbid reading their memory and files"
 
 
 def _judge_descriptors(watch: SandboxMonitor, proc: int, found: list[ProcessUse], sandboxes: int) -> None:
@@ -307,17 +355,24 @@ def _without_servers(watch: SandboxMonitor, found: list[ProcessUse]) -> list[Pro
     return [process for process in found if process.pid not in {1, *watch.sandbox.servers_inside}]
 
 
-def _judge_memory(watch: SandboxMonitor, first: int, proc: int, found: list[ProcessUse], limit: int) -> int:
+def _judge_memory(
+    watch: SandboxMonitor, first: int, proc: int, found: list[ProcessUse], limit: int, node_memory: int
+) -> int:
     found = _without_servers(watch, found)
     if watch.files is None:
         root = watch.sandbox.seen_root
         assert root is not None
         watch.files = usage.MemoryFiles(first, root)
     in_files = watch.files.used()
-    # An upper bound: shared memory counts once per process, and memory files as at the last check.
-    at_most = sum(process.memory for process in found) + in_files + sum(watch.holdings.memory.values())
+    # An upper bound: shared memory counts once per process; memory files and buffers of sockets, which no
+    # process shows, as at the last check, with all by which the machine's use has grown since.
+    grown = max(0, node_memory - watch.node_memory)
+    in_processes = sum(process.memory + process.tables for process in found)
+    in_queues = sum(watch.holdings.memory.values()) + watch.buffered
+    at_most = in_processes + in_files + in_queues + grown
     if at_most < limit:
         return limit - at_most
+    watch.node_memory = node_memory
     exact, used, in_files = _exact_memory(watch, proc, found)
     if used <= limit:
         watch.over = 0
@@ -345,9 +400,12 @@ def _exact_memory(
     current = holdings(proc, found)
     current.watches, watch.holdings = watch.holdings.watches, current
     unlinked = current.memory
+    buffers = buffered(current.sockets) if len(current.sockets) > _FEW_SOCKETS else {}
+    watch.buffered = sum(buffers.values())
     exact, private, mapped = [], 0, 0
     for process in found:
         unshared, shared = usage.private_and_shared(proc, process)
+        unshared += buffers.get(process.pid, 0)
         private, mapped = private + unshared, mapped + shared
         exact.append(replace(process, memory=unshared + max(shared, unlinked.get(process.pid, 0))))
     in_files = watch.files.used() if watch.files is not None else 0

@@ -25,6 +25,10 @@ class ProcessUse:
         ticks: processor time in the kernel's ticks, including that of its exited children.
         memory: bytes, as far as they were measured.
         name: as the process set it: untrusted.
+        tables: bytes of its page tables; at most so many if its address space is small.
+        mapped: bytes of its address space; 0 while it exits.
+        forked: whether it has started no program since it was forked.
+        readable: whether this user may read its memory and descriptors.
     """
 
     pid: int
@@ -34,6 +38,10 @@ class ProcessUse:
     ticks: int
     memory: int
     name: str
+    tables: int = 0
+    mapped: int = 0
+    forked: bool = False
+    readable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +85,10 @@ def branches(processes: Sequence[ProcessUse], servers: Collection[int] = ()) -> 
             continue
         if process.pid in tops and process.pid != 1:
             # Its children are killed with it, but are counted as branches of their own.
-            found.append(Branch(_harmless(process.name), _tree(process, children), process.memory))
+            found.append(Branch(harmless(process.name), _tree(process, children), process.memory))
         elif process.parent in tops:
             tree = _tree(process, children)
-            found.append(Branch(_harmless(process.name), tree, sum(member.memory for member in tree)))
+            found.append(Branch(harmless(process.name), tree, sum(member.memory for member in tree)))
     return sorted(found, key=lambda branch: branch.memory, reverse=True)
 
 
@@ -146,5 +154,6 @@ def _tree(top: ProcessUse, children: Mapping[int, Sequence[ProcessUse]]) -> tupl
     return tuple(found)
 
 
-def _harmless(name: str) -> str:
+def harmless(name: str) -> str:
+    """Return a process's name without characters that could disturb a terminal or a reader."""
     return _PRINTABLE.sub("?", name)[:15] or "?"

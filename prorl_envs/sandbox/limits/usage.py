@@ -23,6 +23,14 @@ _INODE_BYTES = 1024
 #: Most bytes read of a process's mappings.
 _MAPS_BYTES = 16 << 20
 _PAGE = os.sysconf("SC_PAGESIZE")
+_STAT_BYTES = 4096
+#: The flag in `stat` of a process that has started no program since it was forked (PF_FORKNOEXEC).
+_FORKED = 0x40
+#: Bytes of kernel memory behind a mapping; most mappings of a process (`vm.max_map_count`), which count if
+#: the text that lists them has more bytes than are read here.
+_MAPPING_BYTES, _MOST_MAPPINGS, _FEW_MAPS_BYTES = 256, 65_530, 1 << 20
+#: Bytes of an address space up to which its page tables are estimated, and bytes for each byte of them.
+_SMALL_SPACE, _MAPPED_PER_TABLE = 256 << 20, 512
 
 
 def opened_proc(root: str) -> AbstractContextManager[int]:
@@ -46,25 +54,50 @@ def living_and_dead(proc: int) -> tuple[list[ProcessUse], int]:
     """
     living, dead = [], 0
     for name in os.listdir(proc):
-        if name.isdigit() and (text := _read(proc, f"{name}/stat")):
-            process = _living(proc, name, text)
-            if process is None:
-                dead += 1
-            else:
+        if name.isdigit():
+            process, exited = _living(proc, name)
+            dead += exited
+            if process is not None:
                 living.append(process)
     return living, dead
 
 
-def _living(proc: int, name: str, text: bytes) -> ProcessUse | None:
-    process = parse_stat(text)
-    if process is None and (dead := parse_stat(text, dead=True)) is not None and dead.threads > 1:
+def _living(proc: int, name: str) -> tuple[ProcessUse | None, bool]:
+    """Return a process if it lives, and whether it has exited but was not collected."""
+    process, exited = _use_at(proc, name)
+    if process is None or not exited:
+        return process, False
+    if process.threads > 1:
         # Its first thread has exited, other threads run: only their own files show the memory.
         with contextlib.suppress(OSError):  # it has exited meanwhile
             for thread in names(proc, f"{name}/task"):
-                living = parse_stat(_read(proc, f"{name}/task/{thread}/stat"))
-                if living is not None:
-                    return replace(dead, memory=living.memory)
-    return process
+                own, exited = _use_at(proc, f"{name}/task/{thread}")
+                if own is not None and not exited:
+                    own = replace(own, pid=process.pid, start=process.start, threads=process.threads)
+                    return replace(own, parent=process.parent, ticks=process.ticks), False
+    return None, True
+
+
+def _use_at(proc: int, place: str) -> tuple[ProcessUse | None, bool]:
+    """Return what a process's or thread's directory shows, None if it is gone; and whether it has exited."""
+    with contextlib.suppress(OSError), opened(f"{place}/stat", dir_fd=proc) as fd:
+        text = os.read(fd, _STAT_BYTES)
+        readable = os.fstat(fd).st_uid == os.geteuid() or os.access(
+            f"{place}/fd", os.R_OK, dir_fd=proc, effective_ids=True
+        )
+        if not readable:  # or it has released its memory since, because it exits
+            text = os.pread(fd, _STAT_BYTES, 0)
+        if (use := parse_stat(text, dead=True)) is not None:
+            small = use.mapped <= _SMALL_SPACE
+            tables = use.mapped // _MAPPED_PER_TABLE if small else _page_tables(proc, place)
+            use = replace(use, tables=tables, readable=readable or not use.mapped)
+            return use, parse_stat(text) is None
+    return None, False
+
+
+def _page_tables(proc: int, place: str) -> int:
+    _, _, rest = _read(proc, f"{place}/status").partition(b"\nVmPTE:")
+    return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0
 
 
 def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
@@ -82,6 +115,8 @@ def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
         ticks=sum(map(int, fields[11:15])),
         memory=int(fields[21]) * _PAGE,
         name=name.decode(errors="replace"),
+        mapped=int(fields[20]),
+        forked=bool(int(fields[6]) & _FORKED),
     )
 
 
@@ -89,16 +124,27 @@ def private_and_shared(proc: int, process: ProcessUse) -> tuple[int, int]:
     """Return a process's private and shared memory in bytes.
 
     Private memory is freed when the process exits; pages in common with its relatives, and shared memory,
-    count in proportion. Mapped files count as neither: the kernel reclaims them when needed. A process that
-    cannot be read counts with all its resident memory.
+    count in proportion. Mapped files count as neither: the kernel reclaims them when needed. Page tables are
+    private. A process that cannot be read counts with all its resident memory.
     """
     fields = dict.fromkeys((b"Pss_Anon:", b"Pss_Shmem:"), -1)
-    for line in _read(proc, f"{process.pid}/smaps_rollup").splitlines():
+    text = _read(proc, f"{process.pid}/smaps_rollup") if process.readable else b""
+    for line in text.splitlines():
         name, _, value = line.partition(b" ")
         if name in fields:
             fields[name] = int(value.split()[0]) * 1024
     private, shared = fields.values()
-    return (process.memory, 0) if private < 0 or shared < 0 else (private, shared)
+    if private < 0 or shared < 0:
+        private, shared = process.memory, 0
+    return private + process.tables + _mappings(proc, process) * _MAPPING_BYTES, shared
+
+
+def _mappings(proc: int, process: ProcessUse) -> int:
+    """Return the number of a process's mappings, or a larger one; 0 if there can be only few."""
+    if process.mapped <= _SMALL_SPACE or not process.readable:
+        return 0
+    text = _read_all(proc, f"{process.pid}/maps", _FEW_MAPS_BYTES)
+    return text.count("\n") if len(text) < _FEW_MAPS_BYTES else _MOST_MAPPINGS
 
 
 def deleted_mappings(
@@ -234,11 +280,11 @@ def names(folder: int, path: str) -> list[str]:
         return os.listdir(fd)  # noqa: PTH208
 
 
-def _read_all(folder: int, path: str) -> str:
+def _read_all(folder: int, path: str, limit: int = _MAPS_BYTES) -> str:
     try:
         with open(
             path, errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=folder)
         ) as file:
-            return file.read(_MAPS_BYTES)
+            return file.read(limit)
     except OSError:  # it has exited meanwhile, or must not be read
         return ""

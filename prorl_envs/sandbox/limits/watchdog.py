@@ -244,7 +244,7 @@ class Watchdog:
             if watch.sandbox.alive and first is not None and root is not None:
                 try:
                     with usage.opened_proc(root) as proc:
-                        remaining = check_sandbox(watch, first, proc, len(self._watches))
+                        remaining = check_sandbox(watch, first, proc, len(self._watches), node)
                     watch.unreadable = 0
                 except OSError as error:  # the sandbox is stopping; if it does not, see UNREADABLE_LIMIT
                     watch.unreadable, watch.unreadable_why = watch.unreadable + 1, str(error)

@@ -8,6 +8,8 @@ the whole machine or the whole user, so that one sandbox could take it from all 
 import errno
 from dataclasses import dataclass, field
 
+from prorl_envs.sandbox.linux.syscall_wrappers import DUMPABLE_MARK, PR_SET_DUMPABLE
+
 # Address families, and protocols of three of them.
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _INTERNET = (_AF_INET, _AF_INET6)
@@ -34,7 +36,7 @@ class Rule:
 
     Args:
         argument: its index.
-        code: the error number returned.
+        code: the error number returned; 0 reports success, without an effect.
         mask: bits of the argument that are compared; all by default.
         any_bit: refused if one of these bits is set.
         values: refused if the argument is one of these.
@@ -92,6 +94,9 @@ BY_ARGUMENT: dict[str, tuple[Rule, ...]] = {
     # A lease on a file of a read-only mount makes the host's own open() of it wait for 45 seconds. EINVAL is
     # the kernel's answer for files without leases.
     "fcntl": (Rule(argument=1, code=errno.EINVAL, values=(_F_SETLEASE, _F_NOTIFY, _F_SETDELEG)),),
+    # The watchdog of an ordinary user cannot read a process that is not dumpable, and kills it. Programs that
+    # keep keys (ssh-agent, gpg-agent) make themselves so, and must not be killed.
+    "prctl": (Rule(argument=2, code=0, allowed=(DUMPABLE_MARK,), only_if=Condition(0, (PR_SET_DUMPABLE,))),),
 }
 
 
@@ -128,7 +133,8 @@ _ABSENT_EVERYWHERE = {
     "io_uring_register": 427,
     # Its flags are in memory, which no filter can read; every libc falls back to `clone`.
     "clone3": 435,
-    # Its pages are in no process's resident memory, so the watchdog would not count them.
+    # Its pages are in no process's resident memory, so the watchdog would not count them. Nor would it count
+    # those that `vmsplice` puts into pipes, where one byte holds a huge page.
     "memfd_secret": 447,
 }
 
@@ -162,6 +168,7 @@ ARCHITECTURES = {
             "fanotify_init": 300,
             # 16-bit segments, with a long record of faults.
             "modify_ldt": 154,
+            "vmsplice": 278,
         },
         by_argument={
             "clone": 56,
@@ -170,6 +177,7 @@ ARCHITECTURES = {
             "socket": 41,
             "socketpair": 53,
             "fcntl": 72,
+            "prctl": 157,
         },
         emulated={
             "chown": 92,
@@ -213,7 +221,7 @@ ARCHITECTURES = {
             "quotactl": 60,
             "quotactl_fd": 443,
         },
-        absent={**_ABSENT_EVERYWHERE, "io_setup": 0, "fanotify_init": 262},
+        absent={**_ABSENT_EVERYWHERE, "io_setup": 0, "fanotify_init": 262, "vmsplice": 75},
         by_argument={
             "clone": 220,
             "unshare": 97,
@@ -221,6 +229,7 @@ ARCHITECTURES = {
             "socket": 198,
             "socketpair": 199,
             "fcntl": 25,
+            "prctl": 167,
         },
         emulated={
             "fchownat": 54,

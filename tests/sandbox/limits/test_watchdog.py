@@ -18,7 +18,7 @@ from prorl_envs.sandbox.limits.monitor import (
     SandboxMonitor,
     check_sandbox,
 )
-from prorl_envs.sandbox.limits.usage import MachineUse, MemoryFiles, opened_proc
+from prorl_envs.sandbox.limits.usage import MachineUse, MemoryFiles, node_use, opened_proc
 from prorl_envs.sandbox.limits.watchdog import _suspicious, half_way, is_due
 from tests.support.sandbox_entry import SCRIPT_TEMPLATES
 
@@ -125,13 +125,13 @@ async def test_descriptors_of_an_idle_sandbox_are_checked_again(run_dir: Path) -
         assert first is not None and root is not None
         with opened_proc(root) as proc:
             watch = SandboxMonitor(sandbox, SandboxLimits(), group=None)
-            check_sandbox(watch, first, proc, 1)
+            check_sandbox(watch, first, proc, 1, node_use())
             before = watch.holdings
             assert not watch.descriptors_outdated
-            check_sandbox(watch, first, proc, 1)
+            check_sandbox(watch, first, proc, 1, node_use())
             assert watch.holdings is before
             watch.descriptors_due -= DESCRIPTORS_IDLE_S + 1
-            check_sandbox(watch, first, proc, 1)
+            check_sandbox(watch, first, proc, 1, node_use())
             assert watch.holdings is not before
     finally:
         await driver.aclose()
