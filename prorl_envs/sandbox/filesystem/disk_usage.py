@@ -13,16 +13,18 @@ from dataclasses import dataclass
 
 from prorl_envs.sandbox.linux.syscall_wrappers import PR_SET_PDEATHSIG, prctl
 
-#: Limit of nested directories; a deeper tree counts as having too many files.
+#: Limit of nested directories; a deeper tree is not counted to its end.
 DEPTH_LIMIT = 200
 
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Size of a tree: bytes on disk, and number of files and directories."""
+    """Size of a tree: bytes on disk, and number of files and directories. They are incomplete if the tree is
+    deeper than `DEPTH_LIMIT`."""
 
     size: int
     files: int
+    too_deep: bool = False
 
 
 def measure(root: int, pidfd: int | None, *, size: int, files: int) -> DiskUse:
@@ -67,7 +69,7 @@ def walk(root: int, *, size: int, files: int) -> DiskUse:
                 continue
             if stat.S_ISDIR(status.st_mode):
                 if len(open_directories) > DEPTH_LIMIT:
-                    return DiskUse(total, files + 1)
+                    return DiskUse(total, count, too_deep=True)
                 child = _enter(name, directory.fd)
                 if child is not None:
                     open_directories.append(child)

@@ -20,6 +20,11 @@ from prorl_envs.sandbox.limits.usage import names
 from prorl_envs.sandbox.linux.descriptors import opened
 
 _CHUNK = 1 << 20
+#: File locks that are counted: 16 MB of kernel memory.
+_MOST_LOCKS = 65_537
+#: Descriptors of a sandbox that are inspected, and its share of them if the machine does not limit them. With
+#: their files, so many descriptors take 125 MB of kernel memory.
+MOST_DESCRIPTORS = 131_072
 #: Most seconds of processor time for a count of epoll watches (enough for some 200,000), and seconds between
 #: two checks of that time.
 _COUNTING_S, _JOIN_S = 1.0, 0.02
@@ -41,6 +46,7 @@ class Holdings:
         on_disk: bytes of unlinked files on disk.
         inodes: inodes of the files in `on_disk`.
         sockets: the sockets.
+        locks: file locks of the processes.
     """
 
     descriptors: int = 0
@@ -52,6 +58,7 @@ class Holdings:
     on_disk: int = 0
     inodes: set[int] = field(default_factory=set)
     sockets: list[WaitingSocket] = field(default_factory=list)
+    locks: int = 0
 
 
 def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] = ()) -> Holdings:
@@ -67,6 +74,9 @@ def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] 
     for process in found:
         # Of the others, only the service's own processes are not killed: see `monitor.check_sandbox`.
         for place in _tables(proc, process) if process.readable else ():
+            if inspection.result.descriptors + (count := _count(proc, place)) > MOST_DESCRIPTORS:
+                inspection.result.descriptors += count  # more than its share, and reading them takes seconds
+                return inspection.result
             path = f"{place}/fd"
             with (
                 contextlib.suppress(OSError),  # it has exited meanwhile
@@ -74,7 +84,17 @@ def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] 
             ):
                 inspection.add_table(proc, place, folder, process)
     inspection.add_queues()
+    inspection.result.locks = _locks(proc)
     return inspection.result
+
+
+def _locks(proc: int) -> int:
+    """Count the file locks that the sandbox's /proc shows: those of its processes."""
+    with opened("locks", dir_fd=proc) as fd:
+        count = 0
+        while count < _MOST_LOCKS and (data := os.read(fd, _CHUNK)):
+            count += data.count(b"\n")
+        return count
 
 
 class _Inspection:

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prorl_envs.sandbox.limits.held_descriptors import Holdings
+from prorl_envs.sandbox.limits.held_descriptors import MOST_DESCRIPTORS, Holdings
 from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES
 
-#: A sandbox's share of descriptors if the machine does not limit them. With their files, so many descriptors
-#: take 250 MB of kernel memory.
-_DESCRIPTORS = 262_144
+#: A sandbox's share of file locks, which the kernel does not limit: 16 MB.
+_LOCKS = 65_536
 #: A counter of this size or more is unlimited: systemd sets `fs.file-max` to such a value.
 UNLIMITED = 1 << 62
 #: A sandbox's share is the size divided by this.
@@ -78,12 +77,13 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
         size=SOFT_OPEN_FILES,
         share=SOFT_OPEN_FILES // _IN_FLIGHT_DIVISOR,
     )
+    found["locks"] = Counter(name="file locks", source="", size=UNLIMITED, share=_LOCKS, machine=True)
     files = _setting(proc / "sys/fs/file-max") or UNLIMITED
     found["descriptors"] = Counter(
         name="open files",
         source="fs.file-max",
         size=files,
-        share=min(_DESCRIPTORS, max(1, files // _SHARE_DIVISOR)),
+        share=min(MOST_DESCRIPTORS, max(1, files // _SHARE_DIVISOR)),
         machine=True,
     )
     return found

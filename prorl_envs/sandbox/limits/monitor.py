@@ -13,7 +13,7 @@ from typing import Protocol
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxLimits
-from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
+from prorl_envs.sandbox.filesystem.disk_usage import DEPTH_LIMIT, DiskUse
 from prorl_envs.sandbox.limits import usage
 from prorl_envs.sandbox.limits.held_descriptors import Holdings, count_watches, holdings, memory_device
 from prorl_envs.sandbox.limits.in_flight import buffered
@@ -467,7 +467,9 @@ def judge_disk(watch: SandboxMonitor) -> None:
 
 def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> None:
     limits, size, files = watch.limits, watch.tree_use.size + unlinked, watch.tree_use.files
-    if limits.disk_bytes is not None and size > limits.disk_bytes:
+    if watch.tree_use.too_deep:
+        watch.why = f"its directories are nested more than {DEPTH_LIMIT} deep, so its files cannot be counted"
+    elif limits.disk_bytes is not None and size > limits.disk_bytes:
         reason = f"the sandbox's disk limit of {size_words(limits.disk_bytes)} was reached"
         now, far = size, size > 2 * limits.disk_bytes
     elif limits.disk_files is not None and files > limits.disk_files:
@@ -476,7 +478,7 @@ def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> N
     else:
         watch.judged_excess = watch.offences = 0
         return
-    if now <= watch.judged_excess:
+    if watch.why or now <= watch.judged_excess:
         return
     watch.judged_excess, watch.offences = now, watch.offences + 1
     if far or proc is None:

@@ -50,6 +50,8 @@ _ROOM_S = 2.0
 KERNEL_GROWTH = 64 << 20
 #: Internal errors in checks of single sandboxes after which the watchdog gives up.
 FAULTS_LIMIT = 8
+#: Seconds for which a watchdog that gave up is not started again.
+GIVEN_UP_S = 30.0
 #: Consecutive failures to read a running sandbox's /proc after which the sandbox is closed.
 UNREADABLE_LIMIT = 5
 
@@ -59,7 +61,7 @@ class Watchdog:
 
     If the check of a sandbox raises an unexpected error, or repeatedly cannot read its processes, that
     sandbox is closed and the watchdog continues. If errors recur, or the watchdog fails elsewhere, limits can
-    no longer be enforced: all sandboxes are closed, and `check` refuses new ones.
+    no longer be enforced: all sandboxes are closed, and `check` refuses new ones for a while.
 
     Args:
         directory: directory of the sandboxes' files.
@@ -80,16 +82,22 @@ class Watchdog:
         #: The sandbox that is being checked.
         self._checked: SandboxMonitor | None = None
         self._faults = 0
-        self._given_up = self._closed = False
+        #: When it gave up, and why; None if it works.
+        self._given_up: tuple[float, str] | None = None
+        self._closed = False
         self.checking_s = 0.0
 
     def check(self) -> None:
         """Raise SandboxError if limits are no longer enforced."""
-        if self._given_up:
+        if self._given_up is None:
+            return
+        since, why = self._given_up
+        if time.monotonic() < since + GIVEN_UP_S:
             raise SandboxError(
-                "no sandbox can be started: the watchdog that enforces their limits has failed",
-                hint="the log says why; a new driver has a new watchdog",
+                f"no sandbox can be started: the watchdog that enforces their limits has failed: {why}",
+                hint=f"it is started again {GIVEN_UP_S:g} s after its failure",
             )
+        self._given_up, self._faults, self._task = None, 0, None
 
     def add(
         self, sandbox: MonitoredSandbox, limits: SandboxLimits, group: ControlGroup | None
@@ -102,11 +110,11 @@ class Watchdog:
         watch.due = _round_down(watch.started + first_s, watch.started)
         self._watches[sandbox] = watch
         if self._task is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="watchdog")
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="watchdog")
             self._start()
         if any(due < self._asleep_until for due in self._times(watch)):
             self._changed.set()
-        if self._given_up:  # it gave up after the caller had called `check`
+        if self._given_up is not None:  # it gave up after the caller had called `check`
             self._end_unwatched(watch)
         return watch
 
@@ -139,7 +147,7 @@ class Watchdog:
             self._start()
             return
         logger.critical("the watchdog has failed: all sandboxes are closed", exc_info=error)
-        self._given_up = True
+        self._given_up = time.monotonic(), str(error) or type(error).__name__
         for watch in tuple(self._watches.values()):
             self._end_unwatched(watch)
 

@@ -20,6 +20,7 @@ _NETLINK_ROUTE, _NETLINK_SOCK_DIAG = 0, 4
 _CLONE_NEWUSER = 0x10000000
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _F_SETLEASE, _F_NOTIFY, _F_SETDELEG = 1024, 1026, 1040
+_F_OFD_LOCKS = (36, 37, 38)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,11 @@ BY_ARGUMENT: dict[str, tuple[Rule, ...]] = {
     "socket": _SOCKET_RULES,
     "socketpair": _SOCKET_RULES,
     # A lease on a file of a read-only mount makes the host's own open() of it wait for 45 seconds. EINVAL is
-    # the kernel's answer for files without leases.
-    "fcntl": (Rule(argument=1, code=errno.EINVAL, values=(_F_SETLEASE, _F_NOTIFY, _F_SETDELEG)),),
+    # the kernel's answer for files without leases. Locks of open files, which few programs use, belong to no
+    # process, so that nothing shows how many a sandbox has.
+    "fcntl": (
+        Rule(argument=1, code=errno.EINVAL, values=(_F_SETLEASE, _F_NOTIFY, _F_SETDELEG, *_F_OFD_LOCKS)),
+    ),
     # The watchdog of an ordinary user cannot read a process that is not dumpable, and kills it. Programs that
     # keep keys (ssh-agent, gpg-agent) make themselves so, and must not be killed.
     "prctl": (Rule(argument=2, code=0, allowed=(DUMPABLE_MARK,), only_if=Condition(0, (PR_SET_DUMPABLE,))),),

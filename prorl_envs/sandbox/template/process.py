@@ -274,7 +274,7 @@ class TemplateProcess:
         """
         server = await self._child_for(sandbox_id, {"measure": {"size": size, "files": files}}, fds)
         await server.process.wait()
-        return DiskUse(server.answer["size"], server.answer["files"])
+        return DiskUse(*(server.answer[name] for name in ("size", "files", "too_deep")))
 
     async def aclose(self) -> None:
         """Stop the template. Call once; must not be cancelled."""

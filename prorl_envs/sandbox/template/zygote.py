@@ -375,7 +375,7 @@ def _run_child(
         elif "measure" in request:
             root, *pidfd, _ = fds
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
-            _send(status, ready=True, size=use.size, files=use.files)
+            _send(status, ready=True, size=use.size, files=use.files, too_deep=use.too_deep)
         else:
             if init_socket is not None:
                 set_init_socket(init_socket)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.limits.held_descriptors import Holdings, count_watches, holdings
+from prorl_envs.sandbox.limits.held_descriptors import MOST_DESCRIPTORS, Holdings, count_watches, holdings
 from prorl_envs.sandbox.limits.kernel_counters import (
     Counter,
     counters,
@@ -89,7 +89,7 @@ def test_the_kernels_total_is_read(tmp_path: Path) -> None:
     (tmp_path / "sys/fs/file-max").write_text(f"{2**63 - 1}\n")
     found = counters(tmp_path)
     assert (found["watches"].size, found["watches"].share) == (8000, 1000)
-    assert found["descriptors"].share == 262_144
+    assert found["descriptors"].share == MOST_DESCRIPTORS
     assert "watches" not in counters(tmp_path / "none")
 
 

@@ -23,7 +23,7 @@ from prorl_envs.sandbox.filesystem.directories import sweep
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.limits.enforcement import NodeLimits, rlimits
-from prorl_envs.sandbox.limits.watchdog import FAULTS_LIMIT, Watchdog
+from prorl_envs.sandbox.limits.watchdog import FAULTS_LIMIT, GIVEN_UP_S, Watchdog
 from prorl_envs.sandbox.linux.cgroups import Mechanism, find_groups
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
@@ -530,9 +530,16 @@ async def test_no_sandbox_runs_once_limits_are_no_longer_enforced(open_box: Open
         with pytest.raises(SandboxError, match="limits can no longer be enforced") as caught:
             await box.bash("echo hello", timeout_s=10)
         assert not isinstance(caught.value, SandboxLimit)
-        with pytest.raises(SandboxError, match="the watchdog that enforces their limits has failed"):
+        watchdog = driver.limit_enforcer._watchdog
+        with pytest.raises(SandboxError, match=r"the watchdog that enforces their limits has failed: .+"):
             await driver.start(SPEC)
         await box.sandbox.close()
+        assert watchdog._given_up is not None
+        watchdog._given_up = watchdog._given_up[0] - GIVEN_UP_S, watchdog._given_up[1]
+        again = await open_box(driver)
+        assert (await again.bash("echo again", timeout_s=10)).text == "again\n"
+        assert watchdog._task is not None and not watchdog._task.done()
+        await again.sandbox.close()
         assert not driver.sandboxes
     finally:
         await driver.aclose()
