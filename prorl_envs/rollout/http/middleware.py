@@ -34,6 +34,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 #: Path of the dashboard's pages. These are files of the package; their script asks the user for the token.
 _PAGES = "/dashboard"
 
+#: Limit of the bytes of all unfinished requests, in bodies of the maximum size.
+_BODIES_AT_ONCE = 8
+
 #: A Host header: an IPv6 address in brackets, or a name or an IPv4 address; then an optional port.
 _HOST = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:]+))(?::[0-9]*)?")
 
@@ -106,12 +109,14 @@ class BodyLimit:
 
     Args:
         app: the guarded application.
-        max_bytes: maximum size of a body.
+        max_bytes: maximum size of a body; bodies of all unfinished requests together have at most
+            `_BODIES_AT_ONCE` times this size.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -133,9 +138,13 @@ class BodyLimit:
         async def counting_receive() -> Message:
             nonlocal total
             message = await receive()
-            total += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            total += size
+            self._held += size
             if total > self._max_bytes:
-                raise _BodyTooLarge
+                raise _BodyRefused(self._too_large())
+            if self._held > _BODIES_AT_ONCE * self._max_bytes:
+                raise _BodyRefused(QueueFull("too many large requests at once", hint="send it again later"))
             return message
 
         async def tracking_send(message: Message) -> None:
@@ -145,17 +154,23 @@ class BodyLimit:
 
         try:
             await self._app(scope, counting_receive, tracking_send)
-        except _BodyTooLarge:
+        except _BodyRefused as refused:
             if started:
                 raise
-            await error_response(self._too_large())(scope, receive, send)
+            await error_response(refused.error)(scope, receive, send)
+        finally:
+            self._held -= total
 
     def _too_large(self) -> InputError:
         return TooLarge(f"the body is larger than {self._max_bytes} bytes", hint="send fewer groups at once")
 
 
-class _BodyTooLarge(BaseException):
-    """Body over the limit. Not an `Exception`, since FastAPI would report it as a malformed body."""
+class _BodyRefused(BaseException):
+    """Body over a limit. Not an `Exception`, since FastAPI would report it as a malformed body."""
+
+    def __init__(self, error: ProrlError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def _is_open(path: str) -> bool:

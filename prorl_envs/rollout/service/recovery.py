@@ -11,9 +11,9 @@ from prorl_envs.rollout.store.base import StoredGroup
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of a job's attempts that a stop of the service interrupted. A job with more of them may
-#: itself be the cause of the stops.
-MAX_INTERRUPTIONS = 10
+#: Maximum number of a job's attempts that a stop of the service interrupted. A stop is not the job's fault,
+#: but a job with so many may itself be the cause of the stops.
+MAX_INTERRUPTIONS = 100
 
 
 @dataclass(frozen=True, slots=True)

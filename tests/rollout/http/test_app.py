@@ -192,6 +192,27 @@ async def test_a_body_over_the_limit_announced_or_not(client: httpx.AsyncClient)
         assert (response.status_code, error_of(response)["type"]) == (413, "too_large")
 
 
+async def test_the_bodies_of_all_unfinished_requests_are_bounded(client: httpx.AsyncClient) -> None:
+    more, started = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b" " * 19_000
+        started.release()
+        await more.wait()
+
+    headers = {"content-type": "application/json"}
+    halves = [
+        asyncio.create_task(client.post("/v1/groups", content=half(), headers=headers)) for _ in range(8)
+    ]
+    for _ in halves:
+        await started.acquire()
+    refused = await client.post("/v1/groups", json=body(metadata={"x": "y" * 15_000}))
+    assert (refused.status_code, error_of(refused)["type"]) == (429, "full")
+    more.set()
+    assert [(await one).status_code for one in halves] == [422] * 8
+    assert (await client.post("/v1/groups", json=body(metadata={"x": "y" * 15_000}))).status_code == 200
+
+
 async def test_a_full_queue_says_when_to_retry(make_bench: Any) -> None:
     bench = await make_bench(queue=1)
     async with http(bench.service) as client:
