@@ -241,7 +241,7 @@ async def message_queues(world: PromiseContext) -> None:
 
 promises.probe(
     "KERN-011",
-    "A program that makes itself unreadable is told that it worked, and stays readable for the host.",
+    "A call that makes a program unreadable reports success, and the program stays readable for the host.",
     """
 if c.prctl(4, 0, 0, 0, 0) != 0:
     print("it is refused")
