@@ -24,6 +24,8 @@ _INODE_BYTES = 1024
 _MAPS_BYTES = 16 << 20
 _PAGE = os.sysconf("SC_PAGESIZE")
 _STAT_BYTES = 4096
+#: States of processes that have exited.
+_EXITED = (b"Z", b"X")
 #: The flag in `stat` of a process that has started no program since it was forked (PF_FORKNOEXEC).
 _FORKED = 0x40
 #: Bytes of kernel memory behind a mapping; most mappings of a process (`vm.max_map_count`), which count if
@@ -88,11 +90,17 @@ def _use_at(proc: int, place: str) -> tuple[ProcessUse | None, bool]:
         if not readable:  # or it has released its memory since, because it exits
             text = os.pread(fd, _STAT_BYTES, 0)
         if (use := parse_stat(text, dead=True)) is not None:
-            small = use.mapped <= _SMALL_SPACE
-            tables = use.mapped // _MAPPED_PER_TABLE if small else _page_tables(proc, place)
-            use = replace(use, tables=tables, readable=readable or not use.mapped)
-            return use, parse_stat(text) is None
+            if use.mapped > _SMALL_SPACE:
+                use = replace(use, tables=_page_tables(proc, place))
+            if not readable and use.mapped:
+                use = replace(use, readable=False)
+            return use, _state(text) in _EXITED
     return None, False
+
+
+def _state(text: bytes) -> bytes:
+    place = text.rfind(b") ") + 2
+    return text[place : place + 1]
 
 
 def _page_tables(proc: int, place: str) -> int:
@@ -104,7 +112,7 @@ def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
     """Parse a process's `stat`; None if it is empty, or if the process has exited and `dead` is False."""
     head, _, rest = text.rpartition(b") ")
     fields = rest.split()
-    if len(fields) < 22 or (fields[0] in (b"Z", b"X") and not dead):
+    if len(fields) < 22 or (fields[0] in _EXITED and not dead):
         return None
     pid, _, name = head.partition(b" (")
     return ProcessUse(
@@ -115,6 +123,7 @@ def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
         ticks=sum(map(int, fields[11:15])),
         memory=int(fields[21]) * _PAGE,
         name=name.decode(errors="replace"),
+        tables=int(fields[20]) // _MAPPED_PER_TABLE,
         mapped=int(fields[20]),
         forked=bool(int(fields[6]) & _FORKED),
     )

@@ -690,8 +690,8 @@ REST = (
     Patch(
         "page tables counted",
         "sandbox/limits/usage.py",
-        "            use = replace(use, tables=tables, ",
-        "            use = replace(use, tables=0, ",
+        "    return private + process.tables + ",
+        "    return private + ",
         ("HOLD-011",),
     ),
     Patch(
