@@ -1,6 +1,5 @@
 """Summaries of results for lists. The large parts of a result's JSON are not decoded."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,7 +96,7 @@ class _Stored(Struct):
     state: str
     reward: float | None
     mask_sample: bool
-    version: Literal[1, 2] = 2
+    version: Literal[2] = 2
     cursor: int = 0
     batch_id: str | None = None
     stop_reason: str | None = None
@@ -108,32 +107,17 @@ class _Stored(Struct):
     attempts: int = 1
 
 
-class _Ordered(_Stored, kw_only=True):
-    """Result with all fields. A missing field is an error, because `_shortened` may have removed it."""
-
-    cursor: int
-    batch_id: str | None
-    stop_reason: str | None
-    failure: _Failure | None
-    trajectory: _Row | None
-    forks: Sequence[_Row]
-    timings: _Timings
-    attempts: int
-
-
 class _BareRow(_Row, kw_only=True):
     ids: Raw = Raw(b"[]")
 
 
-class _Body(_Ordered, kw_only=True):
+class _Body(_Stored, kw_only=True):
     """Result in the format of a store: without the cursor, and without the arrays of the trajectory."""
 
-    cursor: int = 0
     trajectory: _BareRow | None
 
 
 _DECODER = msgspec.json.Decoder(_Stored)
-_ORDERED = msgspec.json.Decoder(_Ordered)
 _BODY = msgspec.json.Decoder(_Body)
 _NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -147,12 +131,6 @@ def summary_of(line: bytes) -> Summary:
     Raises:
         InputError: the JSON is not a result.
     """
-    short = _shortened(line)
-    if short is not None:
-        with contextlib.suppress(*_NOT_JSON):
-            ordered = _ORDERED.decode(short)
-            rows = _rows(ordered)
-            return summary_from(ordered, rows, sum(int(bytes(row.ids)[1:-1]) for row in rows))
     try:
         stored = _DECODER.decode(line)
     except _NOT_JSON as error:
@@ -173,12 +151,9 @@ def summary_of_body(body: bytes, cursor: int, tokens: int) -> Summary:
         InputError: the JSON is not a result.
     """
     try:
-        stored = _BODY.decode(_shortened(body) or body)
-    except _NOT_JSON:  # the fields have another order, or the body is not a result
-        try:
-            stored = _BODY.decode(body)
-        except _NOT_JSON as error:
-            raise InputError(f"not a rollout result: {error}") from error
+        stored = _BODY.decode(body)
+    except _NOT_JSON as error:
+        raise InputError(f"not a rollout result: {error}") from error
     stored.cursor = cursor
     return summary_from(stored, _rows(stored), tokens)
 
@@ -230,46 +205,3 @@ def _length(numbers: Raw) -> int:
     """Return the number of values in a JSON array of numbers. Counting commas is faster than decoding."""
     text = bytes(numbers)
     return text.count(b",") + 1 if text.strip(b"[] \t\r\n") else 0
-
-
-_HEAD, _TAIL = b',"components":{', b',"trajectory":'
-_IDS, _MASK, _LOGPROBS = b'{"ids":[', b'],"loss_mask":[', b'],"logprobs":['
-
-
-def _shortened(line: bytes) -> bytes | None:
-    """Return a result without its large parts: the grade, the conversation, and the arrays of tokens. `ids`
-    contains only the number of tokens. Return None if the JSON is not formatted as this package writes it.
-
-    Each search text contains an unescaped quote, so it never matches inside a string. If a match belongs to
-    an inner object, the shortened text is invalid or lacks fields, and the caller parses the full text.
-    """
-    head = line.find(_HEAD)
-    position = line.find(_TAIL, head)
-    if head < 0 or position < 0:
-        return None
-    parts = [line[:head]]
-    while (start := line.find(_IDS, position)) >= 0:
-        start += len(_IDS)
-        mask = _after(line, _MASK, start)
-        logprobs = _after(line, _LOGPROBS, mask)
-        end = _end(line, logprobs)
-        if end < 0:
-            return None
-        # The mask has as many values as the ids, and fewer bytes.
-        count = 0 if line.startswith(b"]", mask) else line.count(b",", mask, logprobs - len(_LOGPROBS)) + 1
-        parts += [line[position:start], b"%d" % count]
-        position = end
-    parts.append(line[position:])
-    return b"".join(parts)
-
-
-def _after(line: bytes, name: bytes, start: int) -> int:
-    """Return the start of the array `name` that follows the array at `start`; -1 if another text follows."""
-    end = _end(line, start)
-    return end + len(name) if end >= 0 and line.startswith(name, end) else -1
-
-
-def _end(line: bytes, start: int) -> int:
-    """Return the end of the array of numbers that starts at `start`; -1 if it contains a string."""
-    end = line.find(b"]", start) if start >= 0 else -1
-    return end if line.find(b'"', start, end) < 0 else -1
