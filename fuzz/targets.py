@@ -30,7 +30,6 @@ from prorl_envs.tools.protocol.messages import (
     Framer,
     Python,
     PythonDone,
-    ReturnPython,
     ToolRefused,
     WireError,
     decode_cell,
@@ -119,7 +118,7 @@ def _frame_seeds() -> Iterator[bytes]:
     messages: list[msgspec.Struct] = [
         Bash(1, "main", "echo hello", 10.0),
         Edit(2, "view", "/a", view_range=[1, -1]),
-        ReturnPython(6, Python(6, "1", 10.0), 0.1, b"out", b"\0\0\0\x10"),
+        Python(6, "1", 10.0),
         Cell(3, "print(1)"),
         CellDone(3, "", [{"text/html": "<b>"}]),
         BashDone(1, "hello\n", 0, 0, "/workspace", False, ""),

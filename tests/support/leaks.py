@@ -35,8 +35,8 @@ class OpenResources:
             command names the run directory (bubblewrap), and of every process in a mount namespace with a
             mount below it (a sandbox's).
         descriptors: target of each open descriptor of this process, with an index among those of the same
-            target; and its number. The number is not part of the key, because a session that is lent again
-            has the same pipe at another number.
+            target; and its number. The number is not part of the key, because shared drivers may replace a
+            descriptor by one of the same kind at another number.
         mounts: the mounts below the run directory, in this process's namespace.
         directories: contents of the run directory, where drivers keep their files.
     """

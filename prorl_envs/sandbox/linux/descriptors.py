@@ -21,8 +21,8 @@ _SIZE = array.array("i").itemsize
 #: Maximum of open descriptors of this process, if the machine allows it. Twice the default limit of programs
 #: in sandboxes; not more, because some programs iterate over all possible numbers.
 _MAX_DESCRIPTORS = 131_072
-#: Descriptors of one sandbox with a shell and a Python session (measured: 15.2; 9.2 without Python).
-_PER_SANDBOX = 16
+#: Descriptors of one sandbox with a shell and a Python session (measured: 10; 7 without Python).
+_PER_SANDBOX = 11
 #: Minimum that the tools need.
 _MIN_DESCRIPTORS = 1024
 #: Least difference between this process's own limit and that of programs in sandboxes: one message can exceed

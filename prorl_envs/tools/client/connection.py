@@ -1,32 +1,18 @@
 """Host end of one connection to a tool server: sends requests and matches replies to them."""
 
 import asyncio
-import contextlib
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from typing import Any, Self
+from typing import Self
 
 from prorl_envs.errors import RolloutFailure, ToolError
-from prorl_envs.sandbox.linux.descriptors import receive_descriptors
-from prorl_envs.tools.client.direct_session import (
-    DESCRIPTORS,
-    DirectPython,
-    DirectSession,
-    DirectShell,
-)
 from prorl_envs.tools.protocol.messages import (
     AnyReply,
-    Bash,
-    BashDone,
     Cancel,
     Done,
     Framer,
-    Python,
-    PythonDone,
     Reply,
     Request,
     Setup,
@@ -52,7 +38,6 @@ class ServerLost(ToolError):
 class _Waiting:
     """Request in flight."""
 
-    request: Request
     future: asyncio.Future[AnyReply]
     due: float
     deadline_s: float
@@ -61,41 +46,33 @@ class _Waiting:
 class ToolConnection:
     """Connection to a tool server. Belongs to one event loop; everything received is untrusted.
 
-    Uses the socket directly, because an asyncio transport cannot receive descriptors.
-
     Args:
-        output_limit: bytes of output kept of each command.
         spawn: starts a server on demand; this connection owns the returned socket.
         setup: builds the first request to the server, given its id.
     """
 
     def __init__(
         self,
-        output_limit: int,
         spawn: Callable[[], Awaitable[socket.socket]] | None = None,
         setup: Callable[[int], Setup] | None = None,
     ) -> None:
         self._sock: socket.socket | None = None
         self._spawn, self._setup = spawn, setup
         self._starting: asyncio.Task[None] | None = None
-        self._output_limit = output_limit
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
         self._framer = Framer()
         self._unsent = bytearray()
         self._waiting: dict[int, _Waiting] = {}
-        self._descriptors: list[int] = []
-        #: Lent sessions by the name of the shell's session; the key of the Python session is None.
-        self._lent: dict[str | None, DirectSession[Any]] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._reason = "the tool server ended"
         #: True once no more requests can be sent.
         self.lost = False
 
     @classmethod
-    async def open(cls, sock: socket.socket, *, output_limit: int = 32 * 1024) -> Self:
+    async def open(cls, sock: socket.socket) -> Self:
         """Create a connection that owns a connected stream socket."""
-        connection = cls(output_limit)
+        connection = cls()
         connection._take_over(sock)
         return connection
 
@@ -155,7 +132,7 @@ class ToolConnection:
         request = make(next(self._ids))
         future: asyncio.Future[AnyReply] = self._loop.create_future()
         due = self._loop.time() + deadline_s
-        self._waiting[request.id] = _Waiting(request, future, due, deadline_s)
+        self._waiting[request.id] = _Waiting(future, due, deadline_s)
         self._send(request)
         # One timer serves all requests and is rarely reset, because a timer per request would cost as much as
         # sending the request.
@@ -177,10 +154,6 @@ class ToolConnection:
             self._starting.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
-        for lent in self._lent.values():
-            lent.close()
-        self._lent.clear()
-        self._drop_descriptors()
         for waiting in self._waiting.values():
             if not waiting.future.done():
                 waiting.future.set_exception(error or ServerLost(reason))
@@ -205,17 +178,7 @@ class ToolConnection:
         else:
             self._watch_deadline(first.due)
 
-    # Sending to the server, or to a lent session.
-
     def _send(self, request: Request) -> None:
-        if isinstance(request, Bash | Python):
-            lent = self._lent.get(_session(request))
-            if lent is not None and lent.begin(request):
-                return
-        elif isinstance(request, Cancel):
-            for lent in tuple(self._lent.values()):
-                if lent.runs(request.id):
-                    lent.give_back()
         try:
             frame = encode(request)
         except WireError as error:
@@ -269,23 +232,18 @@ class ToolConnection:
         self._sock = sock
         self._loop.add_reader(sock, self._on_readable)
 
-    # Receiving from the server, or from a lent session.
-
     def _on_readable(self) -> None:
         assert self._sock is not None
         try:
-            data, descriptors = receive_descriptors(self._sock, _RECEIVE_SIZE, DESCRIPTORS)
+            data = self._sock.recv(_RECEIVE_SIZE)
         except BlockingIOError:
             return
         except ConnectionResetError:
-            data, descriptors = b"", []
-        self._descriptors += descriptors
+            data = b""
         if not data:
             self.give_up(self._reason)
             return
         try:
-            if len(self._descriptors) > DESCRIPTORS:
-                raise WireError("too many descriptors")
             for reply in [decode_reply(frame) for frame in self._framer.feed(data)]:
                 self._take(reply)
         except WireError as error:
@@ -295,63 +253,10 @@ class ToolConnection:
         """Pass a reply to its request.
 
         Raises:
-            WireError: the reply matches no request in flight, or its loan is invalid.
+            WireError: the reply matches no request in flight.
         """
-        waiting = self._waiting.get(reply.id)
+        waiting = self._waiting.pop(reply.id, None)
         if waiting is None:
             raise WireError("a reply without a request")
-        if isinstance(reply, BashDone | PythonDone) and reply.lent:
-            self._borrow(waiting.request, reply)
-        del self._waiting[reply.id]
         if not waiting.future.done():
             waiting.future.set_result(reply)
-
-    def _borrow(self, request: Request, done: BashDone | PythonDone) -> None:
-        """Take over a lent session, or decline it. A declined session returns to the server with its next
-        request.
-
-        Raises:
-            WireError: the session is lent in a wrong reply, or twice.
-        """
-        if not isinstance(request, Bash if isinstance(done, BashDone) else Python):
-            raise WireError("a session lent in a wrong reply")
-        session = _session(request)
-        if session in self._lent:
-            raise WireError("a session lent twice")
-        # Decline if another request was sent before the loan was known, for instance after a cancelled call:
-        # the server runs it.
-        late = sum(_is_for(waiting.request, session) for waiting in self._waiting.values()) > 1
-        if (
-            late or len(self._descriptors) != DESCRIPTORS
-        ):  # the kernel drops descriptors beyond a process's limit
-            self._drop_descriptors()
-            return
-        descriptors, self._descriptors = self._descriptors, []
-        limit, give_back, answer = self._output_limit, partial(self._give_back, session), self._take
-        with contextlib.suppress(OSError, ValueError):
-            if session is None:
-                self._lent[None] = DirectPython(
-                    descriptors, output_limit=limit, give_back=give_back, answer=answer
-                )
-            else:
-                assert isinstance(done, BashDone)
-                self._lent[session] = DirectShell(
-                    session, done, descriptors, output_limit=limit, give_back=give_back, answer=answer
-                )
-
-    def _give_back(self, session: str | None, returned: Request) -> None:
-        del self._lent[session]
-        self._send(returned)
-
-    def _drop_descriptors(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-
-def _session(request: Bash | Python) -> str | None:
-    """Return the session that runs a request: a shell's name, or None for the Python session."""
-    return request.session if isinstance(request, Bash) else None
-
-
-def _is_for(request: Request, session: str | None) -> bool:
-    return isinstance(request, Bash | Python) and _session(request) == session

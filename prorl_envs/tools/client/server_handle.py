@@ -108,7 +108,7 @@ class ToolServerHandle:
             await self._connection.aclose()
 
     async def _start(self) -> ToolConnection:
-        connection = ToolConnection(self.limits.output_bytes, self._spawn, self._setup)
+        connection = ToolConnection(self._spawn, self._setup)
         if self._python:  # the server starts the Python session
             try:
                 await connection.start(deadline_s=self.limits.margin_s)

@@ -21,8 +21,7 @@ MIME_LIMIT = 64
 ERROR_NAME_LIMIT = 200
 
 _LENGTH = struct.Struct(">I")
-#: Bytes of a frame before its message.
-HEADER_SIZE = _LENGTH.size
+_HEADER_SIZE = _LENGTH.size
 
 
 class WireError(ValueError):
@@ -132,46 +131,6 @@ class Patch(Request, tag=20):
     patch: str
 
 
-class Return(Request, tag=21):
-    """Return of a lent shell to the server: see `tools/client/direct_session.py`.
-
-    Answered with `BashDone` if a command runs, otherwise not at all.
-
-    Args:
-        status, cwd: last values that the shell reported.
-        running: the command in progress, whose id this message has; None if there is none.
-        nonce: nonce of the report of the command's end.
-        spent_s: seconds the command has run.
-        output, report: output, and part of an incomplete report, read so far.
-    """
-
-    session: str
-    status: int
-    cwd: str
-    running: Bash | None
-    nonce: str
-    spent_s: float
-    output: bytes
-    report: bytes
-
-
-class ReturnPython(Request, tag=22):
-    """Return of a lent Python session to the server: see `tools/client/direct_session.py`.
-
-    Answered with `PythonDone` if a cell runs, otherwise not at all.
-
-    Args:
-        running: the cell in progress, whose id this message has; None if there is none.
-        spent_s: seconds the cell has run.
-        output, heard: output, and bytes of the session's channel, read so far.
-    """
-
-    running: Python | None
-    spent_s: float
-    output: bytes
-    heard: bytes
-
-
 class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of the server's replies."""
 
@@ -186,8 +145,7 @@ class BashDone(Reply, tag=1):
     """Result of a shell command.
 
     `exit_code` is None if the command was interrupted, its shell was lost, it is `waiting` for input, or the
-    request was `refused` (see `notice`). If `lent` (the terminal's settings) is set, the host now drives the
-    shell: see `tools/client/direct_session.py`.
+    request was `refused` (see `notice`).
     """
 
     output: str
@@ -198,14 +156,10 @@ class BashDone(Reply, tag=1):
     notice: str
     waiting: bool = False
     refused: bool = False
-    lent: bytes = b""
 
 
 class PythonDone(Reply, tag=2):
-    """Result of a cell; `error` is the exception's class name, or empty.
-
-    If `lent` is set, the host now drives the session: see `tools/client/direct_session.py`.
-    """
+    """Result of a cell; `error` is the exception's class name, or empty."""
 
     output: str
     omitted: int
@@ -213,7 +167,6 @@ class PythonDone(Reply, tag=2):
     timed_out: bool
     notice: str
     display: Bundles
-    lent: bool = False
 
 
 class RunDone(Reply, tag=3):
@@ -261,9 +214,7 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
     display: Bundles
 
 
-type AnyRequest = (
-    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return | ReturnPython
-)
+type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused
 
 _encoder = msgspec.msgpack.Encoder()
@@ -281,12 +232,12 @@ def encode(message: msgspec.Struct) -> bytearray:
     """
     frame = bytearray(64)
     try:
-        _encoder.encode_into(message, frame, HEADER_SIZE)
+        _encoder.encode_into(message, frame, _HEADER_SIZE)
     except UnicodeEncodeError as error:
         raise WireError(f"text that is not Unicode: {error}") from error
-    if len(frame) - HEADER_SIZE > FRAME_LIMIT:
+    if len(frame) - _HEADER_SIZE > FRAME_LIMIT:
         raise WireError(f"message of {len(frame)} bytes; the limit is {FRAME_LIMIT}")
-    _LENGTH.pack_into(frame, 0, len(frame) - HEADER_SIZE)
+    _LENGTH.pack_into(frame, 0, len(frame) - _HEADER_SIZE)
     return frame
 
 
@@ -338,14 +289,14 @@ class Framer:
         self._buffer += data
         frames = []
         start = 0
-        while len(self._buffer) - start >= HEADER_SIZE:
+        while len(self._buffer) - start >= _HEADER_SIZE:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
             if length > self._limit:
                 raise WireError(f"frame of {length} bytes announced; the limit is {self._limit}")
-            end = start + HEADER_SIZE + length
+            end = start + _HEADER_SIZE + length
             if len(self._buffer) < end:
                 break
-            frames.append(bytes(self._buffer[start + HEADER_SIZE : end]))
+            frames.append(bytes(self._buffer[start + _HEADER_SIZE : end]))
             start = end
         del self._buffer[:start]
         return frames

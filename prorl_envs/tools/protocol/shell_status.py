@@ -10,9 +10,9 @@ class Reports:
     #: Bytes of the longest report: the shell cuts the directory at 4,096 characters.
     LIMIT = 4 * 4096 + 64
 
-    def __init__(self, rest: bytes = b"") -> None:
+    def __init__(self) -> None:
         #: Start of an incomplete report.
-        self.rest = rest
+        self.rest = b""
 
     def feed(self, data: bytes, nonce: str) -> tuple[int, str] | None:
         """Add received bytes; return status and directory once the report with `nonce` is complete."""

@@ -10,7 +10,6 @@ from prorl_envs.tools.protocol.messages import (
     Framer,
     Python,
     PythonDone,
-    ReturnPython,
     WireError,
     decode_cell_done,
     encode,
@@ -18,7 +17,7 @@ from prorl_envs.tools.protocol.messages import (
 from prorl_envs.tools.server.fork import Kernel
 from prorl_envs.tools.server.loop import EventLoop, Timer
 from prorl_envs.tools.server.reader import OutputReader
-from prorl_envs.tools.server.session import Answer, Cause, RequestSession, Running
+from prorl_envs.tools.server.session import Cause, RequestSession, Running
 
 #: Maximum bytes of a kernel's frame: its display data, with room for the rest of the message.
 FRAME_LIMIT = 8 * 1024 * 1024
@@ -45,26 +44,6 @@ class KernelSession(RequestSession[Python]):
         self._notice = ""
         self._breach = ""
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """Descriptors passed to the host with a loan; see `DirectPython`."""
-        assert self._kernel is not None
-        return self._kernel.output, self._kernel.control.fileno(), self._kernel.pidfd
-
-    def take_back(self, returned: ReturnPython, answer: Answer) -> None:
-        """Continue a lent session where the host stopped; call `answer` when the running cell has finished.
-
-        Raises:
-            WireError: the session was not lent.
-        """
-        if not self.lent:
-            raise WireError("the Python session is not lent")
-        self.reclaim()
-        self.output.feed(returned.output)
-        if returned.running is not None:
-            self.resume(returned.running, answer, returned.spent_s)
-        self._feed(returned.heard)
-
     def start(self) -> Kernel:
         """Fork a kernel.
 
@@ -75,8 +54,8 @@ class KernelSession(RequestSession[Python]):
         self._framer = Framer(FRAME_LIMIT)
         self._breach = ""
         self._reader = OutputReader(self.loop, kernel.output, self.output)
-        self.lent = False
-        self._watch(kernel)
+        self.loop.watch(kernel.control.fileno(), self._on_control)
+        self.loop.watch(kernel.pidfd, self._on_exit)
         return kernel
 
     def close(self) -> None:
@@ -92,24 +71,6 @@ class KernelSession(RequestSession[Python]):
     def _begin(self, request: Python) -> None:
         kernel = self._kernel or self.start()
         kernel.send(encode(Cell(request.id, request.code)))
-
-    def _watch(self, kernel: Kernel) -> None:
-        self.loop.watch(kernel.control.fileno(), self._on_control)
-        self.loop.watch(kernel.pidfd, self._on_exit)
-
-    def reclaim(self) -> None:
-        assert self._kernel is not None and self._reader is not None
-        self.lent = False
-        self._reader.start()
-        self._watch(self._kernel)
-
-    def _lend(self, running: Running[Python], done: PythonDone) -> PythonDone:
-        """Lend the session to the host for the next cells, if this cell finished normally."""
-        self.lent = done.lent = running.cause is None and not self.queued
-        if self.lent:
-            for fd in self.descriptors:
-                self.loop.forget(fd)
-        return done
 
     def _discard(self) -> int:
         """Close the exited kernel; return its exit status."""
@@ -145,9 +106,7 @@ class KernelSession(RequestSession[Python]):
         for done in replies:
             if self.running is not None and done.id == self.running.request.id:
                 self._reader.drain()
-                self.finish(
-                    lambda running: self._lend(running, self._reply(running, done.error, done.display))  # noqa: B023 - called at once
-                )
+                self.finish(lambda running: self._reply(running, done.error, done.display))  # noqa: B023 - called at once
 
     def _on_exit(self) -> None:
         assert self._reader is not None

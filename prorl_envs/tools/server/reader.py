@@ -59,11 +59,7 @@ class OutputReader:
         self._fd = fd
         self._buffer = buffer
         os.set_blocking(fd, False)
-        self.start()
-
-    def start(self) -> None:
-        """Start watching, also after a `stop`."""
-        self._loop.watch(self._fd, self._on_readable)
+        self._loop.watch(fd, self._on_readable)
 
     def drain(self) -> bool:
         """Read all data written before now. Return True if all writers are known to have closed it.

@@ -5,10 +5,8 @@ have children there, but no threads. When the host closes its end of the socket,
 and exits.
 """
 
-import errno
 import os
 import socket
-from functools import partial
 
 import msgspec
 
@@ -26,11 +24,8 @@ from prorl_envs.tools.protocol.messages import (
     Framer,
     Patch,
     Python,
-    PythonDone,
     Read,
     Reply,
-    Return,
-    ReturnPython,
     Run,
     RunDone,
     Setup,
@@ -56,8 +51,6 @@ from prorl_envs.tools.server.shell import ShellSession
 SESSION_LIMIT = 16
 _RECEIVE_SIZE = 32768
 _REHEARSAL_S = 10.0
-#: Errors of passing descriptors. The kernel limits descriptors in flight per host user; see unix(7).
-_CANNOT_PASS = frozenset({errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 def serve(sock: socket.socket) -> None:
@@ -153,42 +146,18 @@ class ToolServer:
                 self._answer(ToolRefused(request.id, error.errno or 0, error.strerror or str(error)))
 
     def _answer(self, reply: Reply) -> None:
-        self._send(encode(reply))
-
-    def _send(self, frame: bytearray) -> None:
         # Blocking, because the host always reads. If it does not, the commands' output waits too.
         try:
-            self._sock.sendall(frame)
+            self._sock.sendall(encode(reply))
         except (BrokenPipeError, ConnectionResetError):
             self._loop.stop()
-
-    def _answer_lending(self, session: ShellSession | KernelSession, reply: BashDone | PythonDone) -> None:
-        """Answer, and lend the session. If the kernel refuses to pass descriptors, only answer."""
-        frame = encode(reply)
-        try:
-            sent = socket.send_fds(self._sock, [frame], session.descriptors)
-        except (BrokenPipeError, ConnectionResetError):
-            self._loop.stop()
-        except OSError as error:
-            if error.errno not in _CANNOT_PASS:
-                raise
-            session.reclaim()
-            reply.lent = type(reply.lent)()
-            self._answer(reply)
-        else:
-            self._send(frame[sent:])
 
     def _dispatch(self, request: AnyRequest) -> None:
         match request:
             case Bash():
                 self._bash(request)
-            case Return():
-                shell = self._shells[request.session]
-                shell.take_back(request, partial(self._answer_bash, shell))
             case Python():
-                self._python().submit(request, self._answer_python)
-            case ReturnPython():
-                self._python().take_back(request, self._answer_python)
+                self._python().submit(request, self._answer)
             case Run():
                 self._run(request)
             case Read():
@@ -221,8 +190,7 @@ class ToolServer:
                 self._answer(BashDone(request.id, "", 0, None, "", False, notice, False, True))
                 return
             self._shells[name] = self._new_shell()
-        shell = self._shells[name]
-        shell.submit(request, partial(self._answer_bash, shell))
+        self._shells[name].submit(request, self._answer)
 
     def _new_shell(self) -> ShellSession:
         return ShellSession(
@@ -232,18 +200,6 @@ class ToolServer:
             output_limit=self._setup.output_limit,
             grace_s=self._setup.grace_s,
         )
-
-    def _answer_bash(self, shell: ShellSession, reply: Reply) -> None:
-        if isinstance(reply, BashDone) and reply.lent:
-            self._answer_lending(shell, reply)
-        else:
-            self._answer(reply)
-
-    def _answer_python(self, reply: Reply) -> None:
-        if isinstance(reply, PythonDone) and reply.lent:
-            self._answer_lending(self._python(), reply)
-        else:
-            self._answer(reply)
 
     def _python(self) -> KernelSession:
         if self._kernel is None:

@@ -70,30 +70,15 @@ class RequestSession[RequestT: Bash | Python](ABC):
         self.grace_s = grace_s
         self.output = OutputBuffer(output_limit)
         self.running: Running[RequestT] | None = None
-        #: True while the host drives the session: see `tools/client/direct_session.py`.
-        self.lent = False
         self._waiting: deque[Running[RequestT]] = deque()
 
     def submit(self, request: RequestT, answer: Answer) -> None:
         """Run a request after the queued requests; `answer` is called with its reply."""
-        if self.lent:  # sent before the host knew of the loan
-            self.reclaim()
         if len(self._waiting) >= QUEUE_LIMIT:
             answer(ToolRefused(request.id, 11, f"{QUEUE_LIMIT} requests already wait in this session"))
             return
         self._waiting.append(Running(request, answer))
         self._next()
-
-    @property
-    def queued(self) -> bool:
-        """True if requests wait for the running request."""
-        return bool(self._waiting)
-
-    def resume(self, request: RequestT, answer: Answer, spent_s: float) -> None:
-        """Continue a request that the host has run for `spent_s` seconds."""
-        assert self.running is None
-        self.running = Running(request, answer)
-        self._set_deadline(self.running, request.timeout_s - spent_s)
 
     def cancel(self, request_id: int) -> None:
         """Stop the request with this id, if this session has it. It is still answered."""
@@ -109,10 +94,6 @@ class RequestSession[RequestT: Bash | Python](ABC):
     @abstractmethod
     def close(self) -> None:
         """Kill the running process, without an answer."""
-
-    @abstractmethod
-    def reclaim(self) -> None:
-        """Watch the session's descriptors again, after a loan."""
 
     @abstractmethod
     def _check_exit(self) -> None:
@@ -156,12 +137,11 @@ class RequestSession[RequestT: Bash | Python](ABC):
                 self.running = None
                 running.answer(reply)
             else:
-                self._set_deadline(running, request.timeout_s)
+                self._set_deadline(running)
 
-    def _set_deadline(self, running: Running[RequestT], remaining_s: float) -> None:
-        spent_s = running.request.timeout_s - remaining_s
-        running.interruptible_at = time.monotonic() + _UNINTERRUPTED_S - spent_s
-        running.deadline = self.loop.call_later(remaining_s, lambda: self._stop(Cause.TIMEOUT))
+    def _set_deadline(self, running: Running[RequestT]) -> None:
+        running.interruptible_at = time.monotonic() + _UNINTERRUPTED_S
+        running.deadline = self.loop.call_later(running.request.timeout_s, lambda: self._stop(Cause.TIMEOUT))
 
     def _stop(self, cause: Cause) -> None:
         running = self.running

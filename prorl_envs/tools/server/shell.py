@@ -8,20 +8,19 @@ idle -> running -> idle                       the report arrived
                    interrupted -> killed      there was no report, so the process group was killed
                                   killed -> dead   there was still no report, so the shell was killed
         any -> dead -> running                the shell exited; the next command starts another shell
-idle -> lent -> idle, running                 the host drives the shell: see `tools/client/direct_session.py`
 """
 
 import os
 from collections.abc import Callable, Mapping
 
 from prorl_envs.sandbox.linux.descriptors import has_exited
-from prorl_envs.tools.protocol.messages import Bash, BashDone, Reply, Return, WireError
+from prorl_envs.tools.protocol.messages import Bash, BashDone, Reply
 from prorl_envs.tools.protocol.shell_status import Reports
 from prorl_envs.tools.server.input_detection import ForegroundState
 from prorl_envs.tools.server.keys import names_key, next_piece, to_type
 from prorl_envs.tools.server.loop import EventLoop, Timer
 from prorl_envs.tools.server.reader import OutputReader
-from prorl_envs.tools.server.session import Answer, Cause, RequestSession, Running
+from prorl_envs.tools.server.session import Cause, RequestSession, Running
 from prorl_envs.tools.server.shell_syntax import SH
 from prorl_envs.tools.server.terminal import Terminal
 
@@ -79,29 +78,6 @@ class ShellSession(RequestSession[Bash]):
         #: Number of requests for the command's report, and whether no report can arrive any more.
         self._asked = 0
         self._report_closed = False
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """Descriptors passed to the host with a loan; see `DirectShell`."""
-        assert self._terminal is not None
-        return self._terminal.fd, self._terminal.report, self._terminal.pidfd
-
-    def take_back(self, returned: Return, answer: Answer) -> None:
-        """Continue a lent shell where the host stopped; call `answer` when the running command has finished.
-
-        Raises:
-            WireError: this shell was not lent.
-        """
-        if not self.lent:
-            raise WireError(f"session {returned.session!r} is not lent")
-        self.reclaim()
-        self._status, self._cwd = returned.status, returned.cwd
-        self._reports = Reports(returned.report)
-        self.output.feed(returned.output)
-        if returned.running is not None:
-            self._nonce, self._asked, self._seen = returned.nonce, 0, None
-            self.resume(returned.running, answer, returned.spent_s)
-            self._watch(max(0.0, _FIRST_CHECK_S - returned.spent_s))
 
     def close(self) -> None:
         """Kill the shell and its command. Background jobs continue without a terminal."""
@@ -175,30 +151,9 @@ class ShellSession(RequestSession[Bash]):
         if terminal.dialect is SH and not self._said_no_bash:
             self._said_no_bash = True
             self._notices.append(_NO_BASH)
-        self.lent = False
-        self._watch_shell(terminal)
-        return terminal
-
-    def _watch_shell(self, terminal: Terminal) -> None:
         self.loop.watch(terminal.report, self._on_report)
         self.loop.watch(terminal.pidfd, self._on_exit)
-
-    def reclaim(self) -> None:
-        assert self._terminal is not None and self._reader is not None
-        self.lent = False
-        self._reader.start()
-        self._watch_shell(self._terminal)
-
-    def _lend(self, running: Running[Bash], done: BashDone) -> BashDone:
-        """Lend the shell to the host for the next commands, if this command finished normally."""
-        if running.cause is None and not self.queued:
-            assert self._terminal is not None
-            done.lent = self._terminal.lendable()
-        if done.lent:
-            self.lent = True
-            for fd in self.descriptors:
-                self.loop.forget(fd)
-        return done
+        return terminal
 
     def _discard(self) -> int:
         """Close the exited shell; return its exit status."""
@@ -226,7 +181,7 @@ class ShellSession(RequestSession[Bash]):
         self._status, self._cwd = report
         self._reader.drain()
         if self.running is not None:
-            self.finish(lambda running: self._lend(running, self._reply(running, self._status)))
+            self.finish(lambda running: self._reply(running, self._status))
         else:
             self._waits, self._ended = False, self._status
 

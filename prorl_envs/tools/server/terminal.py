@@ -100,11 +100,6 @@ class Terminal:
         self._unread = True
         self._type(keys)
 
-    def lendable(self) -> bytes:
-        """Return the terminal's settings if the host can drive the shell by typing alone, else b""."""
-        usual = self.dialect is BASH and not self._unread and settings(self.fd) == self._settings
-        return self._settings if usual else b""
-
     def inspect_foreground(self) -> ForegroundState:
         """Return the state of the foreground."""
         return inspect_foreground(self.fd, report_fd=self.dialect.report_fd, shell=self.pid)

@@ -536,8 +536,8 @@ TOOLS = (
     Patch(
         "aliases kept out of reports",
         "tools/server/shell_syntax.py",
-        '        "\\\\builtin shopt -u expand_aliases; "\n',
-        "",
+        '\\\\builtin set +exvm; \\\\builtin shopt -u expand_aliases; "\n',
+        '\\\\builtin set +exvm; "\n',
         ("BASH-051",),
     ),
     Patch(

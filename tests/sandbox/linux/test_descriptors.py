@@ -31,8 +31,7 @@ async def main():
         for _ in range(20):
             sandbox = await driver.start(SandboxSpec())
             boxes.append(await Toolbox.open(sandbox))
-            for _ in range(2):  # by the second, its shell is lent
-                assert (await boxes[-1].bash("echo hi", timeout_s=30)).text == "hi\\n"
+            assert (await boxes[-1].bash("echo hi", timeout_s=30)).text == "hi\\n"
     except SandboxError as error:
         print(error)
     print(len(boxes), "live")
@@ -105,7 +104,7 @@ def test_too_few_processes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch,
     assert "ulimit -Hu" in caught.value.hint
 
 
-@pytest.mark.parametrize(("hard", "allowed"), [(64, None), (1535, None), (1536, 56), (20_000, 1210)])
+@pytest.mark.parametrize(("hard", "allowed"), [(64, None), (1535, None), (1536, 81), (20_000, 1760)])
 def test_a_limit_of_files_too_low_for_one_sandbox_is_no_number_of_sandboxes(
     monkeypatch: pytest.MonkeyPatch, hard: int, allowed: int | None
 ) -> None:

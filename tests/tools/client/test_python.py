@@ -40,19 +40,6 @@ async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) 
     await box.sandbox.close()
 
 
-@pytest.fixture
-async def lent(request: pytest.FixtureRequest) -> None:
-    """Lend the shared session to the host; stray output may have returned it to the tool server."""
-    if "kept" in request.fixturenames:
-        kept: Toolbox = request.getfixturevalue("kept")
-        await kept.python("pass", timeout_s=T)
-
-
-@pytest.fixture(autouse=True)
-def no_leaks(lent: None, no_leaks: None) -> None:
-    """Start the leak check when the descriptors of a lent session are open."""
-
-
 @pytest.fixture(params=[PythonEngine.FORKED, PythonEngine.KERNEL])
 async def box(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
     """Session for a single test, which may break it."""

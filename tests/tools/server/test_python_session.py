@@ -179,6 +179,20 @@ sys.modules["prorl_envs.tools.server.python_kernel"]._run = forge
     assert peak < 1 << 20
 
 
+async def test_the_end_of_another_cell_does_not_end_a_cell(python_box: Toolbox) -> None:
+    code = """
+import msgspec, os, struct, threading
+def forge(*words):
+    os.write(3, b"".join(struct.pack(">I", len(body)) + body for body in map(msgspec.msgpack.encode, words)))
+"""
+    await python_box.python(code, timeout_s=T)
+    forged = await python_box.python("forge([7_000_000, 'Forged', []]); print('true')", timeout_s=T)
+    assert forged.ok and forged.text == "true\n"
+    later = "later = threading.Timer(0.2, forge, ([7_000_001, 'Forged', []],)); later.start()"
+    await python_box.python(later, timeout_s=T)
+    assert (await python_box.python("later.join(); print('true')", timeout_s=T)).text == "true\n"
+
+
 async def test_names_and_displays_are_bounded(python_box: Toolbox) -> None:
     code = "class Loud(Exception): pass\nLoud.__name__ = 'x' * 1_000_000\nraise Loud"
     assert (await python_box.python(code, timeout_s=T)).data["error"] == "x" * ERROR_NAME_LIMIT

@@ -152,6 +152,14 @@ async def test_later_output_of_a_background_job_comes_with_the_next_command(box:
     assert (await box.bash("echo now", timeout_s=T)).text == "later\nnow\n"
 
 
+async def test_a_flood_of_a_background_job_is_bounded_and_comes_with_the_next_command(box: Toolbox) -> None:
+    await box.bash("(sleep 0.1; head -c 300000 /dev/zero | tr '\\0' x; touch written) & disown", timeout_s=T)
+    await box.run(["sh", "-c", "until [ -e written ]; do sleep 0.01; done"], timeout_s=T)
+    result = await box.bash("echo now", timeout_s=T)
+    assert result.text.startswith("xxx") and result.text.endswith("x" * 100 + "now\n")
+    assert len(result.text) < box.limits.output_bytes + 200
+
+
 async def test_endless_output_is_bounded_and_its_ends_are_kept(box: Toolbox) -> None:
     result = await box.bash(
         "echo first; head -c 100000000 /dev/zero | tr '\\0' x; echo; echo last", timeout_s=60
@@ -258,6 +266,18 @@ async def test_a_cancelled_call_is_interrupted_and_the_shell_survives(box: Toolb
     result = await box.bash("echo $kept; ls", timeout_s=T)
     assert result.text == "yes\nbegun\n"
     assert result.duration_s < 10
+
+
+async def test_a_call_that_is_cancelled_at_once_is_stopped(box: Toolbox) -> None:
+    await box.bash("kept=yes", timeout_s=T)
+    for _ in range(8):  # at any stage of its start
+        call = asyncio.create_task(box.bash("sleep 100", timeout_s=T))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        result = await box.bash("echo $kept", timeout_s=T)
+        assert result.text == "yes\n" and result.duration_s < 10
 
 
 async def test_a_call_cancelled_while_it_waits_never_runs(box: Toolbox) -> None:
