@@ -112,6 +112,9 @@ _REWRITTEN = (
     (r"\\sqrt\s*\[\s*([3579])\s*\]\s*\{\s*-([^{}+-]*)\}", r"(-\\sqrt[\1]{\2})"),
     (r"\\mathrm\s*(?:\{\s*([ei])\s*\}|([ei])(?![A-Za-z]))", r"\1\2"),
     (r"\A\s*(?:≈|\\approx(?![A-Za-z]))\s*", ""),
+    # Without the space, the grammar would join two numbers; and without the comma, it cannot read two points.
+    (r"(\\(?:text|mbox|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\})(?=\S)", r"\1 "),
+    (r"(\([^(),]*+,[^()]*+\))\s*(?=(?:\\left\s*)?\([^(),]*+,[^()]*+\))", r"\1, "),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))", r"\1\2"),
 )
@@ -226,8 +229,8 @@ def spelled(answer: str) -> str:
     for pattern, replacement in _REWRITTEN:
         text = re.sub(pattern, replacement, text)
     text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(text)))
-    if _RATIO.fullmatch(text):
-        first, *others = text.split(":")
+    if _RATIO.fullmatch(spaced := _WIDE_SPACE.sub(" ", text)):
+        first, *others = spaced.split(":")
         text = f"(1,{','.join(rf'\frac{{{part.strip()}}}{{{first.strip()}}}' for part in others)})"
     text = _ELLIPTIC.sub(_repeating, text)
     text = _REPEATING.sub(_repeating, _UNBRACED.sub(_braced, split_unit(text)[0]))
