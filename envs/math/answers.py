@@ -13,7 +13,7 @@ MAX_CHARS = 2_000
 _OPERATORS = (r"\int", r"\iint", r"\oint", r"\sum", r"\prod", r"\lim", r"\det", r"\partial", r"\frac{d}{d")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _NAMED = re.compile(r"\A\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}")
 #: A text of words, as opposed to a product of variables.
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 #: Words, names of points in order, and Roman numerals, which are no products of variables.
@@ -23,7 +23,7 @@ _CHOICE = re.compile(r"\\text(?:bf)?\s*\{\s*\(([A-Z])\)[^{}]*\}.*", re.DOTALL)
 _LETTER = re.compile(r"\(?([A-Z])\)?")
 _LETTERS = re.compile(r"[a-z][a-z ]*")
 #: A verdict with an explanation, and the verdict that the explanation must not mention.
-_EXPLAINED = re.compile(r"(yes|no|true|false)\s*(?:[,.;:–—]|\s-\s)(.*)", re.DOTALL)
+_EXPLAINED = re.compile(r"(yes|no|true|false)(?:\s*[,.;:–—]|\s-\s|(?<=no)(?=\s+such\b))(.*)", re.DOTALL)
 _OPPOSITE = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 #: A text at the end, which the library takes for a unit; and what precedes it.
 _FINAL_TEXT = re.compile(r"(.*)\\(?:text|mathrm|mbox)\s*\{([^{}]*[A-Za-z][^{}]*)\}[.\s]*", re.DOTALL)
@@ -38,8 +38,10 @@ _AND, _OR = (
     for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
 )
 _SCIENTIFIC = re.compile(r"([^\\]+)\\(?:times|cdot)10\^\{?([+-]?\d{1,3})\}?")
-#: An interval or a pair; the content of a set; and a mark of a set that is no list of numbers.
+#: An interval or a pair; a pair that the library takes for an interval of one point; the content of a set;
+#: and a mark of a set that is no list of numbers.
 _PAIR = re.compile(r"\([^()]*,[^()]*\)")
+_POINT = re.compile(r"\[\s*([^,\[\]]+?)\s*,\s*\1\s*\]")
 _SET = re.compile(r"\\(?:\{|lbrace\b)(.*?)\\(?:\}|rbrace\b)", re.DOTALL)
 _NO_LIST = re.compile(r"[(\[<>|:=]|\\(?:in|mid|[lg]eq?|ldots|dots)(?![A-Za-z])")
 _PERCENT = re.compile(r"([+-]?(?:[\d,]*+\.\d++|[\d,]*\d))\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
@@ -123,6 +125,8 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     if (sets and _PAIR.search(right) and not _SET.search(right)) and all(
         "," in content and not _NO_LIST.search(content) for content in sets
     ):
+        return True
+    if ("," in answer) != ("," in right) and (_POINT.fullmatch(answer) or _POINT.fullmatch(right)):
         return True
     angle, right_angle = _ANGLE.fullmatch(answer), _ANGLE.fullmatch(right)
     if angle and right_angle and right_angle[1] not in (angle[1], angle[1][::-1]):
