@@ -157,6 +157,11 @@ async def test_every_example_discriminates(node: Node) -> None:
         (NUMBER, r"3.0 \times 10^8~\mathrm{~m/s}", True),
         (NUMBER, r"$3 \cdot 10^8$ m / s", True),
         (NUMBER, "3e8 s / m", False),
+        (NUMBER, "v = 3e8 m/s", True),
+        (NUMBER, "about 3e8 m/s", True),
+        (NUMBER, "v = 3e8 = 4e8 m/s", False),
+        (NUMBER, r"3e8\ \frac{\text{m}}{\text{s}}", True),
+        ({**NUMBER, "units": ["μm"]}, r"3e8\,\mu\text{m}", True),
         (
             {**NUMBER, "units": [r"$\mathrm{~kg} \cdot \mathrm{m}^{2} \mathrm{~K}^{-1}$"]},
             "3e8 kg·m^2 K^-1",
