@@ -45,14 +45,14 @@ class NumberCheck(_Tolerance):
     """Check that the answer is this number."""
 
     type: Literal["number"]
-    value: Number
+    value: int | Number
 
 
 class NumbersCheck(_Tolerance):
     """Check that the answer consists of these numbers, equally often; in this order if `ordered`."""
 
     type: Literal["numbers"]
-    values: tuple[Number, ...] = Field(min_length=1, max_length=10_000)
+    values: tuple[int | Number, ...] = Field(min_length=1, max_length=10_000)
     ordered: bool = False
 
 

@@ -13,7 +13,7 @@ MAX_CHARS = 2_000
 _OPERATORS = (r"\int", r"\iint", r"\oint", r"\sum", r"\prod", r"\lim", r"\det", r"\partial", r"\frac{d}{d")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _NAMED = re.compile(r"\A\s*[A-Za-z](?:_\w)?\s*=(?=[^=]*$)")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}")
 #: A text of words, as opposed to a product of variables.
 _WORDS = re.compile(r"(?=.*[a-z]{4})[a-z]+(?: [a-z]+)*")
 #: Words, names of points in order, and Roman numerals, which are no products of variables.
@@ -22,6 +22,11 @@ _ONLY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\{[A-Za-z][A-Za-z ]*\}|[A-Z]{3
 _CHOICE = re.compile(r"\\text(?:bf)?\s*\{\s*\(([A-Z])\)[^{}]*\}.*", re.DOTALL)
 _LETTER = re.compile(r"\(?([A-Z])\)?")
 _LETTERS = re.compile(r"[a-z][a-z ]*")
+#: A verdict with an explanation, and the verdict that the explanation must not mention.
+_EXPLAINED = re.compile(r"(yes|no|true|false)(?:\s*[,.;:–—]|\s-\s|(?<=no)(?=\s+such\b))(.*)", re.DOTALL)
+_OPPOSITE = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+#: A text at the end, which the library takes for a unit; and what precedes it.
+_FINAL_TEXT = re.compile(r"(.*)\\(?:text|mathrm|mbox)\s*\{([^{}]*[A-Za-z][^{}]*)\}[.\s]*", re.DOTALL)
 _ANGLE = re.compile(r"\\angle\s*\{?([A-Z]{3})\}?")
 _ITEMS = re.compile(r"\s*(?:,|;|\band\b|\\text\s*\{\s*,?\s*and\s*\})\s*")
 #: A list without brackets; and a named value of a list.
@@ -33,8 +38,10 @@ _AND, _OR = (
     for words in (r"and|\\land|\\wedge", r"or|\\lor|\\vee")
 )
 _SCIENTIFIC = re.compile(r"([^\\]+)\\(?:times|cdot)10\^\{?([+-]?\d{1,3})\}?")
-#: An interval or a pair; the content of a set; and a mark of a set that is no list of numbers.
+#: An interval or a pair; a pair that the library takes for an interval of one point; the content of a set;
+#: and a mark of a set that is no list of numbers.
 _PAIR = re.compile(r"\([^()]*,[^()]*\)")
+_POINT = re.compile(r"\[\s*([^,\[\]]+?)\s*,\s*\1\s*\]")
 _SET = re.compile(r"\\(?:\{|lbrace\b)(.*?)\\(?:\}|rbrace\b)", re.DOTALL)
 _NO_LIST = re.compile(r"[(\[<>|:=]|\\(?:in|mid|[lg]eq?|ldots|dots)(?![A-Za-z])")
 _PERCENT = re.compile(r"([+-]?(?:[\d,]*+\.\d++|[\d,]*\d))\s*(?:\\?%|(?:percent(?:age)?|pct)\b)")
@@ -56,7 +63,9 @@ def quick(answer: str, right: str) -> bool | None:
         return False
     if _squeezed(answer) == _squeezed(right):
         return bool(_GROUPED.fullmatch(answer)) == bool(_GROUPED.fullmatch(right))  # `1, 234` is not 1234
-    words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold() for text in spellings]
+    words = [" ".join(_TEXT.sub(r" \1 ", text).split()).casefold().rstrip(" .") for text in spellings]
+    if words[1] in _OPPOSITE and (verdict := _EXPLAINED.fullmatch(words[0])):
+        return verdict[1] == words[1] and _OPPOSITE[words[1]] not in re.findall(r"\w+", verdict[2])
     if words[0] == words[1] and _WORDS.fullmatch(words[0]):
         return True
     if words[0] == words[1] and _is_in_one_case(answer) and _is_in_one_case(right):
@@ -89,8 +98,8 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
     """Return true if two answers differ in a part that the library ignores.
 
     Such parts are the brackets of an interval or a pair, repeated items of a list, the vertex of an angle,
-    the unit, the base, primes, the case of a Greek letter, and whether inequalities are joined by `and` or
-    `or`.
+    the unit, the base, primes, the case of a Greek letter, a text after variables, and whether inequalities
+    are joined by `and` or `or`.
 
     Args:
         answer, right: in canonical form.
@@ -109,10 +118,15 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
             return True
     if answer.count("'") != right.count("'"):
         return True
+    ends = [_end(text) for text in (answer, right)]
+    if None not in ends and ends[0] != ends[1]:
+        return True
     sets = _SET.findall(answer)
     if (sets and _PAIR.search(right) and not _SET.search(right)) and all(
         "," in content and not _NO_LIST.search(content) for content in sets
     ):
+        return True
+    if ("," in answer) != ("," in right) and (_POINT.fullmatch(answer) or _POINT.fullmatch(right)):
         return True
     angle, right_angle = _ANGLE.fullmatch(answer), _ANGLE.fullmatch(right)
     if angle and right_angle and right_angle[1] not in (angle[1], angle[1][::-1]):
@@ -131,6 +145,15 @@ def _different(answer: str, right: str, units: Sequence[str | None]) -> bool:
         related
         and ((_AND.search(answer) and _OR.search(right)) or (_OR.search(answer) and _AND.search(right)))
     )
+
+
+def _end(text: str) -> str | None:
+    r"""Return the unit or the words at the end of a text with variables, such as `n \text{ is odd}`."""
+    match = _FINAL_TEXT.fullmatch(text)
+    if not match or not re.search("[A-Za-z]", _COMMAND.sub("", match[1])):
+        return None
+    unit = split_unit(f"1 {match[2].strip()}")[1]
+    return unit or " ".join(re.findall(r"\w+", match[2].casefold()))
 
 
 def unfinished(answer: str, right: Sequence[str]) -> bool:

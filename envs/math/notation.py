@@ -96,6 +96,12 @@ _RECIPROCAL = re.compile(
     r"|(?:\\left\s*)?\((?:[^()]|\([^()]*\))*\)|\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
     rf"|\d*\s*(?:[A-Za-z]|{_SYMBOL})|\d+)"
 )
+#: The definition of a function, and the statement that it holds for all arguments.
+_FOR_ALL = (
+    r"\A(\s*[A-Za-z]\((\w)\)\s*=[^=]+?)(?:[\s,;~]|\\[,;:! ]|\\q?quad(?![a-z]))*"
+    r"(?:\\forall\s*|(?:\\text\s*\{\s*,?\s*)?\bfor (?:all|every|each)\b[\w\s-]*?(?:\}\s*|\s))\2"
+    r"\s*(?:\\in\s*\\mathbb\s*\{?\s*[A-Z]\s*\}?(?:[_^]\S+)?\s*)?\Z"
+)
 #: Notations that the grammar does not know, or takes for others. `C(5,2)` may be a point, `5C2` a number.
 _REWRITTEN = (
     (r"(?<![\\\w.])(?:math\.)?(?:comb|binom(?:ial)?|nCr)\(\s*([^(),]+),\s*([^(),]+)\)", r"\\binom{\1}{\2}"),
@@ -112,6 +118,10 @@ _REWRITTEN = (
     (r"\\sqrt\s*\[\s*([3579])\s*\]\s*\{\s*-([^{}+-]*)\}", r"(-\\sqrt[\1]{\2})"),
     (r"\\mathrm\s*(?:\{\s*([ei])\s*\}|([ei])(?![A-Za-z]))", r"\1\2"),
     (r"\A\s*(?:≈|\\approx(?![A-Za-z]))\s*", ""),
+    (_FOR_ALL, r"\1"),
+    # Without the space, the grammar would join two numbers; and without the comma, it cannot read two points.
+    (r"(\\(?:text|mbox|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\})(?=\S)", r"\1 "),
+    (r"(\([^(),]*+,[^()]*+\))\s*(?=(?:\\left\s*)?\([^(),]*+,[^()]*+\))", r"\1, "),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\mathcal\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))", r"\1\2"),
 )
@@ -226,8 +236,8 @@ def spelled(answer: str) -> str:
     for pattern, replacement in _REWRITTEN:
         text = re.sub(pattern, replacement, text)
     text = _TIMES_TEN.sub(r" \\cdot ", _matrix(_congruence(text)))
-    if _RATIO.fullmatch(text):
-        first, *others = text.split(":")
+    if _RATIO.fullmatch(spaced := _WIDE_SPACE.sub(" ", text)):
+        first, *others = spaced.split(":")
         text = f"(1,{','.join(rf'\frac{{{part.strip()}}}{{{first.strip()}}}' for part in others)})"
     text = _ELLIPTIC.sub(_repeating, text)
     text = _REPEATING.sub(_repeating, _UNBRACED.sub(_braced, split_unit(text)[0]))

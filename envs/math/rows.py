@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prorl_envs.env.columns import decoded, user_text
-from prorl_envs.env.words import last_boxed
+from prorl_envs.env.words import last_boxed, with_backslashes
 from prorl_envs.errors import InputError
 
 _PROBLEM = ("problem", "question", "prompt")
@@ -68,7 +68,7 @@ def _bare(value: Any, field: str) -> str:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise InputError(f"{field}: neither a text nor a number")
-    text = str(value)
+    text = with_backslashes(str(value))
     if _GSM8K in text:
         text = text.rpartition(_GSM8K)[2]
     elif boxed := last_boxed(text):

@@ -33,6 +33,7 @@ _PLAIN = re.compile(r"\*\*|[A-Za-z]{2,}|\d[eE][+-]?\d|[-+*]\s*I\b|\^\s*[-+]")
 _UNIT_LETTERS = 3
 _SHORT_UNITS = frozenset(("mm", "cm", "dm", "km", "kg", "ft", "lb"))
 _NAME = re.compile(r"\b[A-Za-z]\b")
+_MIXED = re.compile(r"\d+\\[dtc]?frac\{\d+\}\{\d+\}")
 #: Functions whose inverse has two names.
 _ARCS = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 _NO_UNITS = (
@@ -54,6 +55,8 @@ _OR, _AND = (
 _POINTS, _TRIED_POINTS = 12, 100
 _DIGITS = 60
 _PLUS_MINUS, _MINUS_PLUS = (re.compile(rf"\\{name}(?![A-Za-z])") for name in ("pm", "mp"))
+#: A sign in a tuple or fraction: the grammar would take `(0, \pm 2)` for a tuple of three.
+_ENCLOSED_SIGNS = re.compile(r"\A[^=]*[({,][^(){},=]*\\pm(?![A-Za-z])")
 
 
 def read(text: str, *, plain: bool) -> Any:
@@ -77,6 +80,8 @@ def read(text: str, *, plain: bool) -> Any:
         return convert_to_pct(sympy.Number(percent[1].replace(",", "")))
     if _SKIPPED.search(text):
         return text
+    if _ENCLOSED_SIGNS.search(text) and (values := _of_both_signs(text)) is not None:
+        return values
     if _INEQUALITY.search(text) and (_OR.search(text) or _AND.search(text)):
         parts = [[read(part, plain=False) for part in _AND.split(either)] for either in _OR.split(text)]
         if all(isinstance(part, sympy.logic.boolalg.Boolean) for either in parts for part in either):
@@ -99,7 +104,7 @@ def _log(base: int, value: Any) -> Any:
 
 
 def _of_both_signs(text: str) -> Any:
-    r"""Return the two values of a text with `\pm`, which the grammar reads in sums only; None for others."""
+    r"""Return the values of a text with `\pm`, which the grammar reads in sums only; None for others."""
     from sympy import And, FiniteSet, Ne
 
     if not _PLUS_MINUS.search(text):
@@ -108,6 +113,8 @@ def _of_both_signs(text: str) -> Any:
     values = [read(each, plain=False) for each in texts]
     if any(isinstance(value, str) for value in values):
         return None
+    if all(isinstance(value, FiniteSet) for value in values):  # lists
+        return values[0] | values[1]
     return And(*values) if all(isinstance(value, Ne) for value in values) else FiniteSet(*values)
 
 
@@ -119,13 +126,14 @@ def refine() -> None:
     - Units of one or two letters: `2t` and `2ab` end with variables.
     - `\gcd` and `\lcm` of variables, which are 1 and the product.
     - The case of letters, which it ignores: it takes `R^2 - r^2` for 0.
+    - Products of numbers, such as `2(3)` and `2\binom{5}{2}`, which it takes for mixed numbers and adds.
     - The unit at the end of a text: in `2 \text{ hours } 30 \text{ minutes}`, the library drops everything
       from the first unit to the last.
     """
     from latex2sympy2_extended import latex2sympy2, math_normalization
     from math_verify import grader
     from math_verify import parser as latex_parser
-    from sympy import Function, Mul
+    from sympy import Expr, Function, MatrixBase, Mul
 
     units = [
         unit
@@ -151,7 +159,7 @@ def refine() -> None:
         latex2sympy2.latex2sympy, conversion_config=latex2sympy2.ConversionConfig(lowercase_symbols=False)
     )
     parser = latex2sympy2._Latex2Sympy
-    of_numbers = parser.handle_gcd_lcm
+    of_numbers, of_factors = parser.handle_gcd_lcm, parser.convert_postfix_list
 
     @functools.wraps(of_numbers)
     def symbolic_gcd_lcm(self: Any, name: str, values: Sequence[Any]) -> Any:
@@ -161,7 +169,19 @@ def refine() -> None:
             return Mul(*values) / symbolic_gcd_lcm(self, "gcd", values)
         return Function(name)(*sorted(values, key=str))
 
+    @functools.wraps(of_factors)
+    def product(self: Any, factors: Sequence[Any], at: int = 0) -> Any:
+        first = None
+        if at + 1 < len(factors) and not _MIXED.fullmatch("".join(each.getText() for each in factors[at:])):
+            first = self.convert_postfix(factors[at])
+        if not isinstance(first, Expr | MatrixBase):
+            return of_factors(self, factors, at)
+        others = product(self, factors, at + 1)
+        matrices = any(getattr(value, "is_Matrix", False) for value in (first, others))
+        return (self.mat_mul_flat if matrices else self.mul_flat)(first, others)
+
     parser.handle_gcd_lcm = symbolic_gcd_lcm
+    parser.convert_postfix_list = product
     grader.sympy_numeric_eq = strict_numeric_eq
     grader.sympy_solve_and_compare = strict_solve_and_compare
 
@@ -185,6 +205,8 @@ def _relatively_close(gold: Any, answer: Any) -> bool:
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     point = {symbol: Rational(31 + 7 * index, 23 + 5 * index) for index, symbol in enumerate(symbols)}
     left, right = left.xreplace(point), right.xreplace(point)
+    if left.is_Rational and right.is_Rational and not decimal:
+        return bool(left == right)
     sizes = [abs(value.evalf()) for value in (left, right, left - right)]
     if not all(size.is_comparable for size in sizes):
         return True  # infinite, or with an undefined function
@@ -201,7 +223,9 @@ def is_equal(right: Any, answer: Any) -> bool:
     if isinstance(answer, Eq) and not isinstance(right, Eq) and not answer.lhs.free_symbols:
         # The library uses the right side of an equation as its value; but `43 = 42` has no value.
         return bool(verify(answer.lhs, answer.rhs, timeout_seconds=None)) and is_equal(right, answer.rhs)
-    if isinstance(right, Eq) and isinstance(right.lhs, AppliedUndef) and not isinstance(answer, Eq):
+    if isinstance(right, Eq) and isinstance(answer, Eq):
+        answer = _with_argument_of(right, answer)
+    elif isinstance(right, Eq) and (isinstance(right.lhs, AppliedUndef) or is_equal(right.lhs, right.rhs)):
         right = right.rhs
     wanted, found = _solutions(right), _solutions(answer)
     if wanted and found and (None in (wanted[0], found[0]) or wanted[0] == found[0]):
@@ -226,6 +250,20 @@ def _with_variable_of(right: Any, answer: Any) -> Any:
     if [symbol.name.lower() for symbol in ours] != [symbol.name.lower() for symbol in theirs]:
         return answer
     return answer.xreplace({theirs[0]: ours[0]}) if len(ours) == 1 else answer
+
+
+def _with_argument_of(right: Any, answer: Any) -> Any:
+    """Return an equation such as `f(t) = 2t` with the arguments of the right answer's function."""
+    from sympy.core.function import AppliedUndef
+
+    ours, theirs = right.lhs, answer.lhs
+    if not all(isinstance(side, AppliedUndef) for side in (ours, theirs)) or ours.func != theirs.func:
+        return answer
+    if len(ours.args) != len(theirs.args) or not answer.free_symbols.isdisjoint(
+        set(ours.args) - set(theirs.args)
+    ):
+        return answer
+    return answer.xreplace(dict(zip(theirs.args, ours.args, strict=True)))
 
 
 def _with_imaginary_unit(*values: Any) -> Sequence[Any]:

@@ -17,19 +17,22 @@ _CHOICE = (
 _LETTER = re.compile(
     rf"{_CHOICE}(?:([A-Za-z])|\(([A-Za-z])\)|\[([A-Za-z])\]|\{{([A-Za-z])\}}|<([A-Za-z])>)[.:),]?"
 )
-_LETTER_FIRST = re.compile(rf"{_CHOICE}\(?([A-Z])(?:[).:,]\s+|\)?\s+[-–—]\s+)(.+)", re.DOTALL)
+_LETTER_FIRST = re.compile(rf"{_CHOICE}\(?([A-Z])(?:\)|\)?[.:,]|\)?\s+[-–—])\s+(.+)", re.DOTALL)
+#: White space around the signs of a unit, such as `m / s`.
+_TIGHT = re.compile(r"\s*([/^·])\s*")
 _POWER = re.compile(r"\s*(?:\\times|\\cdot|×|·|x|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})\s*\}?")
 _ONLY_POWER = re.compile(r"^([+-]?)10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})(?!\d)\s*\}?")
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: |\{,\})\d{3})+(?!\d)")
 _TEXT = re.compile(r"\\(?:(?:text|math)(?:rm|bf|it)?|ce|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
-_ABOUT = re.compile(r"^(?:[≈~∼]|\\(?:approx|sim)(?![A-Za-z]))\s*")
+_NAMED = re.compile(r"\A[A-Za-z]\w{0,19}\s*=\s*")
+_ABOUT = re.compile(r"\A(?:[≈~∼]|\\(?:approx|sim)(?![A-Za-z])|(?:about|approximately)\b)\s*")
 _DEGREES = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?\s*")
 _SUPERSCRIPT = re.compile(f"[{RAISED}]+")
 _SUBSCRIPT = re.compile(r"_(?:\{(\w+)\}|(\w))")
 _SIGNS = str.maketrans({"−": "-", "‐": "-", "‑": "-", "’": "'", "⁄": "/"})
 _COMMANDS = {
-    r"\%": "%", r"\mu": "μ", r"\Omega": "Ω", r"\alpha": "α", r"\beta": "β", r"\gamma": "γ",
+    r"\%": "%", r"\cdot": "·", r"\mu": "μ", r"\Omega": "Ω", r"\alpha": "α", r"\beta": "β", r"\gamma": "γ",
     r"\delta": "δ", r"\lambda": "λ", r"\pi": "π", r"\theta": "θ", r"\sigma": "σ",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\(?:%|[A-Za-z]+)")
@@ -94,19 +97,22 @@ def _plain(text: str) -> str:
     text = " ".join(_SPACE.sub(" ", bare(text).replace("$", " ")).split())
     text = _DEGREES.sub("°", text)
     text = _EXPONENT.sub(r"^\1", _SUPERSCRIPT.sub(lambda match: f"^{plain_digits(match[0])}", text))
-    text = _COMMAND.sub(lambda match: _COMMANDS.get(match[0], match[0]), _FRACTION.sub(_slashed, text))
+    text = _COMMAND.sub(lambda match: _COMMANDS.get(match[0], match[0]), text)
+    text = _FRACTION.sub(_slashed, _TEXT.sub(r"\1", text))
     text = _TEXT.sub(r"\1", _SUBSCRIPT.sub(lambda match: match[1] or match[2], text))
     return " ".join(unicodedata.normalize("NFKC", text).translate(_SIGNS).split())
 
 
 def _slashed(match: re.Match[str]) -> str:
-    return f"{match[1] or match[3]}/{match[2] or match[4]}"
+    mixed = match.string[match.start() - 1 : match.start()].isdecimal()  # `3\frac{1}{3}` is not 31/3
+    return f"{' ' * mixed}{match[1] or match[3]}/{match[2] or match[4]}"
 
 
 def _number(answer: str, right: NumberAnswer) -> bool:
-    text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), _ABOUT.sub("", answer))
+    text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), _ABOUT.sub("", _NAMED.sub("", answer)))
     text = _ONLY_POWER.sub(r"\g<1>1e\2", _POWER.sub(r"e\1", text, count=1), count=1)
-    for unit in sorted((_plain(unit) for unit in right.units), key=len, reverse=True):
+    text = _TIGHT.sub(r"\1", text)
+    for unit in sorted((_TIGHT.sub(r"\1", _plain(unit)) for unit in right.units), key=len, reverse=True):
         if text.endswith(unit):
             text = text.removesuffix(unit).rstrip()
             break

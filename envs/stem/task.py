@@ -23,10 +23,10 @@ class NumberAnswer(RowModel):
     """A number, within either tolerance, optionally followed by one of the `units`."""
 
     type: Literal["number"]
-    value: float = Field(allow_inf_nan=False)
+    value: int | Annotated[float, Field(allow_inf_nan=False)]
     rel_tol: float = Field(default=1e-2, ge=0, le=1)
     abs_tol: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    units: tuple[Annotated[str, Field(min_length=1, max_length=40)], ...] = ()
+    units: tuple[Annotated[str, Field(min_length=1, max_length=100)], ...] = ()
 
 
 class TextAnswer(RowModel):

@@ -9,6 +9,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Sequence
+from fractions import Fraction
 
 from prorl_envs.env.expressions import Expression, ExpressionError, Measured, parse_expression
 
@@ -20,6 +21,7 @@ ZERO_TOL = 1e-9
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?"
 _ONE_NUMBER = re.compile(_NUMBER, re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _FRACTION = re.compile(rf"({_NUMBER})\s*/\s*({_NUMBER})", re.ASCII)
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)", re.ASCII)
@@ -44,12 +46,14 @@ def plain_digits(text: str) -> str:
 
 def parse_number(text: str) -> float | None:
     """Parse one finite real number: `42`, `-1.5e3`, `1,234.5`, `3/4`, `2 1/4`; return None for any other
-    text. The mathematical minus sign is one, too."""
+    text. The mathematical minus sign is one, too. An integer stays an integer, with all its digits."""
     text = text.strip().replace("−", "-")
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _GROUPED.fullmatch(text):
-        return float(text.replace(",", ""))
+        text = text.replace(",", "")
+    if _INTEGER.fullmatch(text):
+        return int(text)
     if (mixed := _MIXED.fullmatch(text)) and int(mixed[3]) < int(mixed[4]):
         size = int(mixed[2]) + int(mixed[3]) / int(mixed[4])
         return -size if mixed[1] == "-" else size
@@ -78,7 +82,16 @@ def is_close(value: float, expected: float, *, rel_tol: float, abs_tol: float | 
     """
     if abs_tol is None:
         abs_tol = 0.0 if expected else ZERO_TOL
-    return abs(value - expected) <= max(abs_tol, rel_tol * abs(expected))
+    try:
+        found, wanted, relative, absolute = map(_exact, (value, expected, rel_tol, abs_tol))
+    except ValueError:  # one of them is not finite
+        return abs(value - expected) <= max(abs_tol, rel_tol * abs(expected))
+    return abs(found - wanted) <= max(absolute, relative * abs(wanted))
+
+
+def _exact(number: float) -> Fraction:
+    """Return a number as it is written: as floats, the difference of 0.4 and 0.3 is not 0.1."""
+    return Fraction(number) if isinstance(number, int) else Fraction(repr(float(number)))
 
 
 def same_numbers(

@@ -38,14 +38,24 @@ _LABEL = re.compile(
 _TAGGED = re.compile(r"<answer>(.{1,500}?)</answer>", re.DOTALL | re.IGNORECASE)
 #: The end of a line is no heading, so `It is 42. #### 42` is an answer too.
 _MARKED = re.compile(r"(?:^|\s)####\s*+([-+−]?\$?\d[\d,]*+(?:\.\d++)?)\s*+%?\s*+$")
-_REASON = re.compile(r"(?<=\S),?\s+(?:since|because)\b.*", re.IGNORECASE)
+_REASON = re.compile(r"(?<=\S)(?:,?\s+(?:since|because)|,\s+which)\b.*", re.IGNORECASE)
+#: Characters that a JSON text has for commands such as `\frac`, `\beta` and `\times`, if a model or a data
+#: file does not escape the backslash.
+_CONSUMED = re.compile(
+    r"[\b\f]|\t(?=(?:ext|imes|heta|an|au|riangle)(?![a-z])|frac)|\r(?=ight|ho(?![a-z])|angle)"
+    r"|\n(?=eq(?![a-z])|abla)"
+)
+_ESCAPES = {"\b": r"\b", "\f": r"\f", "\t": r"\t", "\r": r"\r", "\n": r"\n"}
 #: The mark of a list's item. The answer `- 73` on the line after `Answer:` is no negative number.
 _ITEM = re.compile(r"(?:[-*+•]|\d{1,2}[.)])\s+(?=\S)")
 #: The end of an answer in the format of Minerva (https://arxiv.org/abs/2206.14858, listing 1).
 _HOPE = re.compile(r"\.?\s*I hope it is correct\.?\s*$")
 _IS = re.compile(rf"\bis\s*(?:{_SO}\s*)?$", re.IGNORECASE)
 #: The start of a text, or of a sentence in it.
-_SENTENCE = re.compile(r"^|(?<=[.!?:;])\s+")
+_SENTENCE = re.compile(
+    r"^|(?<=[.!?:;])\s+|(?<=[.!?:;][\"'”’)\]*])\s+|\s+(?=The (?:final |correct )?answer is\b)"
+    r"|(?:Based on|According to|Given|From|Using|Considering)\b[^.!?:;]{1,200}?,\s+"
+)
 _HEADING = re.compile(r"\s*(?:#+\s|\*\*|__)")
 _DISPLAY = re.compile(r"\s*(?:\$\$(.{1,500}?)\$\$|\\\[(.{1,500}?)\\\]|```\w*\n)", re.DOTALL)
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
@@ -172,7 +182,7 @@ def stated(words: str) -> str:
     prose that repeats the boxed expression. The answer may be on the line after `**Answer:**`. A sentence
     `The answer is ...` counts if it is short, or if nothing else states an answer.
     """
-    spoken = said(words)
+    spoken = said(words).rstrip()
     box, boxed = max((match.start() for match in _BOX.finditer(spoken)), default=-1), last_boxed(words)
     tagged = [(match.start(), match[1].strip(), True) for match in _TAGGED.finditer(spoken)]
     found = sorted([*_statements(spoken), *tagged])
@@ -182,9 +192,15 @@ def stated(words: str) -> str:
     return boxed or (found[-1][1] if found else "")
 
 
+def with_backslashes(text: str) -> str:
+    r"""Restore the backslashes of commands that JSON took for escapes: `\frac`, written as `"\frac"`."""
+    return _CONSUMED.sub(lambda match: _ESCAPES[match[0]], text)
+
+
 def bare(answer: str) -> str:
     """Strip the decoration of an answer: a box, a label `Answer:`, emphasis, backquotes, the dollar signs of
     its only formula, a full stop."""
+    answer = with_backslashes(answer)
     text = _without_stop((last_boxed(answer) or answer).strip())
     for _ in range(3):
         text = _without_stop(_undecorated(text).strip())

@@ -1,11 +1,14 @@
 """Judging answers."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.env.answers import (
     MAX_NUMBER_CHARS,
+    is_close,
     parse_number,
     parse_numbers,
     same_expression,
@@ -175,5 +178,23 @@ def test_the_tolerance_grows_with_the_value() -> None:
 
 
 def test_the_longest_number_is_parsed() -> None:
-    assert parse_number("9" * MAX_NUMBER_CHARS) == float("9" * MAX_NUMBER_CHARS)
+    assert parse_number("9" * MAX_NUMBER_CHARS) == 10**MAX_NUMBER_CHARS - 1
     assert parse_number("9" * (MAX_NUMBER_CHARS + 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "abs_tol", "close"),
+    [
+        (0.4, 0.3, 0.1, True),
+        (2.4, 2.3, 0.1, True),
+        (2.41, 2.3, 0.1, False),
+        (2**60, 2**60 + 1, 0.5, False),
+        (1.0, 10**400, 0.5, False),
+        (math.inf, 1.0, 0.5, False),
+        (1.0, math.nan, 0.5, False),
+    ],
+)
+def test_decimals_and_integers_are_compared_exactly(
+    value: float, expected: float, abs_tol: float, close: bool
+) -> None:
+    assert is_close(value, expected, rel_tol=0, abs_tol=abs_tol) is close
