@@ -44,11 +44,12 @@ async def test_reports_that_are_stolen(box: Toolbox) -> None:
     """A process that can open the pipe through /proc can also read from it."""
     thief = "trap '' HUP INT TERM; exec timeout 30 cat > stolen 2>&1"
     await box.bash(f"{FIND}; {{ ({thief}) & }} < $found; echo ${{found:+found it}}", timeout_s=2)
+    begun = await box.run(["sh", "-c", "until [ -e stolen ]; do sleep 0.01; done"], timeout_s=T)
+    assert begun.exit_code == 0
     for _ in range(3):
         result = await box.bash("echo on", timeout_s=2)
         assert "on\n" in result.text or result.data["exit_code"] is None
     await usable(box)
-    assert (await box.run(["test", "-e", "stolen"], timeout_s=T)).exit_code == 0
 
 
 async def test_a_nonce_found_in_the_shell_s_memory(box: Toolbox) -> None:
