@@ -8,7 +8,7 @@ WORKERS ?= $(shell expr 2 \* $$(nproc))
 QUICK := not nemo and not ray and not vllm and not llamacpp and not trainers and not harnesses and not thorough
 PYTEST := $(PYTHON) -m pytest --reruns 2 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-full test-thorough test-nemo test-ray test-vllm test-llamacpp test-cgroup2 test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz mutation coverage release lock clean help
+.PHONY: demo test test-full test-thorough test-nemo test-ray test-vllm test-llamacpp test-cgroup2 test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz coverage release lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -20,7 +20,6 @@ help:
 	@echo "make learn      a small model that learns, through the whole system, on the CPU (its own environments, 12 GB; ARGS='--seeds 1')"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
-	@echo "make mutation   mutation tests of the pure core (ARGS='--sample 300 --seed x --only \"prorl_envs/model/*\"')"
 	@echo "make coverage   the tests with coverage of subprocesses, as a table per package (ARGS='tests/tools')"
 	@echo "make release    build, check and publish on the package index (ARGS=--no-upload: all but the last)"
 
@@ -103,14 +102,9 @@ fuzz:
 	@VENV=$(VENV) scripts/uv.sh pip install -e '.[fuzz]'
 	@$(PYTHON) -m fuzz $(ARGS)
 
-mutation:
-	@scripts/setup.sh test $(VENV)
-	@VENV=$(VENV) scripts/uv.sh pip install --group mutation
-	@$(PYTHON) scripts/mutation.py $(ARGS)
-
 coverage:
 	@scripts/setup.sh test $(VENV)
-	@VENV=$(VENV) scripts/uv.sh pip install --group mutation
+	@VENV=$(VENV) scripts/uv.sh pip install --group coverage
 	@$(PYTHON) scripts/measure_coverage.py $(ARGS)
 
 release:

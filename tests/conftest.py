@@ -8,7 +8,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
@@ -19,10 +19,6 @@ from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 # Property tests have no deadline: a busy machine is no failure.
 settings.register_profile("no deadline", deadline=None)
-# For mutation testing one failing example is enough; which one does not matter.
-settings.register_profile(
-    "mutation", deadline=None, phases=(Phase.explicit, Phase.generate), max_examples=40, database=None
-)
 settings.load_profile("no deadline")
 
 UNWATCHED = NodeLimits(

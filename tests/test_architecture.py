@@ -125,7 +125,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 #: Modules of `prorl_envs.testing` that users import, beside those that a command uses.
 FOR_USERS = {"openai_face"}
 #: Folders of `tests/` that test no single package: attacks, other programs, and parts outside the package.
-SUITES = {"attacks", "bench", "docs", "faults", "fuzz", "learn", "llamacpp", "mutation", "support", "vllm"}
+SUITES = {"attacks", "bench", "docs", "faults", "fuzz", "learn", "llamacpp", "support", "vllm"}
 #: Packages without a folder of their own in `tests/`: `app` composes all others, and the tests of `cli` and
 #: `rollout` run it; the families' tests are beside them.
 TESTED_ELSEWHERE = {"app", "envs"}
