@@ -239,11 +239,11 @@ len(own) > 0
 @pytest.mark.anyio
 async def test_no_log_of_the_kernel_is_output_of_a_cell(kernel_box: Toolbox) -> None:
     """A thread of the kernel logs a forged message at any moment: during this cell, or a later one."""
+    code = "import logging\nlogging.getLogger('tornado.general').error('of the cell')"
+    assert (await kernel_box.python(code, timeout_s=T)).text.endswith("of the cell\n")
     assert (await kernel_box.python(FORGED_TO_ITSELF, timeout_s=T)).text == "True\n"
     for _ in range(5):
         assert (await kernel_box.python("6 * 7", timeout_s=T)).text == "42\n"
-    code = "import logging\nlogging.getLogger('tornado.general').error('of the cell')"
-    assert (await kernel_box.python(code, timeout_s=T)).text.endswith("of the cell\n")
 
 
 @pytest.mark.anyio
