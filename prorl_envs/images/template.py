@@ -1,7 +1,5 @@
 """Image templates: definitions with variables, a version and files, from which images are built."""
 
-import contextlib
-import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +12,6 @@ from prorl_envs.images.definition import TEXT_LIMIT, BuildStage, copied_files, p
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,47}")
 #: Characters without a special meaning in Apptainer's lists of files.
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
-_LOST = re.compile(r"^\s*(USER|ADD|SHELL|ONBUILD|HEALTHCHECK)\b", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +45,24 @@ class ImageTemplate:
     def read(
         cls, path: Path, *, name: str = "", version: str = "1", variables: Mapping[str, str] | None = None
     ) -> Self:
-        """Read a template from a definition file or a Dockerfile. Its folder is the base of relative paths.
+        """Read a template from a definition file. Its folder is the base of relative paths.
 
         Args:
             name: name of the template; by default that of the file.
 
         Raises:
-            InputError: the file cannot be read, or contains something unsupported.
+            InputError: the file cannot be read, or is a Dockerfile.
         """
+        if path.name.lower().startswith("dockerfile"):
+            raise InputError(
+                f"{path} is a Dockerfile, not a definition",
+                hint=f"build it into layers: prorl-envs image build {path.parent} --file {path}",
+            )
         try:
             with path.open(encoding="utf-8-sig") as file:
                 text = file.read(TEXT_LIMIT + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the definition {path}: {error}") from error
-        if path.name.lower().startswith("dockerfile"):
-            text = from_dockerfile(path, text)
         name = name or re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).strip("-._") or "image"
         folder = path.absolute().parent
         return cls(name=name, version=version, definition=text, variables=variables or {}, folder=folder)
@@ -111,31 +111,3 @@ def _inside(target: str) -> str:
             f"not a destination for a file in an image: {target[:100]!r}", hint="an absolute, plain path"
         )
     return str(path)
-
-
-def from_dockerfile(path: Path, text: str) -> str:
-    """Convert a Dockerfile to a definition, as far as spython supports it.
-
-    Raises:
-        InputError: the Dockerfile has an instruction that spython would drop.
-    """
-    # Imported here because the import is slow.
-    from spython.logger import bot
-    from spython.logger.message import ERROR
-    from spython.main.parse.parsers import DockerParser
-    from spython.main.parse.writers import SingularityWriter
-
-    if lost := _LOST.search(text):
-        raise InputError(
-            f"{path}: a definition has no equivalent of {lost[1].upper()}",
-            hint="write a definition file for it",
-        )
-    bot.level = ERROR  # it warns about files that it searches in the wrong folder
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            parser = DockerParser(str(path), load=False)
-            parser.lines = text.splitlines(keepends=True)
-            return str(SingularityWriter(parser.parse()).convert())
-    except SystemExit as error:
-        raise InputError(f"{path}: not a Dockerfile: {output.getvalue()[-500:].strip()}") from error

@@ -128,3 +128,11 @@ def test_wrong_input_is_one_line_and_a_hint(fast_cli: FastCli, arguments: list[s
     assert says in done.err
     assert done.err.startswith("error: ")
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu", "dockerfile"])
+def test_a_dockerfile_is_built_as_one_whatever_its_name(fast_cli: FastCli, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("FROM a\nNOPE\n")
+    done = fast_cli("image", "build", str(tmp_path / name))
+    assert done.code == 2
+    assert "unknown instruction" in done.err

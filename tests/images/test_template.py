@@ -129,28 +129,12 @@ def test_a_byte_order_mark_before_a_definition_is_skipped(tmp_path: Path, mark: 
     assert ImageTemplate.read(tmp_path / "x.def").definition == HEAD
 
 
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_a_dockerfile_becomes_a_definition(tmp_path: Path, mark: str) -> None:
-    (tmp_path / "requirements.txt").touch()
-    path = tmp_path / "Dockerfile"
-    path.write_text(
-        f"{mark}FROM python:3.12-slim\nENV A=b\nWORKDIR /work\nCOPY requirements.txt /work/\n"
-        "RUN pip install x && \\\n    true\n"
-    )
-    made = ImageTemplate.read(path)
-    (stage,) = made.stages()
-    assert (stage.header["bootstrap"], stage.header["from"]) == ("docker", "python:3.12-slim")
-    assert made.copied([stage]) == {"/work/requirements.txt": tmp_path / "requirements.txt"}
-    post = next(section for section in stage.sections if section.name == "post")
-    assert "pip install x && \\" in [line.strip() for line in post.lines]
-
-
-@pytest.mark.parametrize("line", ["USER nobody", "ADD https://host/file /x", "  shell ['x']"])
-def test_a_dockerfile_that_cannot_be_converted_faithfully_is_refused(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "Dockerfile"
-    path.write_text(f"FROM x\n{line}\n")
-    with pytest.raises(InputError, match="has no equivalent of"):
+def test_a_dockerfile_is_no_definition(tmp_path: Path) -> None:
+    path = tmp_path / "Dockerfile.gpu"
+    path.write_text("FROM x\n")
+    with pytest.raises(InputError, match="is a Dockerfile, not a definition") as raised:
         ImageTemplate.read(path)
+    assert f"image build {tmp_path} --file {path}" in str(raised.value.hint)
 
 
 def test_a_missing_or_binary_definition_is_refused(tmp_path: Path) -> None:

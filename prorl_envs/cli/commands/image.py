@@ -89,7 +89,7 @@ def build(
     source: Annotated[
         str,
         typer.Argument(
-            help="A directory with a Dockerfile; or a definition (.def), a tar, or an OCI or Docker archive."
+            help="A Dockerfile, or its directory; or a definition (.def), a tar, or an OCI or Docker archive."
         ),
     ] = ".",
     file: Annotated[
@@ -124,6 +124,8 @@ def build(
     Apptainer.
     """
     path = expand_user(source)
+    if file is None and path.name.lower().startswith("dockerfile") and path.is_file():
+        path, file = path.parent, path
     if file is not None or (path / "Dockerfile").is_file():
         from prorl_envs.app.run_loop import run
         from prorl_envs.cli.commands.dockerfile_build import build_dockerfile
@@ -155,7 +157,7 @@ def _build_sif(
 
     path = expand_user(source)
     image_source: str | ImageTemplate = source
-    if path.suffix == ".def" or path.name.lower().startswith("dockerfile"):
+    if path.suffix == ".def":
         image_source = ImageTemplate.read(path, name=name, version=version, variables=variables)
     elif variables or name:
         raise InputError("--name and --set are for definitions", hint="the name of a definition ends in .def")
