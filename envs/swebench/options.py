@@ -19,7 +19,7 @@ class ImageOptions(BaseModel):
         lookup: JSON file that maps the id of an instance to a path or an address.
         registry: registry that replaces Docker's for the images that rows name, such as
             `mirror.example.org:5000`.
-        definition: definition file or Dockerfile to build images from, with `{{ instance_id }}`,
+        definition: definition file to build images from, with `{{ instance_id }}`,
             `{{ repo }}`, `{{ base_commit }}` and `{{ image }}`.
         pull: whether a missing image is pulled from the registry; if false, the episode fails with an error.
     """
