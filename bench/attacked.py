@@ -56,9 +56,9 @@ _TURNS = 20
 class GradedEnvironment(ShellEnvironment):
     """Environment with a shell, graded by the file that the command writes."""
 
-    async def grade(self, task: ShellTask, place: SandboxSession) -> Grade:
+    async def grade(self, task: ShellTask, session: SandboxSession) -> Grade:
         """Return 1 if the answer is right."""
-        done = await place.tools.run(["cat", "answer"], timeout_s=60)
+        done = await session.tools.run(["cat", "answer"], timeout_s=60)
         return Grade(reward=float(done.output == b"42\n"))
 
 

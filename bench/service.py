@@ -70,10 +70,10 @@ class ShellEnvironment(SandboxedEnvironment[ShellTask]):
     finish_spec = FINISH
     system_prompt = "Call bash."
 
-    async def prepare(self, task: ShellTask, place: SandboxSession) -> None:
+    async def prepare(self, task: ShellTask, session: SandboxSession) -> None:
         """Nothing to prepare."""
 
-    async def grade(self, task: ShellTask, place: SandboxSession) -> Grade:
+    async def grade(self, task: ShellTask, session: SandboxSession) -> Grade:
         return Grade(reward=1.0)
 
 

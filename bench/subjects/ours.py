@@ -55,15 +55,15 @@ class Pooled:
     """Session in a sandbox of the warm pool. `close` waits until the pool has a new sandbox, so that its
     start does not overlap the next measurement."""
 
-    def __init__(self, pool: WarmPool, place: SandboxSession) -> None:
+    def __init__(self, pool: WarmPool, session: SandboxSession) -> None:
         self._pool = pool
-        self._place = place
+        self._session = session
 
     async def act(self, text: str) -> str:
-        return (await self._place.tools.bash(text, timeout_s=TIMEOUT_S)).text
+        return (await self._session.tools.bash(text, timeout_s=TIMEOUT_S)).text
 
     async def close(self) -> None:
-        await self._place.aclose()
+        await self._session.aclose()
         await fill(self._pool)
 
 
@@ -71,8 +71,8 @@ async def fill(pool: WarmPool) -> None:
     """Make the pool start sandboxes in advance, by concurrent requests, until one is ready."""
     await pool.settled()
     while not pool.ready:
-        places = await asyncio.gather(*(pool.take(SandboxSpec()) for _ in range(3)))
-        await asyncio.gather(*(place.aclose() for place in places))
+        sessions = await asyncio.gather(*(pool.take(SandboxSpec()) for _ in range(3)))
+        await asyncio.gather(*(session.aclose() for session in sessions))
         await pool.settled()
 
 

@@ -51,20 +51,20 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
     def sandbox_spec(self, task: BashTask) -> SandboxSpec:
         return SandboxSpec(workdir=task.workdir)
 
-    async def prepare(self, task: BashTask, place: SandboxSession) -> None:
+    async def prepare(self, task: BashTask, session: SandboxSession) -> None:
         for path, content, executable in task.contents():
-            target = f"{place.sandbox.spec.workdir}/{path}"
+            target = f"{session.sandbox.spec.workdir}/{path}"
             try:
-                await place.tools.write(target, content, mode=0o755 if executable else 0o644)
+                await session.tools.write(target, content, mode=0o755 if executable else 0o644)
             except OSError as error:
                 raise EnvironmentFault(f"{path} cannot be written: {error.strerror}") from error
         if task.requires:
-            await self._run(place, _REQUIRE, "requires", *task.requires)
+            await self._run(session, _REQUIRE, "requires", *task.requires)
         if task.setup:
-            await self._run(place, task.setup, "setup")
+            await self._run(session, task.setup, "setup")
 
-    def grader_spec(self, task: BashTask, place: SandboxSession) -> SandboxSpec:
-        spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
+    def grader_spec(self, task: BashTask, session: SandboxSession) -> SandboxSpec:
+        spec = grading_spec(session.sandbox.spec, session.sandbox.workspace)
         if not any(isinstance(check, TestsCheck) for check in task.checks):
             return spec
         # All grading sandboxes share one empty directory; each writes its own files to an overlay.
@@ -73,10 +73,10 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
         mounts = tuple(Mount(source=empty, target=path, overlay=True) for path in TEST_DIRECTORIES)
         return replace(spec, mounts=(*spec.mounts, *mounts))
 
-    async def grade(self, task: BashTask, place: SandboxSession) -> Grade:
-        async with sandbox_session(self.node, self.grader_spec(task, place)) as grader:
+    async def grade(self, task: BashTask, session: SandboxSession) -> Grade:
+        async with sandbox_session(self.node, self.grader_spec(task, session)) as grader:
             # A process that still writes into the workspace could make the copy fail: an error, not a 0.
-            await place.tools.end_processes()
+            await session.tools.end_processes()
             refusal = await copy_workspace(grader)
             await self.close_agent_sandbox()
             checks = task.named_checks()
@@ -87,9 +87,9 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
             results = [await run_check(name, check, grader) for name, check in checks]
         return score(results, task.scoring)
 
-    async def _run(self, place: SandboxSession, script: str, *arguments: str) -> None:
+    async def _run(self, session: SandboxSession, script: str, *arguments: str) -> None:
         shell = ["/bin/bash", "--noprofile", "--norc", "-c", script, *arguments]
-        done = await place.tools.run(shell, timeout_s=SETUP_TIMEOUT_S)
+        done = await session.tools.run(shell, timeout_s=SETUP_TIMEOUT_S)
         if done.exit_code != 0:
             reason = f"exit status {done.exit_code}" if not done.timed_out else f"over {SETUP_TIMEOUT_S} s"
             raise EnvironmentFault(

@@ -41,13 +41,13 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
     def sandbox_spec(self, task: CodeTask) -> SandboxSpec:
         return python_spec()
 
-    async def prepare(self, task: CodeTask, place: SandboxSession) -> None:
+    async def prepare(self, task: CodeTask, session: SandboxSession) -> None:
         if task.starter:
-            await place.tools.write(SOLUTION, task.starter.encode("utf-8", "replace"))
+            await session.tools.write(SOLUTION, task.starter.encode("utf-8", "replace"))
 
-    async def grade(self, task: CodeTask, place: SandboxSession) -> Grade:
-        spec = place.sandbox.spec
-        source, problem = await self._solution(place)
+    async def grade(self, task: CodeTask, session: SandboxSession) -> Grade:
+        spec = session.sandbox.spec
+        source, problem = await self._solution(session)
         await self.close_agent_sandbox()
         if problem:
             failed = [CheckResult(name=f"case-{n}", passed=False) for n, _ in enumerate(task.tests.cases, 1)]
@@ -55,11 +55,11 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
             return replace(grade, evidence={**grade.evidence, "solution": problem})
         return score(await run_cases(task, source, self.node, spec), task.scoring)
 
-    async def _solution(self, place: SandboxSession) -> tuple[str, str]:
+    async def _solution(self, session: SandboxSession) -> tuple[str, str]:
         """Return the solution, and the reason why there is none or "". If the file does not exist, the
         solution is the code in the last message."""
         try:
-            content = await place.tools.read(SOLUTION, limit=MAX_SOLUTION_BYTES + 1)
+            content = await session.tools.read(SOLUTION, limit=MAX_SOLUTION_BYTES + 1)
         except OSError as error:
             code = last_code(self.last_words)
             return code, "" if code else f"{SOLUTION}: {error.strerror}"

@@ -265,8 +265,8 @@ async def _run_checker(
         GraderError: the checker does not start, or exits before the last case.
     """
     request = json.dumps({"checker": checker, "cases": triples}).encode()
-    async with sandbox_session(node, spec) as place:
-        done = await place.tools.run(
+    async with sandbox_session(node, spec) as session:
+        done = await session.tools.run(
             [*_PYTHON, _CHECKER], env=_ENV, stdin=request, timeout_s=_OVERHEAD_S + len(triples), apart=True
         )
     lines = done.output.rstrip(b"\n").split(b"\n")

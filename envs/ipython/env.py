@@ -64,20 +64,20 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         return f"not installed: {', '.join(missing)} ({install_extras('data')})" if missing else ""
 
-    async def prepare(self, task: IPythonTask, place: SandboxSession) -> None:
+    async def prepare(self, task: IPythonTask, session: SandboxSession) -> None:
         for name, text in task.files.items():
-            await place.tools.write(f"{place.sandbox.spec.workdir}/{name}", text.encode(errors="replace"))
+            await session.tools.write(f"{session.sandbox.spec.workdir}/{name}", text.encode(errors="replace"))
         if task.setup:
-            done = await place.tools.python(task.setup, timeout_s=SETUP_TIMEOUT_S)
+            done = await session.tools.python(task.setup, timeout_s=SETUP_TIMEOUT_S)
             if not done.ok or done.data.get("error"):
                 raise EnvironmentFault(
                     f"setup failed: {done.text[-1000:]}",
                     hint=install_extras("data"),
                 )
 
-    async def grade(self, task: IPythonTask, place: SandboxSession) -> Grade:
+    async def grade(self, task: IPythonTask, session: SandboxSession) -> Grade:
         results = []
         for name, check in task.named_checks():
-            answer = await fetch_answer(check.source, finish=self.answer, place=place)
+            answer = await fetch_answer(check.source, finish=self.answer, session=session)
             results.append(judge(name, check, answer))
         return score(results, task.scoring)

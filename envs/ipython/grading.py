@@ -49,13 +49,13 @@ __show({name})
 """
 
 
-async def fetch_answer(source: str, *, finish: str | None, place: SandboxSession) -> str | None:
+async def fetch_answer(source: str, *, finish: str | None, session: SandboxSession) -> str | None:
     """Return the answer at `source`, or None if it is missing, unreadable or too long.
 
     Args:
         source: `finish`, `variable:NAME` or `file:PATH`.
         finish: argument of the finish call; None without a call.
-        place: the agent's sandbox.
+        session: the agent's sandbox.
 
     Raises:
         SandboxError, ToolError: our infrastructure failed.
@@ -64,12 +64,12 @@ async def fetch_answer(source: str, *, finish: str | None, place: SandboxSession
     if kind == "finish":
         return finish
     if kind == "variable":
-        result = await place.tools.python(_PRINT.format(name=name), timeout_s=VARIABLE_TIMEOUT_S)
+        result = await session.tools.python(_PRINT.format(name=name), timeout_s=VARIABLE_TIMEOUT_S)
         usable = result.ok and not result.truncated_bytes and not result.data.get("error")
         return result.text if usable else None
     try:
-        content = await place.tools.read(
-            f"{place.sandbox.spec.workdir}/{name}", limit=4 * MAX_ANSWER_CHARS + 1
+        content = await session.tools.read(
+            f"{session.sandbox.spec.workdir}/{name}", limit=4 * MAX_ANSWER_CHARS + 1
         )
     except OSError:
         return None  # missing, or not a file: caused by the agent

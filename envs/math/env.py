@@ -78,11 +78,11 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
             raise EnvironmentFault(reason, hint=install_extras(*_EXTRAS))
         return python_spec()
 
-    async def prepare(self, task: MathTask, place: SandboxSession) -> None:
+    async def prepare(self, task: MathTask, session: SandboxSession) -> None:
         return
 
-    async def grade(self, task: MathTask, place: SandboxSession) -> Grade:
-        spec = place.sandbox.spec
+    async def grade(self, task: MathTask, session: SandboxSession) -> Grade:
+        spec = session.sandbox.spec
         await self.close_agent_sandbox()
         submitted = self.answer if self.answer is not None else stated(self.last_words)
         passed, method = await self._judge(task, bare(submitted[: 2 * MAX_CHARS]), spec)

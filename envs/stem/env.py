@@ -99,7 +99,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
     def sandbox_spec(self, task: StemTask) -> SandboxSpec:
         return python_spec()
 
-    async def prepare(self, task: StemTask, place: SandboxSession) -> None:
+    async def prepare(self, task: StemTask, session: SandboxSession) -> None:
         try:
             await self.node.search_backend(sample_corpus()).open()
         except InputError as error:
@@ -122,7 +122,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
             return ToolResult(text=f"The search took longer than {timeout_s:g} s.", ok=False)
         return ToolResult(text=_shown(hits), data={"sources": [hit.source for hit in hits]})
 
-    async def grade(self, task: StemTask, place: SandboxSession) -> Grade:
+    async def grade(self, task: StemTask, session: SandboxSession) -> Grade:
         await self.close_agent_sandbox()
         submitted = self.answer if self.answer is not None else stated(self.last_words)
         passed = is_right(task, bare(submitted[: 2 * MAX_CHARS]))

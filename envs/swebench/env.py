@@ -18,7 +18,7 @@ from prorl_envs.envs.swebench.verdict import (
     ScriptRun,
     Status,
     Verdict,
-    common_gate,
+    common_condition,
     judge,
     judge_map,
 )
@@ -90,30 +90,30 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         pristine = Mount(source=root.tree, target=_PRISTINE)
         return root.agent_spec(pristine, default_route=_default_route(task))
 
-    async def prepare(self, task: SwebenchTask, place: SandboxSession) -> None:
+    async def prepare(self, task: SwebenchTask, session: SandboxSession) -> None:
         # A copy in the workspace, not an overlay: another sandbox can read the workspace, and so take the
         # submission, even if all processes of this sandbox have died.
         copy = ["cp", "--archive", "--reflink=auto", f"{_PRISTINE}/.", task.testbed]
-        done = await place.tools.run(copy, cwd="/", timeout_s=PREPARE_TIMEOUT_S)
+        done = await session.tools.run(copy, cwd="/", timeout_s=PREPARE_TIMEOUT_S)
         if done.exit_code != 0:
             output = done.output.decode(errors="replace")[-500:]
             raise EnvironmentFault(f"the tree cannot be copied: {output}")
 
-    def grader_spec(self, task: SwebenchTask, place: SandboxSession) -> SandboxSpec:
-        submitted = Mount(source=place.sandbox.workspace, target=SUBMISSION)
+    def grader_spec(self, task: SwebenchTask, session: SandboxSession) -> SandboxSpec:
+        submitted = Mount(source=session.sandbox.workspace, target=SUBMISSION)
         return self._built().comparing_spec(submitted)
 
-    async def grade(self, task: SwebenchTask, place: SandboxSession) -> Grade:
+    async def grade(self, task: SwebenchTask, session: SandboxSession) -> Grade:
         # A process that still writes into the tree could make it grow during the comparison.
-        await place.tools.end_processes()
-        async with sandbox_session(self.node, self.grader_spec(task, place)) as comparer:
+        await session.tools.end_processes()
+        async with sandbox_session(self.node, self.grader_spec(task, session)) as comparer:
             submission = await take(task, comparer)
         await self.close_agent_sandbox()
         if submission.refusal:
             return self._graded(task, submission, ScriptRun({}, None, ""))
         run = await self.run_patch(task, submission)
-        gate = await self._find_cause(task, submission, run) if self._judged(run).problem else ""
-        return self._graded(task, submission, run, gate)
+        condition = await self._find_cause(task, submission, run) if self._judged(run).problem else ""
+        return self._graded(task, submission, run, condition)
 
     async def run_patch(self, task: SwebenchTask, submission: Submission | None) -> ScriptRun:
         """Run the instance's tests on a patch, in a fresh sandbox.
@@ -141,8 +141,8 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         The control run tests the reference patch, or the untouched tree.
 
         Returns:
-            The gate that also fails the test command with the reference patch; "" if the submission is the
-            cause.
+            The condition that also fails the test command with the reference patch; "" if the submission is
+            the cause.
 
         Raises:
             GraderError: the control run has no verdict either, so the submission is not the cause.
@@ -155,7 +155,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             control, tree = None, "the tree with the reference patch"
         controlled = run if control == submission else await self.run_patch(task, control)
         if control is None and controlled.strict.failed_without_test:
-            return common_gate(run.strict, controlled.strict)
+            return common_condition(run.strict, controlled.strict)
         if problem := self._judged(controlled).problem:
             raise GraderError(
                 f"{task.id}: {problem}, on {tree}: {controlled.tail[-1000:]}",
@@ -172,9 +172,11 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         """Return a run with the statuses that the option `verdict` selects."""
         return run if self.options.verdict == "official" else run.strict
 
-    def _graded(self, task: SwebenchTask, submission: Submission, run: ScriptRun, gate: str = "") -> Grade:
+    def _graded(
+        self, task: SwebenchTask, submission: Submission, run: ScriptRun, condition: str = ""
+    ) -> Grade:
         judged = self._judged(run)
-        problem = submission.refusal or ("" if gate else judged.problem)
+        problem = submission.refusal or ("" if condition else judged.problem)
         verdict = _verdict(task, {} if problem else judged.statuses, self.options.verdict)
         official = _verdict(task, {} if submission.refusal or run.problem else run.statuses, "official")
         reward = float(verdict.resolved)
@@ -194,8 +196,8 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             "exit_code": run.exit_code,
             "log_tail": run.tail,
         }
-        if gate:
-            evidence["gate"] = gate
+        if condition:
+            evidence["condition"] = condition
         return Grade(reward=reward, components=verdict.shares, evidence=evidence)
 
 

@@ -1,6 +1,6 @@
-"""Failures in a test log that the data sets' parsers overlook: failed tests, and failed gates. Pure.
+"""Failures in a test log that the data sets' parsers overlook: failed tests, and failed conditions. Pure.
 
-A gate is a condition besides the tests, such as a minimum coverage, that fails the test command.
+A condition is a requirement besides the tests, such as a minimum coverage, that fails the test command.
 
 The parsers keep one status per test: the last one that they recognise. They skip failed sub-tests of pytest
 (`SUBFAILED[message] (i=1) file::test - why`, or `[message] (i=1) SUBFAIL file::test - why` from the plugin
@@ -24,8 +24,8 @@ _UNITTEST_ENDINGS = (" ... FAIL", " ... ERROR")
 _SYMPY_ENDINGS = (" F", " E")
 _SESSION = "= test session starts ="
 #: Lines of pytest-cov and coverage.
-_GATE = re.compile(r"Required test coverage of \S{1,20} not reached|Coverage failure: total of ")
-_MAX_GATE = 300
+_CONDITION = re.compile(r"Required test coverage of \S{1,20} not reached|Coverage failure: total of ")
+_MAX_CONDITION = 300
 #: Places of a line at which a test's name may start or end; more are not tried.
 _MAX_CUTS = 16
 
@@ -62,13 +62,13 @@ def failed_tests(log: str, tests: Collection[str]) -> frozenset[str]:
     return frozenset((found - passed) | failed | with_subtest)
 
 
-def failed_gate(log: str) -> str:
+def failed_condition(log: str) -> str:
     """Return the log's last line about a coverage below the required minimum, or ""."""
-    gate = ""
+    condition = ""
     for line in lines_of(log):
-        if _GATE.search(line):
-            gate = _COLOUR.sub("", line).strip()[:_MAX_GATE]
-    return gate
+        if _CONDITION.search(line):
+            condition = _COLOUR.sub("", line).strip()[:_MAX_CONDITION]
+    return condition
 
 
 def _failures(line: str) -> Iterator[str]:

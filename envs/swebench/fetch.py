@@ -48,14 +48,14 @@ async def fetch(node: Node, folder: Path, spec: EnvironmentSpec, interpreter: In
     """
     environment = _environment(os.environ)
     conda = Mount(source=folder, target=CONDA, writable=True)
-    place_spec = SandboxSpec(
+    sandbox_spec = SandboxSpec(
         env=environment,
         mounts=(conda, *mounts_of(interpreter.prefix), *_certificates(environment)),
         network=Network(open=True, reason="pip fetches the packages of a SWE-bench environment"),
     )
     command = ["/bin/bash", "--noprofile", "--norc", "-c", _script(spec, interpreter)]
-    async with sandbox_session(node, place_spec) as place:
-        done = await place.tools.run(command, cwd=CONDA, timeout_s=TIMEOUT_S)
+    async with sandbox_session(node, sandbox_spec) as session:
+        done = await session.tools.run(command, cwd=CONDA, timeout_s=TIMEOUT_S)
     if done.timed_out:
         raise EnvironmentFault(f"fetching {spec.sdist} took more than {TIMEOUT_S:.0f} s")
     if done.exit_code != 0:

@@ -64,14 +64,14 @@ class Build:
         progress("copying the tree out of the image")
         out = Mount(source=staging, target=_OUT, writable=True)
         spec = SandboxSpec(image=self._image, workdir="/workspace", mounts=(out,), uid=0)
-        async with sandbox_session(self._node, spec) as place:
-            answer = json.loads(await step(place, "copy", self._copy(), cwd="/"))
+        async with sandbox_session(self._node, spec) as session:
+            answer = json.loads(await step(session, "copy", self._copy(), cwd="/"))
         progress("committing")
         tree = Mount(source=staging / "testbed", target=TESTBED, writable=True)
         spec = SandboxSpec(workdir="/workspace", mounts=(tree, out))
-        async with sandbox_session(self._node, spec) as place:
-            await self._commit(place, answer["tag"])
-            commit = (await step(place, "commit", "git rev-parse HEAD")).strip()
+        async with sandbox_session(self._node, spec) as session:
+            await self._commit(session, answer["tag"])
+            commit = (await step(session, "commit", "git rev-parse HEAD")).strip()
         return {
             "base_commit": commit,
             "testbed": self._task.testbed,
@@ -104,27 +104,27 @@ class Build:
         )
         return "\n".join(lines)
 
-    async def _commit(self, place: Any, tag: str) -> None:
+    async def _commit(self, session: Any, tag: str) -> None:
         for path in self._task.hidden_files:
             name = shlex.quote(path)
             move = f"[ ! -e {name} ] && [ ! -L {name} ] || mv -- {name} {_OUT}/hidden/"
-            await step(place, "hide", move)
+            await step(session, "hide", move)
         # Tracked files stay tracked, even if a .gitignore names them.
         tracked = (
             "while IFS= read -r -d '' path; do\n"
             'if [ -f "$path" ] || [ -L "$path" ]; then printf \'%s\\0\' "$path"; fi\n'
             f"done < {_OUT}/tracked | git update-index --add -z --stdin\n"
         )
-        await step(place, "commit", "rm -rf .git")
+        await step(session, "commit", "rm -rf .git")
         if self._task.bug:
             text = self._task.patch if self._task.patch.endswith("\n") else f"{self._task.patch}\n"
             apply_once = (
                 "git apply --reverse --check - < /tmp/bug 2>/dev/null || "
                 "git apply --whitespace=nowarn - < /tmp/bug"
             )
-            await step(place, "bug", f"{GIT}\ncat > /tmp/bug\n{apply_once}", stdin=text.encode())
-        await step(place, "commit", GIT + INIT, stdin=EXCLUDED.encode())
-        await step(place, "commit", GIT + tracked + SEAL + tagged(tag) + f"rm -f {_OUT}/tracked")
+            await step(session, "bug", f"{GIT}\ncat > /tmp/bug\n{apply_once}", stdin=text.encode())
+        await step(session, "commit", GIT + INIT, stdin=EXCLUDED.encode())
+        await step(session, "commit", GIT + tracked + SEAL + tagged(tag) + f"rm -f {_OUT}/tracked")
 
     async def _env(self) -> Mapping[str, str]:
         read = getattr(self._node.driver, "image_env", None)

@@ -75,23 +75,23 @@ class Build:
         spec = self._spec
         writable = Mount(source=conda, target=CONDA, writable=True)
         testbed = Mount(source=tree, target=TESTBED, writable=True)
-        place_spec = release_spec(writable, self._interpreter.prefix, testbed, workdir="/workspace")
+        sandbox_spec = release_spec(writable, self._interpreter.prefix, testbed, workdir="/workspace")
         tag = tagged(spec.release_tag)
-        async with sandbox_session(self._node, place_spec) as place:
+        async with sandbox_session(self._node, sandbox_spec) as session:
             if spec.revert:
-                await self._revert(place)
+                await self._revert(session)
             for command in spec.pre_install:
-                await step(place, "pre_install", command)
-            await step(place, "commit", GIT + INIT + tag, stdin=EXCLUDED.encode())
-            await step(place, "install", spec.install)
-            await step(place, "commit", GIT + SEAL + tag + f"rm -rf {SDIST}")
-            return (await step(place, "commit", "git rev-parse HEAD")).strip()
+                await step(session, "pre_install", command)
+            await step(session, "commit", GIT + INIT + tag, stdin=EXCLUDED.encode())
+            await step(session, "install", spec.install)
+            await step(session, "commit", GIT + SEAL + tag + f"rm -rf {SDIST}")
+            return (await step(session, "commit", "git rev-parse HEAD")).strip()
 
-    async def _revert(self, place: SandboxSession) -> None:
+    async def _revert(self, session: SandboxSession) -> None:
         for patch in (self._task.patch, self._task.test_patch):
             text = patch if patch.endswith("\n") else f"{patch}\n"
             await step(
-                place, "revert", f"{GIT}\ngit apply --reverse --whitespace=nowarn -", stdin=text.encode()
+                session, "revert", f"{GIT}\ngit apply --reverse --whitespace=nowarn -", stdin=text.encode()
             )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import re
 
-from prorl_envs.envs.swebench.failures import failed_gate, failed_tests
+from prorl_envs.envs.swebench.failures import failed_condition, failed_tests
 from prorl_envs.envs.swebench.foreign import parse
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
@@ -75,4 +75,4 @@ def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> Script
     exit_code = int(status[1]) if status and not timed_out else None
     statuses = parse(task.log_parser, tested)
     not_failing = {test for test, status in statuses.items() if status not in FAILING}
-    return ScriptRun(statuses, exit_code, log, failed_tests(tested, not_failing), failed_gate(tested))
+    return ScriptRun(statuses, exit_code, log, failed_tests(tested, not_failing), failed_condition(tested))

@@ -41,7 +41,7 @@ def tagged(tag: str | None) -> str:
 
 
 async def step(
-    place: SandboxSession, name: str, script: str, *, cwd: str = "/testbed", stdin: bytes = b""
+    session: SandboxSession, name: str, script: str, *, cwd: str = "/testbed", stdin: bytes = b""
 ) -> str:
     """Run one step of a build, and return its output.
 
@@ -49,7 +49,7 @@ async def step(
         EnvironmentFault: the step failed; the message names it and includes the end of its output.
     """
     shell = ["/bin/bash", "--noprofile", "--norc", "-euo", "pipefail", "-c", script]
-    done = await place.tools.run(shell, cwd=cwd, stdin=stdin, timeout_s=STEP_TIMEOUT_S)
+    done = await session.tools.run(shell, cwd=cwd, stdin=stdin, timeout_s=STEP_TIMEOUT_S)
     output = done.output.decode(errors="replace")
     if done.exit_code != 0:
         reason = "took too long" if done.timed_out else f"exit status {done.exit_code}"

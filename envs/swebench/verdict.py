@@ -137,7 +137,7 @@ class ScriptRun:
         exit_code: exit status of the test command; None if the script did not finish.
         log: the log, or the reason why there is none.
         failed: tests that the log reports as failed, but that have another status in `statuses`.
-        gate: line of the log about a failed gate (a condition besides the tests that fails the test command);
+        condition: line of the log about a failed condition (a requirement besides the tests);
             "" if there is none.
     """
 
@@ -145,7 +145,7 @@ class ScriptRun:
     exit_code: int | None
     log: str
     failed: frozenset[str] = frozenset()
-    gate: str = ""
+    condition: str = ""
 
     @property
     def strict(self) -> "ScriptRun":
@@ -167,8 +167,8 @@ class ScriptRun:
         if not self.statuses:
             return "the log names no test"
         if self.failed_without_test:
-            gate = f": {self.gate}" if self.gate else ""
-            return f"the test command ended with status {self.exit_code}, but no test of the log failed{gate}"
+            why = f": {self.condition}" if self.condition else ""
+            return f"the test command ended with status {self.exit_code}, but no test of the log failed{why}"
         return ""
 
     @property
@@ -178,14 +178,14 @@ class ScriptRun:
         return bool(self.exit_code) and bool(self.statuses) and not failing
 
 
-def common_gate(run: ScriptRun, reference: ScriptRun) -> str:
-    """Return the gate that fails both a submission's run and the reference's; "" if there is none.
+def common_condition(run: ScriptRun, reference: ScriptRun) -> str:
+    """Return the condition that fails both a submission's run and the reference's; "" if there is none.
 
-    A gate is a condition besides the tests, such as a minimum coverage, that fails the test command.
+    A condition is a requirement besides the tests, such as a minimum coverage, that fails the test command.
     """
     if not (run.failed_without_test and reference.failed_without_test):
         return ""
-    # If the submission's log lacks the reference's gate, the runner had another reason for its exit status.
-    if run.exit_code != reference.exit_code or (reference.gate and not run.gate):
+    # If the submission's log lacks the reference's condition, its exit status had another reason.
+    if run.exit_code != reference.exit_code or (reference.condition and not run.condition):
         return ""
-    return run.gate or f"status {run.exit_code} without a failed test, as with the reference patch"
+    return run.condition or f"status {run.exit_code} without a failed test, as with the reference patch"

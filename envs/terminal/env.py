@@ -130,11 +130,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         image = self._with_changes or self._built()
         return machine_spec(image, task.machine, agent, self.options, self.node.limits)
 
-    async def prepare(self, task: TerminalTask, place: SandboxSession) -> None:
-        await self._run(place, ["/bin/mkdir", "-p", *_LOGS], "preparing /logs", _SETUP_S)
+    async def prepare(self, task: TerminalTask, session: SandboxSession) -> None:
+        await self._run(session, ["/bin/mkdir", "-p", *_LOGS], "preparing /logs", _SETUP_S)
         if task.machine.health is not None:
-            await self._check_health(place, task.machine.health)
-        await self._prepare_step(task, task.steps[0], place)
+            await self._check_health(session, task.machine.health)
+        await self._prepare_step(task, task.steps[0], session)
 
     async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
         if self._deadline is not None and self._phase is EpisodePhase.READY:
@@ -147,12 +147,12 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
             return await self._next_step(self._task)
         return await super().call(call, timeout_s=timeout_s)
 
-    async def grade(self, task: TerminalTask, place: SandboxSession) -> Grade:
+    async def grade(self, task: TerminalTask, session: SandboxSession) -> Grade:
         await self._finish_step(task, task.steps[len(self._verdicts)])
         return self._graded(task)
 
     async def eval(self) -> Grade:
-        if self._place is None and self._verdicts and self._task is not None:  # the task ended after a step
+        if self._session is None and self._verdicts and self._task is not None:  # the task ended after a step
             self._expect("eval", EpisodePhase.FINISHED)
             self._phase = EpisodePhase.GRADED
             return self._graded(self._task)
@@ -184,27 +184,27 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
             self._phase = EpisodePhase.FINISHED
             return ToolResult(text=f"The next step cannot start, so the task is over: {error}")
 
-    async def _prepare_step(self, task: TerminalTask, step: Step, place: SandboxSession) -> None:
-        workdir = place.sandbox.spec.workdir
+    async def _prepare_step(self, task: TerminalTask, step: Step, session: SandboxSession) -> None:
+        workdir = session.sandbox.spec.workdir
         for path, source in step.workdir_files.items():
             data, executable = content_of(task.files[source])
-            await place.tools.write(
+            await session.tools.write(
                 f"{workdir.rstrip('/')}/{path}", data, mode=0o755 if executable else 0o644
             )
         if "setup.sh" in step.workdir_files:
-            await self._run(place, shell_command("setup.sh"), "setup.sh", _SETUP_S)
+            await self._run(session, shell_command("setup.sh"), "setup.sh", _SETUP_S)
         if step.health is not None:
-            await self._check_health(place, step.health)
+            await self._check_health(session, step.health)
 
     async def _finish_step(self, task: TerminalTask, step: Step) -> Verdict:
         """Close the agent's sandbox, take its changed files as a layer, and run the step's tests on them."""
-        place = self._here("finish")
+        session = self._here("finish")
         for hook in task.collects:
             limit_s = hook.timeout_s * self.options.timeout_factor
             with contextlib.suppress(OSError):  # the agent may have removed the shell
-                await place.tools.run(shell_command("-c", hook.command), timeout_s=limit_s)
+                await session.tools.run(shell_command("-c", hook.command), timeout_s=limit_s)
         layer = self._folder() / f"layer{len(self._layers)}"
-        await place.sandbox.take_layer(layer)
+        await session.sandbox.take_layer(layer)
         await self.close_agent_sandbox()
         self._layers.append(layer)
         self._planted += await in_thread(planted, layer, self._built().image.layers)
@@ -220,8 +220,8 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         path = self._folder() / f"step{len(self._layers)}{SUFFIX}"
         self._with_changes = await in_thread(self._built().with_layers, self._layers, path)
         opening = sandbox_session(self.node, self.sandbox_spec(task))
-        self._place = await self._exits.enter_async_context(opening)
-        await self._prepare_step(task, step, self._place)
+        self._session = await self._exits.enter_async_context(opening)
+        await self._prepare_step(task, step, self._session)
         self._start_clock(step)
         return step.instruction
 
@@ -296,7 +296,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         limit_s = step.agent.timeout_s
         self._deadline = None if limit_s is None else time.monotonic() + limit_s * self.options.timeout_factor
 
-    async def _check_health(self, place: SandboxSession, check: HealthCheck) -> None:
+    async def _check_health(self, session: SandboxSession, check: HealthCheck) -> None:
         """Run a health check until it succeeds.
 
         Raises:
@@ -305,7 +305,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         started, failures = time.monotonic(), 0
         while True:
             try:
-                done = await place.tools.run(shell_command("-c", check.command), timeout_s=check.timeout_s)
+                done = await session.tools.run(shell_command("-c", check.command), timeout_s=check.timeout_s)
             except OSError as error:
                 raise EnvironmentFault(f"the health check cannot run: {error.strerror}") from error
             if done.exit_code == 0:
@@ -317,9 +317,9 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
                 raise EnvironmentFault(f"the health check failed {failures} times: {text}")
             await asyncio.sleep(check.start_interval_s if starting else check.interval_s)
 
-    async def _run(self, place: SandboxSession, argv: list[str], action: str, timeout_s: float) -> None:
+    async def _run(self, session: SandboxSession, argv: list[str], action: str, timeout_s: float) -> None:
         try:
-            done = await place.tools.run(argv, timeout_s=timeout_s, background=True)
+            done = await session.tools.run(argv, timeout_s=timeout_s, background=True)
         except OSError as error:
             raise EnvironmentFault(f"{action} failed: {argv[0]}: {error.strerror}") from error
         if done.exit_code != 0:

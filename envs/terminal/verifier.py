@@ -129,14 +129,14 @@ class Verifier:
         machine = self.step.verifier_machine
         if machine is None:
             spec = self._spec(changed, self.task.machine, files)
-            async with sandbox_session(self.node, spec) as place:
-                return await self._run(place)
+            async with sandbox_session(self.node, spec) as session:
+                return await self._run(session)
         image = await task_image(
             self.node, self.task.files, machine, timeout_factor=self.options.timeout_factor
         )
-        async with sandbox_session(self.node, self._spec(image, machine, files)) as place:
-            await self._copy_artifacts(changed, files, place)
-            return await self._run(place)
+        async with sandbox_session(self.node, self._spec(image, machine, files)) as session:
+            await self._copy_artifacts(changed, files, session)
+            return await self._run(session)
 
     def _write_files(self) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
@@ -168,10 +168,10 @@ class Verifier:
             mounts.append(Mount(source=files / "tests", target=TESTS, overlay=True))
         return replace(spec, mounts=(*spec.mounts, *mounts))
 
-    async def _run(self, place: SandboxSession) -> Verdict:
+    async def _run(self, session: SandboxSession) -> Verdict:
         limit_s = (self.step.verifier.timeout_s or _VERIFIER_S) * self.options.timeout_factor
         try:
-            done = await place.tools.run(self._command(), timeout_s=limit_s)
+            done = await session.tools.run(self._command(), timeout_s=limit_s)
         except OSError as error:  # the agent removed the shell, or the working directory
             return Verdict(problem=f"the tests cannot be started: {error.strerror}")
         except (SandboxError, ToolError) as error:
@@ -181,7 +181,7 @@ class Verifier:
         try:
             if done.timed_out:
                 raise NoReward(f"the tests did not finish in {limit_s:g} s")
-            rewards = summary_reward(output) if self.step.result == "pytest" else await _rewards(place)
+            rewards = summary_reward(output) if self.step.result == "pytest" else await _rewards(session)
         except NoReward as error:
             return Verdict(problem=str(error), exit_code=done.exit_code, output=output[-_TAIL:])
         verdict = Verdict(rewards=rewards, exit_code=done.exit_code, output=output[-_TAIL:])
@@ -228,13 +228,13 @@ class NoReward(Exception):
     """Failure of the tests to give a reward."""
 
 
-async def _rewards(place: SandboxSession) -> dict[str, float]:
+async def _rewards(session: SandboxSession) -> dict[str, float]:
     """Read the rewards. If the JSON file has no `reward`, the text file may add it."""
-    found = await _read(place, _REWARDS, _parse_json)
+    found = await _read(session, _REWARDS, _parse_json)
     if found is not None and "reward" in found:
         return found
     try:
-        single = await _read(place, _REWARD, _parse_text)
+        single = await _read(session, _REWARD, _parse_text)
     except NoReward:
         if not found:
             raise
@@ -245,11 +245,11 @@ async def _rewards(place: SandboxSession) -> dict[str, float]:
 
 
 async def _read(
-    place: SandboxSession, path: str, parse: Callable[[str], dict[str, float]]
+    session: SandboxSession, path: str, parse: Callable[[str], dict[str, float]]
 ) -> dict[str, float] | None:
     """Return the rewards in a file; None if the file does not exist."""
     try:
-        data = await place.tools.read(path, limit=_REWARD_BYTES + 1)
+        data = await session.tools.read(path, limit=_REWARD_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:

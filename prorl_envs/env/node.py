@@ -133,13 +133,13 @@ class Node:
         """Open a sandbox with its tools, as `sandbox_session` does. The caller closes it."""
         asked = time.monotonic()
         try:
-            place = await self._pool.take(spec, python=python)
+            session = await self._pool.take(spec, python=python)
         except Exception:
             self._failed += 1
             raise
         self._handed_out += 1
         self._seconds += time.monotonic() - asked
-        return place
+        return session
 
     def search_backend(self, sample: Path) -> IndexSearch | WebSearch:
         """Return the back end of search tools; all episodes share it.

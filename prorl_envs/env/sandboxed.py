@@ -49,11 +49,11 @@ async def sandbox_session(
     Raises:
         SandboxError, ToolError.
     """
-    place = await node.open_session(spec, python=python)
+    session = await node.open_session(spec, python=python)
     try:
-        yield place
+        yield session
     finally:
-        await place.aclose()
+        await session.aclose()
 
 
 class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
@@ -81,7 +81,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         super().__init__(node)
         self._phase = Phase.NEW
         self._task: TaskT | None = None
-        self._place: SandboxSession | None = None
+        self._session: SandboxSession | None = None
         self._exits = AsyncExitStack()
         self._answer: str | None = None
         self._last_words = ""
@@ -93,7 +93,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
 
     @property
     def sandbox_id(self) -> str | None:
-        return None if self._place is None else self._place.sandbox.id
+        return None if self._session is None else self._session.sandbox.id
 
     @property
     def tools(self) -> Sequence[ToolSpec]:
@@ -112,8 +112,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         if obstacle := self.driver_obstacle(self.node.driver.name):
             raise UnsupportedMachine(obstacle, hint="`prorl-envs doctor` shows what this machine lacks")
         opening = sandbox_session(self.node, self.sandbox_spec(task), python=self.python)
-        self._place = await self._exits.enter_async_context(opening)
-        await self.prepare(task, self._place)
+        self._session = await self._exits.enter_async_context(opening)
+        await self.prepare(task, self._session)
         self._task = task
         self._phase = Phase.READY
         return self.prompt(task)
@@ -152,7 +152,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     async def close_agent_sandbox(self) -> None:
         """Close the agent's sandbox. A grader calls this method as soon as it has read everything that it
         grades, so that no process of the agent runs during the checks."""
-        self._place = None
+        self._session = None
         await self._exits.aclose()
 
     def jupyter_connection_file(self) -> Path:
@@ -186,7 +186,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         raise EnvironmentFault(f"{self.name} does not implement its host tool {call.name}")
 
     @abstractmethod
-    async def prepare(self, task: TaskT, place: SandboxSession) -> None:
+    async def prepare(self, task: TaskT, session: SandboxSession) -> None:
         """Bring the workspace into the initial state of the task.
 
         Raises:
@@ -194,8 +194,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         """
 
     @abstractmethod
-    async def grade(self, task: TaskT, place: SandboxSession) -> Grade:
-        """Grade the episode; called once. `place` is the agent's own sandbox and must be treated as hostile.
+    async def grade(self, task: TaskT, session: SandboxSession) -> Grade:
+        """Grade the episode; called once. `session` is the agent's own sandbox: treat it as hostile.
 
         Raises:
             GraderError: there is no verdict.
@@ -219,9 +219,9 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         return ToolResult(text="Finished.", data={"answer": answer})
 
     def _here(self, action: str) -> SandboxSession:
-        if self._place is None:
+        if self._session is None:
             raise EnvironmentFault(f"{action}: the episode has no sandbox")
-        return self._place
+        return self._session
 
     def _expect(self, action: str, *phases: Phase) -> None:
         if self._phase not in phases:

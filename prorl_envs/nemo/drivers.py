@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from prorl_envs.config import Settings
-from prorl_envs.nemo.gate import SandboxShareServer
 from prorl_envs.nemo.plan import ProviderConfig
+from prorl_envs.nemo.sharing import SandboxShareServer
 from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.sandbox.filesystem.directories import node_local_base
@@ -59,7 +59,7 @@ class SharedDriver:
         self.driver: NodeDriver[Any] = make_driver(
             name, choice.base, bwrap=choice.bwrap, apptainer=choice.apptainer, limits=choice.limits
         )
-        self.gate = SandboxShareServer(choice.base)
+        self.sharing = SandboxShareServer(choice.base)
         self._key = (loop, choice)
         self._users = 0
         self._lifetime = self._until_loop_ends()
@@ -98,7 +98,7 @@ class SharedDriver:
             yield
         finally:
             _shared.pop(self._key, None)
-            await self.gate.aclose()
+            await self.sharing.aclose()
             await self.driver.aclose()
 
 

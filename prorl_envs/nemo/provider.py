@@ -22,9 +22,9 @@ from prorl_envs.config import load_settings
 from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.nemo.box import ProviderSandbox, check_user
 from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
-from prorl_envs.nemo.gate import SharedSandbox
 from prorl_envs.nemo.images import image_builder
 from prorl_envs.nemo.plan import Plan, plan, provider_config, unenforced
+from prorl_envs.nemo.sharing import SharedSandbox
 from prorl_envs.nemo.terminal import TerminalSession
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.protocol.terminal import Open
@@ -248,8 +248,8 @@ class ProrlSandboxProvider:
             concurrency=self._config.concurrency,
         )
         self._boxes.add(box)  # from here on, `aclose` closes the sandbox, even if this call fails
-        shared.gate.offer(box)
-        box.on_close = lambda: shared.gate.withdraw(box)
+        shared.sharing.offer(box)
+        box.on_close = lambda: shared.sharing.withdraw(box)
         return box
 
     def _handle(self, box: ProviderSandbox) -> Any:

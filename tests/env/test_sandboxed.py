@@ -29,15 +29,15 @@ class ToyEnvironment(SandboxedEnvironment[ToyTask]):
     system_prompt = "Be quick."
     call_timeout_s = 5.0
 
-    async def prepare(self, task: ToyTask, place: SandboxSession) -> None:
+    async def prepare(self, task: ToyTask, session: SandboxSession) -> None:
         if task.fault == "prepare":
             raise EnvironmentFault("cannot be prepared")
-        await place.tools.write(f"{place.sandbox.spec.workdir}/state", b"new\n")
+        await session.tools.write(f"{session.sandbox.spec.workdir}/state", b"new\n")
 
-    async def grade(self, task: ToyTask, place: SandboxSession) -> Grade:
+    async def grade(self, task: ToyTask, session: SandboxSession) -> Grade:
         if task.fault == "grade":
             raise GraderError("cannot be graded")
-        state = await place.tools.read(f"{place.sandbox.spec.workdir}/state")
+        state = await session.tools.read(f"{session.sandbox.spec.workdir}/state")
         return Grade(reward=float(state == b"done\n"))
 
 
@@ -145,8 +145,8 @@ async def test_failures_are_typed_and_leave_nothing(node: Node, fault: str, erro
 async def test_a_sandbox_that_dies_is_a_sandbox_error(node: Node) -> None:
     async with ToyEnvironment(node) as env:
         await env.init(TASK)
-        assert env._place is not None
-        await env._place.sandbox.close()
+        assert env._session is not None
+        await env._session.sandbox.close()
         with pytest.raises(SandboxError):
             await bash(env, "true")
         with pytest.raises(SandboxError):

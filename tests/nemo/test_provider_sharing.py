@@ -95,16 +95,16 @@ async def test_an_invalid_descriptor_is_refused(descriptor: dict[str, Any], erro
     await provider.aclose()
 
 
-def gates(run_dir: Path) -> list[Path]:
-    return list(run_dir.glob("*/gate"))
+def shares(run_dir: Path) -> list[Path]:
+    return list(run_dir.glob("*/share"))
 
 
 async def test_the_socket_is_not_visible_in_the_sandbox(run_dir: Path) -> None:
     provider = create_provider({"prorl": {}})
     handle = await provider.create(SandboxSpec())
-    assert gates(run_dir)
+    assert shares(run_dir)
     found = await provider.exec(
-        handle, "find / -xdev -name gate -type s 2>/dev/null; cat /proc/net/unix | wc -l"
+        handle, "find / -xdev -name share -type s 2>/dev/null; cat /proc/net/unix | wc -l"
     )
     assert found.stdout.splitlines() == ["1"]  # only the header
     await provider.aclose()

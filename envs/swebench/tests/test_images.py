@@ -198,8 +198,8 @@ def other_python(request: pytest.FixtureRequest, tmp_path: Path) -> SandboxSpec:
 async def test_a_kernel_of_another_python_keeps_the_promises_of_a_session(
     other_python: SandboxSpec, node: Node
 ) -> None:
-    async with sandbox_session(node, other_python, python=PythonEngine.KERNEL) as place:
-        tools = place.tools
+    async with sandbox_session(node, other_python, python=PythonEngine.KERNEL) as session:
+        tools = session.tools
         code = "import asyncio, os\nasync def f(): return 7\nprint(asyncio.run(f()))\nos.system('echo 8')\n9"
         assert (await tools.python(code, timeout_s=60)).text == "7\n8\n9\n"
         refused = await tools.python("input()", timeout_s=60)
@@ -391,7 +391,7 @@ async def test_line_ends_that_git_would_convert_are_graded_as_they_are(
 
 
 COVERAGE = "FAIL Required test coverage of 90% not reached. Total coverage: 80.00%"
-GATED = f"""
+WITH_CONDITION = f"""
 if [ "$(cat value)" = 1 ]; then echo 'FAILED a.py::fixed - x'; else echo 'PASSED a.py::fixed'; fi
 echo 'PASSED a.py::kept'
 echo '{COVERAGE}'
@@ -406,39 +406,39 @@ async def validated(family: type[SwebenchEnvironment], node: Node, task: Swebenc
 
 
 @pytest.mark.anyio
-async def test_a_gate_that_fails_the_reference_too_leaves_the_verdict_to_the_tests(
+async def test_a_condition_that_fails_the_reference_too_leaves_the_verdict_to_the_tests(
     images: Path, family: type[SwebenchEnvironment], node: Node
 ) -> None:
-    task = scripted(GATED)
+    task = scripted(WITH_CONDITION)
     assert await validated(family, node, task) == (1, 0)
     fixed = await graded(family, node, task, "echo 3 > value")
-    assert (fixed.reward, fixed.evidence["problem"], fixed.evidence["gate"]) == (1, "", COVERAGE)
+    assert (fixed.reward, fixed.evidence["problem"], fixed.evidence["condition"]) == (1, "", COVERAGE)
     assert not fixed.evidence["official_resolved"]
     broken = await graded(family, node, task, "echo 1 > value; echo x > other")
-    assert (broken.reward, broken.evidence["problem"], "gate" in broken.evidence) == (0, "", False)
+    assert (broken.reward, broken.evidence["problem"], "condition" in broken.evidence) == (0, "", False)
     official = await graded(with_verdict(images, "official"), node, task, "echo 3 > value")
-    assert (official.reward, "gate" in official.evidence) == (0, False)
+    assert (official.reward, "condition" in official.evidence) == (0, False)
     assert official.evidence["problem"].endswith(f"no test of the log failed: {COVERAGE}")
 
 
 @pytest.mark.anyio
-async def test_a_gate_of_any_kind_is_known_by_its_exit_status(
+async def test_a_condition_of_any_kind_is_known_by_its_exit_status(
     family: type[SwebenchEnvironment], node: Node
 ) -> None:
-    task = scripted(GATED.replace(COVERAGE, "x").replace("exit 1", "exit 9"))
+    task = scripted(WITH_CONDITION.replace(COVERAGE, "x").replace("exit 1", "exit 9"))
     assert await validated(family, node, task) == (1, 0)
     fixed = await graded(family, node, task, "echo 3 > value")
-    assert fixed.evidence["gate"] == "status 9 without a failed test, as with the reference patch"
+    assert fixed.evidence["condition"] == "status 9 without a failed test, as with the reference patch"
 
 
 @pytest.mark.anyio
 async def test_the_reference_of_a_bug_is_its_reverse(family: type[SwebenchEnvironment], node: Node) -> None:
-    task = scripted(GATED)
+    task = scripted(WITH_CONDITION)
     patch = task.patch.replace("-1", "-2").replace("+2", "+1")
     task = task.model_copy(update={"patch": patch, "bug": True})
     # The build applies the bug to the image's tree, whose value is 1.
     fixed = await graded(family, node, task, "echo 2 > value")
-    assert (fixed.reward, fixed.evidence["gate"]) == (1, COVERAGE)
+    assert (fixed.reward, fixed.evidence["condition"]) == (1, COVERAGE)
 
 
 #: Ends of the test command, by the content of `value`; the reference's content is 2.
@@ -454,37 +454,41 @@ case $value in status) exit=9 ;; *) exit=1 ;; esac
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("value", "problem", "gate"),
+    ("value", "problem", "condition"),
     [
         ("missing", "", COVERAGE),
         ("forged", "the test command ended with status 1, but no test of the log failed", None),
         ("status", f"the test command ended with status 9, but no test of the log failed: {COVERAGE}", None),
     ],
 )
-async def test_a_gate_gives_no_reward_for_missing_tests_or_another_end(
-    family: type[SwebenchEnvironment], node: Node, value: str, problem: str, gate: str | None
+async def test_a_condition_gives_no_reward_for_missing_tests_or_another_end(
+    family: type[SwebenchEnvironment], node: Node, value: str, problem: str, condition: str | None
 ) -> None:
     grade = await graded(family, node, scripted(ENDS), f"echo {value} > value")
-    assert (grade.reward, grade.evidence["problem"], grade.evidence.get("gate")) == (0, problem, gate)
+    assert (grade.reward, grade.evidence["problem"], grade.evidence.get("condition")) == (
+        0,
+        problem,
+        condition,
+    )
 
 
 @pytest.mark.anyio
-async def test_a_gate_that_only_the_submission_fails_is_its_fault(
+async def test_a_condition_that_only_the_submission_fails_is_its_fault(
     family: type[SwebenchEnvironment], node: Node
 ) -> None:
-    task = scripted(GATED.replace("(exit 1)", '[ "$(cat value)" = 2 ]'))
+    task = scripted(WITH_CONDITION.replace("(exit 1)", '[ "$(cat value)" = 2 ]'))
     grade = await graded(family, node, task, "echo 3 > value")
-    assert (grade.reward, "gate" in grade.evidence) == (0, False)
+    assert (grade.reward, "condition" in grade.evidence) == (0, False)
     assert grade.evidence["problem"].endswith(COVERAGE)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("changes", [{"eval_type": "fail_only"}, {"patch": ""}])
-async def test_no_gate_is_found_without_a_reference_or_if_logs_name_only_failures(
+async def test_no_condition_is_found_without_a_reference_or_if_logs_name_only_failures(
     family: type[SwebenchEnvironment], node: Node, changes: Mapping[str, Any]
 ) -> None:
-    grade = await graded(family, node, scripted(GATED, **changes), "echo 2 > value")
-    assert (grade.reward, "gate" in grade.evidence) == (0, False)
+    grade = await graded(family, node, scripted(WITH_CONDITION, **changes), "echo 2 > value")
+    assert (grade.reward, "condition" in grade.evidence) == (0, False)
 
 
 @pytest.mark.anyio
@@ -502,6 +506,6 @@ async def test_no_gate_is_found_without_a_reference_or_if_logs_name_only_failure
 async def test_a_reference_without_a_verdict_is_an_error_without_a_reward(
     family: type[SwebenchEnvironment], node: Node, script: str, patch: str | None, error: str
 ) -> None:
-    task = scripted(f"{script}\n{GATED}", **({"patch": patch} if patch else {}))
+    task = scripted(f"{script}\n{WITH_CONDITION}", **({"patch": patch} if patch else {}))
     with pytest.raises(GraderError, match=error):
         await graded(family, node, task, "echo 3 > value")

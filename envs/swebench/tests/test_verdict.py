@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from prorl_envs.envs.swebench.failures import failed_gate, failed_tests
+from prorl_envs.envs.swebench.failures import failed_condition, failed_tests
 from prorl_envs.envs.swebench.foreign import missing, parse
 from prorl_envs.envs.swebench.grade import read_log, script_for
 from prorl_envs.envs.swebench.log_parsers import PARSERS
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
-from prorl_envs.envs.swebench.verdict import Outcomes, ScriptRun, Status, common_gate, judge, judge_map
+from prorl_envs.envs.swebench.verdict import Outcomes, ScriptRun, Status, common_condition, judge, judge_map
 from prorl_envs.errors import GraderError
 from prorl_envs.extras import install_extras
 
@@ -286,7 +286,7 @@ def test_finding_failures_in_any_log_takes_linear_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "gate"),
+    ("line", "condition"),
     [
         ("FAIL Required test coverage of 90% not reached. Total coverage: 50.00%", True),
         ("\x1b[31mFAIL Required test coverage of 90.5% not reached. Total coverage: 1%\x1b[0m", True),
@@ -295,31 +295,31 @@ def test_finding_failures_in_any_log_takes_linear_time() -> None:
         ("Required test coverage of 90% reached. Total coverage: 95.00%", False),
     ],
 )
-def test_the_line_of_a_coverage_threshold_is_found(task: SwebenchTask, line: str, gate: bool) -> None:
+def test_the_line_of_a_coverage_threshold_is_found(task: SwebenchTask, line: str, condition: bool) -> None:
     run = read_log(task, log_of(f"{line}\nPASSED {P}"))
-    assert run.gate == run.strict.gate == (re.sub(r"\x1b\[\d+m", "", line) if gate else "")
-    assert run.problem.endswith(run.gate)
-    assert not read_log(task, f"{line}\n" + log_of(f"PASSED {P}")).gate
+    assert run.condition == run.strict.condition == (re.sub(r"\x1b\[\d+m", "", line) if condition else "")
+    assert run.problem.endswith(run.condition)
+    assert not read_log(task, f"{line}\n" + log_of(f"PASSED {P}")).condition
 
 
-def test_finding_a_gate_in_any_log_takes_linear_time() -> None:
+def test_finding_a_condition_in_any_log_takes_linear_time() -> None:
     log = "Required test coverage of " * 100_000 + "\n" + "Coverage failure: total of " * 100_000
-    assert len(failed_gate(log)) == 300
+    assert len(failed_condition(log)) == 300
 
 
-def test_a_gate_is_one_that_the_reference_fails_too() -> None:
+def test_a_condition_is_one_that_the_reference_fails_too() -> None:
     passed = {"t": Status.PASSED}
-    gated, other = ScriptRun(passed, 1, "", gate="too low"), ScriptRun(passed, 1, "")
-    assert common_gate(gated, replace(gated, gate="still too low")) == "too low"
-    assert common_gate(gated, other) == "too low"
-    assert "status 1" in common_gate(other, other)
-    assert not common_gate(other, gated)
-    assert not common_gate(gated, replace(gated, exit_code=2))
+    unmet, other = ScriptRun(passed, 1, "", condition="too low"), ScriptRun(passed, 1, "")
+    assert common_condition(unmet, replace(unmet, condition="still too low")) == "too low"
+    assert common_condition(unmet, other) == "too low"
+    assert "status 1" in common_condition(other, other)
+    assert not common_condition(other, unmet)
+    assert not common_condition(unmet, replace(unmet, exit_code=2))
     for exit_code, status in ((0, Status.PASSED), (None, Status.PASSED), (1, Status.FAILED)):
-        run = replace(gated, exit_code=exit_code, statuses={"t": status})
-        assert not common_gate(gated, run)
-        assert not common_gate(run, gated)
-        assert not common_gate(run, run)
+        run = replace(unmet, exit_code=exit_code, statuses={"t": status})
+        assert not common_condition(unmet, run)
+        assert not common_condition(run, unmet)
+        assert not common_condition(run, run)
 
 
 def test_only_text_between_the_markers_counts(task: SwebenchTask) -> None:

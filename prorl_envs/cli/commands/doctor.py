@@ -45,8 +45,8 @@ async def _sandbox(settings: Settings) -> Check:
     """Check that a sandbox starts and runs a command in its shell."""
     remedy = "the checks above name the missing parts"
     try:
-        async with node(settings) as opened, sandbox_session(opened, SandboxSpec()) as place:
-            answer = await place.tools.bash("echo $((6 * 7))", timeout_s=20.0)
+        async with node(settings) as opened, sandbox_session(opened, SandboxSpec()) as session:
+            answer = await session.tools.bash("echo $((6 * 7))", timeout_s=20.0)
     except SandboxError as error:
         return Check(name="sandbox", ok=False, found=error.message, remedy=error.hint or remedy)
     ok = answer.text.strip() == "42"

@@ -86,8 +86,8 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
             EnvironmentFault: the task is too long, a file cannot be written, or the program is missing.
             SandboxError, ToolError: our infrastructure failed.
         """
-        place, recipe = self._here("run"), self.harness
-        paths = await place.tools.run(["/bin/sh", "-c", "pwd; echo $HOME"], timeout_s=_SETUP_TIMEOUT_S)
+        session, recipe = self._here("run"), self.harness
+        paths = await session.tools.run(["/bin/sh", "-c", "pwd; echo $HOME"], timeout_s=_SETUP_TIMEOUT_S)
         workdir, home, *_ = [*paths.output.decode("utf-8", "replace").split("\n"), "", ""]
         values = {
             "instruction": str(prompt.messages[0]["content"]),
@@ -107,8 +107,8 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
             )
         try:
             for path, text in recipe.files.items():
-                await place.tools.write(filled(path, values), filled(text, values).encode())
-            return await place.tools.run(
+                await session.tools.write(filled(path, values), filled(text, values).encode())
+            return await session.tools.run(
                 command,
                 env={name: filled(text, values) for name, text in {**ENDPOINT, **recipe.env}.items()},
                 stdin=filled(recipe.stdin, values).encode(),

@@ -218,7 +218,7 @@ class Engine:
         self._apply(self.scheduler.prepared(guest))
 
     def release(self, guest: str) -> None:
-        """Release the place of a guest whose environment is closed. Idempotent."""
+        """Release the slot of a guest whose environment is closed. Idempotent."""
         self._grants.pop(guest, None)
         self._apply(self.scheduler.release(guest))
 

@@ -80,7 +80,7 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
         """Check that the store has been read. Before that, stored groups would seem not to exist."""
         path = request.url.path
         if path.startswith("/v1/") and path != "/v1/status":
-            service.gate.check_started()
+            service.guard.check_started()
 
     service.groups.admission.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
     # This declares the token in the OpenAPI schema; `TokenGuard` checks it, before the body is read.
@@ -197,7 +197,7 @@ def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/ready", openapi_extra=_OPEN)
     async def get_ready() -> Health:
         """Answer if the service accepts submissions."""
-        service.gate.check_open()
+        service.guard.check_open()
         service.store.check_writable()
         return Health(status="ok")
 

@@ -1,6 +1,6 @@
 """Fleet: the nodes of a service beside its own machine. Lets nodes join, sends them stages, handles losses.
 
-The engine uses a fleet as it uses a worker, as a `StageExecutor`; the scheduler has a `Place` for each node.
+The engine uses a fleet like a worker, as a `StageExecutor`. The scheduler has a `NodeRecord` of each node.
 All decisions are made and all state is stored at the head: queues, fairness, batches, the store, the router
 of model calls. If a node is lost, its attempts fail with an infrastructure failure. They are retried on other
 nodes, up to the setting `service.attempts`.
@@ -25,7 +25,7 @@ from prorl_envs.rollout.episode.engine import Engine, StageExecutor
 from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.nodes.handle import NodeHandle, NodeInfo, StageOrder, StageOutcome, Terms
 from prorl_envs.rollout.nodes.remote_node import NodeState, RemoteNode, lost_failure
-from prorl_envs.rollout.scheduling.placement import HEAD, HERE, Place
+from prorl_envs.rollout.scheduling.placement import HEAD, HERE, NodeRecord
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class Fleet:
 
     def views(self) -> list[NodeView]:
         """Return the API views of `nodes`."""
-        places = {place.name: place for place in self._attached_engine.scheduler.nodes}
-        return [_view(node, places.get(node.name)) for node in self.nodes]
+        records = {record.name: record for record in self._attached_engine.scheduler.nodes}
+        return [_view(node, records.get(node.name)) for node in self.nodes]
 
     def heartbeats(self) -> dict[str, dict[str, float]]:
         """Return the last usage of each connected node by name, see `NodeHandle.usage`."""
@@ -351,13 +351,13 @@ class Fleet:
         return self._engine
 
 
-def _view(node: RemoteNode, place: Place | None) -> NodeView:
+def _view(node: RemoteNode, record: NodeRecord | None) -> NodeView:
     pools = None
-    if place is not None:
-        waiting = {stage: len(queue) for stage, queue in place.queues.items()}
+    if record is not None:
+        waiting = {stage: len(queue) for stage, queue in record.queues.items()}
         pools = {
             stage.value: PoolView(
-                limit=place.limits.of(stage), active=place.active[stage], waiting=waiting.get(stage, 0)
+                limit=record.limits.of(stage), active=record.active[stage], waiting=waiting.get(stage, 0)
             )
             for stage in Stage
         }
@@ -366,8 +366,8 @@ def _view(node: RemoteNode, place: Place | None) -> NodeView:
         state=node.state,
         reason=node.reason,
         pools=pools,
-        jobs_with_sandbox=place.jobs_with_sandbox if place is not None else 0,
+        jobs_with_sandbox=record.jobs_with_sandbox if record is not None else 0,
         max_jobs_with_sandbox=node.info.limits.max_jobs_with_sandbox,
         attempts=node.finished,
-        sandboxes=int(node.usage.get("open", 0)) if place is not None else 0,
+        sandboxes=int(node.usage.get("open", 0)) if record is not None else 0,
     )

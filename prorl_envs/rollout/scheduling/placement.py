@@ -56,7 +56,7 @@ class StageLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class NodeRecord:
     """Scheduler's record of one node.
 
     Args:
@@ -92,12 +92,12 @@ class Place:
         return self.jobs_with_sandbox / self.limits.max_jobs_with_sandbox
 
 
-def least_loaded(places: Iterable[Place], avoid: str | None = None) -> Place | None:
+def least_loaded(records: Iterable[NodeRecord], avoid: str | None = None) -> NodeRecord | None:
     """Return the least loaded node on which another job may start, or None if there is none.
 
     Args:
-        places: all nodes.
+        records: all nodes.
         avoid: name of a node that is chosen only if no other node has room.
     """
-    with_room = (place for place in places if place.open and place.room)
-    return min(with_room, key=lambda place: (place.name == avoid, place.load), default=None)
+    with_room = (record for record in records if record.open and record.room)
+    return min(with_room, key=lambda record: (record.name == avoid, record.load), default=None)

@@ -30,7 +30,7 @@ from prorl_envs.rollout.api.types import JobState, Stage
 from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, FairQueue, Share
-from prorl_envs.rollout.scheduling.placement import HERE, Place, StageLimits, least_loaded
+from prorl_envs.rollout.scheduling.placement import HERE, NodeRecord, StageLimits, least_loaded
 
 _NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL}
 
@@ -51,19 +51,19 @@ class _Job:
     phase: _Phase = _Phase.WAITING
     attempt: int = 1
     finished: bool = False
-    last_place: Place | None = None  # node of the current attempt, or of the last one before a retry
+    last_record: NodeRecord | None = None  # node of the current attempt, or of the last one before a retry
 
     @property
-    def place(self) -> Place:
+    def record(self) -> NodeRecord:
         """Node of the job, once it has started."""
-        if self.last_place is None:
+        if self.last_record is None:
             raise AssertionError(f"job {self.id} has not started")
-        return self.last_place
+        return self.last_record
 
 
 @dataclass(slots=True)
 class _Guest:
-    place: Place
+    record: NodeRecord
     preparing: bool = True  # the guest is in INIT
 
 
@@ -82,8 +82,8 @@ class Scheduler:
         self.attempts = limits.attempts
         self._jobs: dict[str, _Job] = {}
         self._waiting = FairQueue()  # for INIT
-        self._here = Place(HERE, limits, open=here)
-        self._places = {HERE: self._here}
+        self._here = NodeRecord(HERE, limits, open=here)
+        self._records = {HERE: self._here}
         self._pause: Pause | None = None
         self._guests_waiting: dict[str, bool] = {}  # by name: True if the guest must run on this machine
         self._guests: dict[str, _Guest] = {}
@@ -98,19 +98,19 @@ class Scheduler:
         return job in self._jobs
 
     @property
-    def nodes(self) -> Collection[Place]:
+    def nodes(self) -> Collection[NodeRecord]:
         """Every node, this machine first. Read-only."""
-        return self._places.values()
+        return self._records.values()
 
     @property
     def jobs_with_sandbox(self) -> int:
         """Number of jobs that hold an environment."""
-        return sum(place.jobs_with_sandbox for place in self.nodes)
+        return sum(record.jobs_with_sandbox for record in self.nodes)
 
     @property
     def max_jobs_with_sandbox(self) -> int:
         """Limit of `jobs_with_sandbox`."""
-        return sum(place.limits.max_jobs_with_sandbox for place in self.nodes if place.open)
+        return sum(record.limits.max_jobs_with_sandbox for record in self.nodes if record.open)
 
     @property
     def paused(self) -> Pause | None:
@@ -120,7 +120,7 @@ class Scheduler:
     @property
     def active(self) -> Mapping[Stage, int]:
         """Number of running jobs by stage."""
-        return {stage: sum(place.active[stage] for place in self.nodes) for stage in Stage}
+        return {stage: sum(record.active[stage] for record in self.nodes) for stage in Stage}
 
     @property
     def waiting(self) -> Mapping[Stage, int]:
@@ -128,20 +128,20 @@ class Scheduler:
         return {
             stage: len(self._waiting)
             if stage is Stage.INIT
-            else sum(len(place.queues[stage]) for place in self.nodes)
+            else sum(len(record.queues[stage]) for record in self.nodes)
             for stage in Stage
         }
 
     def limit(self, stage: Stage) -> int:
         """Return the limit of active jobs in a stage, over all nodes that accept jobs."""
-        return sum(place.limits.of(stage) for place in self.nodes if place.open)
+        return sum(record.limits.of(stage) for record in self.nodes if record.open)
 
     def waiting_on(self, node: str) -> list[str]:
         """Return the unfinished jobs that wait on a node, between two stages."""
         return [
             job.id
             for job in self._jobs.values()
-            if job.phase is _Phase.WAITING and job.stage is not Stage.INIT and job.place.name == node
+            if job.phase is _Phase.WAITING and job.stage is not Stage.INIT and job.record.name == node
         ]
 
     def state(self, job: str) -> JobState | None:
@@ -193,22 +193,22 @@ class Scheduler:
         entry = self._leave_stage(job)
         following = _NEXT.get(entry.stage)
         if entry.phase is _Phase.STOPPING:
-            return [self._close(entry), *self._fill(entry.place)]
+            return [self._close(entry), *self._fill(entry.record)]
         if following is None:
-            return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.place)]
+            return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.record)]
         entry.stage = following
-        if self._places.get(entry.place.name) is not entry.place:
-            return [self._start(entry, entry.place)]  # the node is lost: the stage fails at once
+        if self._records.get(entry.record.name) is not entry.record:
+            return [self._start(entry, entry.record)]  # the node is lost: the stage fails at once
         entry.phase = _Phase.WAITING
-        entry.place.queues[following].push(job, entry.group, entry.share)
-        return self._fill(entry.place)
+        entry.record.queues[following].push(job, entry.group, entry.share)
+        return self._fill(entry.record)
 
     def failed(self, job: str, *, retryable: bool) -> list[Decision]:
         """Handle a failed stage of a job. `retryable`: another attempt may succeed."""
         entry = self._leave_stage(job)
         if entry.phase is _Phase.STOPPING:
-            return [self._close(entry), *self._fill(entry.place)]
-        return [*self._give_up(entry, retryable=retryable), *self._fill(entry.place)]
+            return [self._close(entry), *self._fill(entry.record)]
+        return [*self._give_up(entry, retryable=retryable), *self._fill(entry.record)]
 
     def cancel(self, job: str) -> list[Decision]:
         """Cancel a job. Unknown and finished jobs are left unchanged."""
@@ -225,22 +225,22 @@ class Scheduler:
             self._waiting.remove(job, entry.group, entry.share)
             del self._jobs[job]
             return [finish]
-        entry.place.queues[entry.stage].remove(job, entry.group, entry.share)
-        return [finish, self._close(entry), *self._fill(entry.place)]
+        entry.record.queues[entry.stage].remove(job, entry.group, entry.share)
+        return [finish, self._close(entry), *self._fill(entry.record)]
 
     def closed(self, job: str) -> list[Decision]:
         """Handle the closed environment of a job's attempt."""
         entry = self._jobs[job]
         if entry.phase is not _Phase.CLOSING:
             raise ValueError(f"job {job} was not closing")
-        entry.place.jobs_with_sandbox -= 1
+        entry.record.jobs_with_sandbox -= 1
         if entry.finished:
             del self._jobs[job]
         else:
             entry.stage, entry.phase = Stage.INIT, _Phase.WAITING
             entry.attempt += 1
             self._waiting.push(job, entry.group, entry.share)
-        return self._fill(entry.place)
+        return self._fill(entry.record)
 
     def resize(self, limits: StageLimits) -> list[Decision]:
         """Change the limits of this machine. Work above a new limit still runs to completion."""
@@ -256,10 +256,10 @@ class Scheduler:
         Raises:
             ValueError: there is a node of this name.
         """
-        if node in self._places:
+        if node in self._records:
             raise ValueError(f"node {node!r} exists already")
-        place = self._places[node] = Place(node, limits)
-        return self._fill(place)
+        record = self._records[node] = NodeRecord(node, limits)
+        return self._fill(record)
 
     def admit(self, node: str, *, jobs: bool) -> list[Decision]:
         """Open or close a node for further jobs. Its current jobs continue.
@@ -267,9 +267,9 @@ class Scheduler:
         Raises:
             KeyError: there is no such node.
         """
-        place = self._places[node]
-        place.open = jobs
-        return self._fill(place)
+        record = self._records[node]
+        record.open = jobs
+        return self._fill(record)
 
     def lost(self, node: str) -> list[Decision]:
         """Remove a lost node. Jobs that wait there fail, and may be retried on other nodes. For jobs that run
@@ -281,9 +281,9 @@ class Scheduler:
         decisions: list[Decision] = []
         for job in self.waiting_on(node):
             entry = self._jobs[job]
-            entry.place.queues[entry.stage].remove(job, entry.group, entry.share)
+            entry.record.queues[entry.stage].remove(job, entry.group, entry.share)
             decisions += self._give_up(entry, retryable=True)
-        del self._places[node]
+        del self._records[node]
         return decisions
 
     # Guests: environments driven by an external caller. Like jobs, they count towards INIT and sandboxes.
@@ -309,7 +309,7 @@ class Scheduler:
         if not entry.preparing:
             raise ValueError(f"guest {guest} was prepared already")
         entry.preparing = False
-        entry.place.active[Stage.INIT] -= 1
+        entry.record.active[Stage.INIT] -= 1
         return self._fill()
 
     def release(self, guest: str) -> list[Decision]:
@@ -318,8 +318,8 @@ class Scheduler:
         entry = self._guests.pop(guest, None)
         if entry is None:
             return []
-        entry.place.jobs_with_sandbox -= 1
-        entry.place.active[Stage.INIT] -= entry.preparing
+        entry.record.jobs_with_sandbox -= 1
+        entry.record.active[Stage.INIT] -= entry.preparing
         return self._fill()
 
     # Steps.
@@ -328,7 +328,7 @@ class Scheduler:
         entry = self._jobs[job]
         if entry.phase not in (_Phase.ACTIVE, _Phase.STOPPING):
             raise ValueError(f"job {job} was not in a stage")
-        entry.place.active[entry.stage] -= 1
+        entry.record.active[entry.stage] -= 1
         return entry
 
     def _give_up(self, entry: _Job, *, retryable: bool) -> list[Decision]:
@@ -345,46 +345,46 @@ class Scheduler:
         entry.phase = _Phase.CLOSING
         return Close(entry.id)
 
-    def _fill(self, *places: Place) -> list[Decision]:
+    def _fill(self, *records: NodeRecord) -> list[Decision]:
         """Start RUN and EVAL on these nodes, and INIT on any node, as far as the limits allow. Start the last
         stage first, since it frees environments soonest."""
         decisions: list[Decision] = []
         if self._pause is not Pause.HOLD:
-            for place in places:
+            for record in records:
                 for stage in (Stage.EVAL, Stage.RUN):
-                    self._fill_stage(place, stage, decisions)
+                    self._fill_stage(record, stage, decisions)
         if self._pause is None:
             self._admit_guests(decisions)
             self._start_init(decisions)
         return decisions
 
-    def _fill_stage(self, place: Place, stage: Stage, decisions: list[Decision]) -> None:
-        queue = place.queues[stage]
-        while queue and place.active[stage] < place.limits.of(stage):
-            decisions.append(self._start(self._jobs[queue.pop()], place))
+    def _fill_stage(self, record: NodeRecord, stage: Stage, decisions: list[Decision]) -> None:
+        queue = record.queues[stage]
+        while queue and record.active[stage] < record.limits.of(stage):
+            decisions.append(self._start(self._jobs[queue.pop()], record))
 
     def _admit_guests(self, decisions: list[Decision]) -> None:
         """Admit guests in order. A guest that must run on this machine does not delay other guests."""
         for guest, here in list(self._guests_waiting.items()):
-            place = self._here if here else least_loaded(self.nodes)
-            if place is None or not place.room:
+            record = self._here if here else least_loaded(self.nodes)
+            if record is None or not record.room:
                 continue
             del self._guests_waiting[guest]
-            self._guests[guest] = _Guest(place)
-            place.jobs_with_sandbox += 1
-            place.active[Stage.INIT] += 1
-            decisions.append(AdmitExternal(guest, place.name))
+            self._guests[guest] = _Guest(record)
+            record.jobs_with_sandbox += 1
+            record.active[Stage.INIT] += 1
+            decisions.append(AdmitExternal(guest, record.name))
 
     def _start_init(self, decisions: list[Decision]) -> None:
         """Start INIT of waiting jobs on the least loaded nodes; of a retry, on another node if possible."""
         while self._waiting and least_loaded(self.nodes) is not None:
             entry = self._jobs[self._waiting.pop()]
-            place = least_loaded(self.nodes, avoid=entry.last_place.name if entry.last_place else None)
-            assert place is not None
-            place.jobs_with_sandbox += 1
-            decisions.append(self._start(entry, place))
+            record = least_loaded(self.nodes, avoid=entry.last_record.name if entry.last_record else None)
+            assert record is not None
+            record.jobs_with_sandbox += 1
+            decisions.append(self._start(entry, record))
 
-    def _start(self, entry: _Job, place: Place) -> Start:
-        entry.last_place, entry.phase = place, _Phase.ACTIVE
-        place.active[entry.stage] += 1
-        return Start(entry.id, entry.stage, entry.attempt, place.name)
+    def _start(self, entry: _Job, record: NodeRecord) -> Start:
+        entry.last_record, entry.phase = record, _Phase.ACTIVE
+        record.active[entry.stage] += 1
+        return Start(entry.id, entry.stage, entry.attempt, record.name)

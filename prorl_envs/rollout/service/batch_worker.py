@@ -84,7 +84,7 @@ class BatchWorker:
             await self._groups.cancel_jobs(jobs)
         indices = batch.plan.to_start()
         try:
-            self._groups.gate.check_open()
+            self._groups.guard.check_open()
         except Unavailable:  # the batch is blocked until the service accepts work again
             self._blocked[batch.id] = batch
             return

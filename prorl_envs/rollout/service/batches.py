@@ -33,7 +33,7 @@ class Batches:
     """All stored batches.
 
     Args:
-        groups: groups of the service. Their store has the batches too. The lock of their gate is held while
+        groups: groups of the service. Their store has the batches too. The lock of their guard is held while
             batches change, so that submissions of callers happen before or after a change.
         settings: limits of batches.
         clock: measures waiting times.
@@ -241,13 +241,13 @@ class Batches:
     # Changes that hold the lock. Each runs in its own task, so that a disconnected caller does not cancel it.
 
     async def _submit(self, request: BatchRequest, quota: tuple[str, int] | None) -> None:
-        async with self.groups.gate.lock:
+        async with self.groups.guard.lock:
             known = self._batches.get(request.id)
             if known is not None:
                 if known.request != request:
                     raise Conflict(f"batch {request.id!r} is known with another request", hint="use a new id")
                 return
-            self.groups.gate.check_open()
+            self.groups.guard.check_open()
             for prefix, limit in (("", self.settings.batches), *([quota] if quota else [])):
                 if (running := self._running(prefix)) >= limit:
                     raise QueueFull(
@@ -267,7 +267,7 @@ class Batches:
             await self._drop_oldest()
 
     async def _extend(self, batch_id: str, body: BatchTasks) -> None:
-        async with self.groups.gate.lock:
+        async with self.groups.guard.lock:
             batch = self._batch(batch_id)
             stored = batch.stored
             known = batch.rows[body.first : body.first + len(body.tasks)]
@@ -289,7 +289,7 @@ class Batches:
             self._changed(batch)
 
     async def _cancel(self, batch_id: str) -> None:
-        async with self.groups.gate.lock:
+        async with self.groups.guard.lock:
             batch = self._batch(batch_id)
             plan = batch.plan
             if batch.stored.cancelled_at is None and (plan.carriable or not plan.state.over):

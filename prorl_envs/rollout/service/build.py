@@ -22,7 +22,6 @@ from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.scheduling.scheduler import Scheduler
 from prorl_envs.rollout.service.admission import AdmissionControl
 from prorl_envs.rollout.service.batches import Batches
-from prorl_envs.rollout.service.gate import ServiceGate
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.lifecycle import Lifecycle
@@ -32,6 +31,7 @@ from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.service.status import StatusReader
 from prorl_envs.rollout.store.sqlite import MemoryStore, SqlStore
 
@@ -65,7 +65,7 @@ def build_service(
     """
     settings, clock = settings or ServiceSettings(), clock or SystemClock()
     store = store or MemoryStore(**settings.retention.of_results)
-    gate, notifier, leases = ServiceGate(), Notifier(clock), Leases(clock)
+    guard, notifier, leases = StateGuard(), Notifier(clock), Leases(clock)
     registry = EnvironmentRegistry(environments, defaults)
     model_servers = ModelServers(model, store, clock)
     feed = ResultFeed(store, ReadTracker(store, settings.retention, clock), notifier)
@@ -82,11 +82,11 @@ def build_service(
         fleet or worker, agent, engine, clock, max_open=settings.episodes, idle_s=settings.episode_idle_s
     )
     admission = AdmissionControl(settings.queue, engine, episodes, store)
-    groups = Groups(gate, registry, admission, store, engine, leases, notifier)
+    groups = Groups(guard, registry, admission, store, engine, leases, notifier)
     batches = Batches(groups, settings, clock)
 
     memory = SandboxMemory(clock, node.memory)
-    status = StatusReader(gate, engine, admission, episodes, feed, model_servers, clock)
+    status = StatusReader(guard, engine, admission, episodes, feed, model_servers, clock)
     live_jobs = LiveJobs(engine, memory.look, clock)
 
     def snapshot() -> DashboardSnapshot:
@@ -116,7 +116,7 @@ def build_service(
     feed.subscribe(metrics.observe, dashboard.observe, batches.ended)
 
     lifecycle = Lifecycle(
-        gate,
+        guard,
         settings,
         store,
         engine,
@@ -133,7 +133,7 @@ def build_service(
         renderer=renderer,
         model=model,
         store=store,
-        gate=gate,
+        guard=guard,
         groups=groups,
         feed=feed,
         batches=batches,

@@ -14,9 +14,9 @@ from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.service.admission import AdmissionControl, Quota
-from prorl_envs.rollout.service.gate import ServiceGate
 from prorl_envs.rollout.service.group_views import group_view, job_view
 from prorl_envs.rollout.service.notifier import Notifier
+from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.store.base import NewGroup, StoredGroup
 from prorl_envs.rollout.store.sqlite import SqlStore
 
@@ -26,7 +26,7 @@ class Groups:
     """Groups of a service.
 
     Args:
-        gate: knows whether the service accepts groups now.
+        guard: knows whether the service accepts groups now.
         environments: load the tasks of groups.
         admission: limits the number of jobs.
         store: stores the groups.
@@ -35,7 +35,7 @@ class Groups:
         notifier: wakes requests that wait for a result.
     """
 
-    gate: ServiceGate
+    guard: StateGuard
     environments: EnvironmentRegistry
     admission: AdmissionControl
     store: SqlStore
@@ -100,8 +100,8 @@ class Groups:
             Conflict, QueueFull, Unavailable: see `submit`.
         """
         groups = [replace(group, request=self.environments.settled(group.request)) for group in groups]
-        async with self.gate.lock:
-            self.gate.check_open()
+        async with self.guard.lock:
+            self.guard.check_open()
             for group in groups:
                 if group.batch_id is None and self._reserved and self._reserved(group.request.id):
                     raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")

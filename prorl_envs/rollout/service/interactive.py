@@ -264,7 +264,7 @@ class InteractiveEpisodes:
     # Closing.
 
     def _release(self, episode: _OpenEpisode) -> asyncio.Task[None]:
-        """Close the environment, then release its place in the scheduler."""
+        """Close the environment, then release its slot in the scheduler."""
         if episode.closing is None:
             episode.closing = asyncio.create_task(self._close(episode))
         return episode.closing

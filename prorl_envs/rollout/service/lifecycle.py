@@ -14,12 +14,12 @@ from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.batches import Batches
-from prorl_envs.rollout.service.gate import ServiceGate, ServiceState
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.recovery import plan_recovery
 from prorl_envs.rollout.service.result_feed import ResultFeed
+from prorl_envs.rollout.service.state import ServiceState, StateGuard
 from prorl_envs.rollout.store.sqlite import SqlStore
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Lifecycle:
     """Starts and stops the work of a service.
 
     Args:
-        gate: state of the service.
+        guard: state of the service.
         settings: initial concurrency limits, and timeouts.
         store: has the unfinished jobs of an earlier service.
         engine, groups, batches, episodes, feed, model_servers: parts of the service.
@@ -42,7 +42,7 @@ class Lifecycle:
         clock: measures the waits.
     """
 
-    gate: ServiceGate
+    guard: StateGuard
     settings: ServiceSettings
     store: SqlStore
     engine: Engine
@@ -71,7 +71,7 @@ class Lifecycle:
                 self.engine.readmit(group, recovery.task, recovery.samples, share=share)
                 leases.grant("groups", group.request.id, group.request.lease_s)
         # Only now: a group that was submitted during recovery would be among the unfinished groups as well.
-        self.gate.state = ServiceState.SERVING
+        self.guard.state = ServiceState.SERVING
         self.batches.start()
         leases.start()
 
@@ -82,11 +82,11 @@ class Lifecycle:
             drain_s: seconds for accepted jobs to finish. Remaining jobs are then cancelled; with a durable
                 store they are kept for the next start instead. Every sandbox is closed before this returns.
         """
-        if self.gate.state is ServiceState.STOPPED:
+        if self.guard.state is ServiceState.STOPPED:
             return
-        self.gate.stopping = True
-        async with self.gate.lock:  # groups that are being accepted are admitted first
-            self.gate.state = ServiceState.DRAINING
+        self.guard.stopping = True
+        async with self.guard.lock:  # groups that are being accepted are admitted first
+            self.guard.state = ServiceState.DRAINING
         try:
             await self._stop_batches()
             async with self.clock.timeout(drain_s):
@@ -115,11 +115,11 @@ class Lifecycle:
         Raises:
             Unavailable: the service has not started, or is stopping.
         """
-        async with self.gate.lock:  # groups that are being accepted are admitted first
-            self.gate.check_operable()
-            if self.gate.state is ServiceState.SERVING:
+        async with self.guard.lock:  # groups that are being accepted are admitted first
+            self.guard.check_operable()
+            if self.guard.state is ServiceState.SERVING:
                 log.warning("draining")
-                self.gate.state = ServiceState.DRAINING
+                self.guard.state = ServiceState.DRAINING
         with contextlib.suppress(TimeoutError):  # the caller sees from the status whether jobs remain
             async with self.clock.timeout(wait_s):
                 await self.engine.settled()
@@ -130,9 +130,9 @@ class Lifecycle:
         Raises:
             Unavailable: the service has not started, or is stopping.
         """
-        self.gate.check_operable()
+        self.guard.check_operable()
         log.warning("resumed")
-        self.gate.state = ServiceState.SERVING
+        self.guard.state = ServiceState.SERVING
         self.engine.resume()
         self.batches.freed()
 
@@ -158,6 +158,6 @@ class Lifecycle:
             log.error(
                 "%d jobs do not stop; closing the node will stop their sandboxes", len(self.engine.scheduler)
             )
-        self.gate.state = ServiceState.STOPPED
+        self.guard.state = ServiceState.STOPPED
         for monitor in self.monitors:
             await monitor.aclose()

@@ -14,13 +14,13 @@ from prorl_envs.rollout.monitoring.metrics import Metrics
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.service.admission import Quota
 from prorl_envs.rollout.service.batches import Batches
-from prorl_envs.rollout.service.gate import ServiceGate, ServiceState
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.lifecycle import Lifecycle
 from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.result_feed import ResultFeed
+from prorl_envs.rollout.service.state import ServiceState, StateGuard
 from prorl_envs.rollout.service.status import StatusReader
 from prorl_envs.rollout.store.sqlite import SqlStore
 
@@ -36,7 +36,7 @@ class RolloutService:
         renderer: the model's tokenizer and chat template.
         model: client of the model servers; the service does not close it.
         store: stores groups and results.
-        gate: state of the service.
+        guard: state of the service.
         groups: groups and their jobs, with environments, quotas and leases.
         feed: stream of results.
         batches: batches of informative groups.
@@ -52,7 +52,7 @@ class RolloutService:
     renderer: Renderer
     model: ModelClient
     store: SqlStore
-    gate: ServiceGate
+    guard: StateGuard
     groups: Groups
     feed: ResultFeed
     batches: Batches
@@ -68,7 +68,7 @@ class RolloutService:
 
     @property
     def state(self) -> ServiceState:
-        return self.gate.state
+        return self.guard.state
 
     async def start(self) -> None:
         await self.dashboard.load()
@@ -134,6 +134,6 @@ class RolloutService:
             Unavailable: the service is not serving.
         """
         task = self.groups.environments.load(request)
-        self.gate.check_open()
+        self.guard.check_open()
         self.groups.admission.check_episode(request.id, quota)
         return await self.episodes.start(request, task, wait_s=wait_s)

@@ -8,17 +8,17 @@ from prorl_envs.rollout.api.types import JobState, Stage
 from prorl_envs.rollout.api.views import PoolView, StatusView
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.service.admission import AdmissionControl
-from prorl_envs.rollout.service.gate import ServiceGate
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.result_feed import ResultFeed
+from prorl_envs.rollout.service.state import StateGuard
 
 
 @dataclass(eq=False)
 class StatusReader:
     """Reads the status of a service from its parts. The uptime starts when it is created."""
 
-    gate: ServiceGate
+    guard: StateGuard
     engine: Engine
     admission: AdmissionControl
     episodes: InteractiveEpisodes
@@ -36,7 +36,7 @@ class StatusReader:
         active, waiting = scheduler.active, scheduler.waiting
         return StatusView(
             version=__version__,
-            state=self.gate.state,
+            state=self.guard.state,
             paused=scheduler.paused,
             uptime_s=self.clock.monotonic() - self._created_at,
             pools={

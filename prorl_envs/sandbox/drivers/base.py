@@ -299,7 +299,7 @@ class NodeSandbox(ABC):
             fds = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
             opened.callback(os.close, fds[0])
             if self._own_users:
-                fds.append(self._open_place())
+                fds.append(self._open_namespaces())
                 opened.callback(os.close, fds[1])
             return await (await self._template()).measure(self.id, fds, size=size, files=files)
 
@@ -327,12 +327,12 @@ class NodeSandbox(ABC):
             )
         request = self.enforced.apply(self._request(entry))
         try:
-            server, sock = await self._fork_in_place(template, request)
+            server, sock = await self._fork_inside(template, request)
         except (SandboxError, OSError) as error:
             if not await self._driver.relieve(error):
                 raise
             self._check_alive()  # the killed sandbox may be this one
-            server, sock = await self._fork_in_place(template, request)
+            server, sock = await self._fork_inside(template, request)
         try:
             self._check_alive()
         except SandboxError:
@@ -342,22 +342,22 @@ class NodeSandbox(ABC):
         self._servers = {other for other in self._servers if other.process.alive} | {server}
         return sock
 
-    async def _fork_in_place(
+    async def _fork_inside(
         self, template: str, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
         # A duplicate, because the sandbox may close meanwhile, and the descriptor's number may be reused.
-        place = self._open_place()
+        namespaces = self._open_namespaces()
         try:
-            return await self._fork(template, place, request)
+            return await self._fork(template, namespaces, request)
         finally:
-            os.close(place)
+            os.close(namespaces)
 
     async def _fork(
-        self, template: str, place: int, request: ForkRequest
+        self, template: str, namespaces: int, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
         """Fork a tool server: see `TemplateProcess.fork`."""
         process = await self._driver.templates[template].start()
-        return await process.fork(self.id, place, request)
+        return await process.fork(self.id, namespaces, request)
 
     async def _template(self) -> TemplateProcess:
         """Return a template for steps that need no tools."""
@@ -380,7 +380,7 @@ class NodeSandbox(ABC):
         await asyncio.shield(self._closing)
 
     @abstractmethod
-    def _open_place(self) -> int:
+    def _open_namespaces(self) -> int:
         """Return a new descriptor of the namespaces that a tool server enters: see `TemplateProcess.fork`."""
 
     @abstractmethod

@@ -237,7 +237,7 @@ class BubblewrapSandbox(IsolatedSandbox):
         masks = self._driver.system_masks if self._image is None else ()
         return list(mount_options(self._inside, self._files, system_masks=masks))
 
-    def _open_place(self) -> int:
+    def _open_namespaces(self) -> int:
         assert self._first is not None
         return os.dup(self._first.pidfd)
 

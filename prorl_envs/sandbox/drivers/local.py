@@ -105,7 +105,7 @@ class LocalSandbox(NodeSandbox):
             )
         return path
 
-    def _open_place(self) -> int:
+    def _open_namespaces(self) -> int:
         return os.open(self.workspace, os.O_PATH | os.O_DIRECTORY)
 
     def _request(self, entry: str) -> ForkRequest:

@@ -393,13 +393,13 @@ def _run_child(
 def _serve_tools(
     request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
 ) -> None:
-    place, tool_fd, _ = fds
+    namespaces, tool_fd, _ = fds
     enter_cgroups(request["groups"])
     if request["settings"]:
-        enter_and_limit(place, request["settings"], host_network=request["host_network"])
+        enter_and_limit(namespaces, request["settings"], host_network=request["host_network"])
     if request["isolated"]:
-        join(place, host_network=request["host_network"])
-    os.close(place)
+        join(namespaces, host_network=request["host_network"])
+    os.close(namespaces)
     drop_privileges(
         workdir=request["workdir"],
         env=request["env"],

@@ -13,7 +13,7 @@ from prorl_envs.rollout.api.types import JobState, Stage
 from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
 from prorl_envs.rollout.scheduling.fair_queue import FairQueue
-from prorl_envs.rollout.scheduling.placement import HERE, Place, StageLimits, least_loaded
+from prorl_envs.rollout.scheduling.placement import HERE, NodeRecord, StageLimits, least_loaded
 from prorl_envs.rollout.scheduling.scheduler import Scheduler
 
 WIDE = StageLimits(init=2, run=4, eval=2, max_jobs_with_sandbox=8)
@@ -286,7 +286,8 @@ def test_the_next_attempt_avoids_its_node_even_if_that_has_most_room() -> None:
     failed = next(job for job, node in first.items() if node == "large")
     scheduler.failed(failed, retryable=True)
     room = {
-        place.name: place.jobs_with_sandbox / place.limits.max_jobs_with_sandbox for place in scheduler.nodes
+        record.name: record.jobs_with_sandbox / record.limits.max_jobs_with_sandbox
+        for record in scheduler.nodes
     }
     assert placed(scheduler.closed(failed)) == {failed: "small"}
     assert room["large"] <= room["small"], "or this shows nothing"
@@ -325,7 +326,7 @@ def test_jobs_of_a_lost_node_are_repeated_elsewhere() -> None:
     assert scheduler.closed("y") == [Start("y", Stage.INIT, 2, "b")]
     assert scheduler.failed("x", retryable=True) == [Close("x")]
     assert scheduler.closed("x") == [Start("x", Stage.INIT, 2, "b")]
-    assert [place.jobs_with_sandbox for place in scheduler.nodes] == [0, 2]
+    assert [record.jobs_with_sandbox for record in scheduler.nodes] == [0, 2]
 
 
 def test_a_stage_that_stopped_while_its_node_was_lost_fails_with_the_next() -> None:
@@ -344,31 +345,31 @@ def test_external_episodes_run_on_any_node_unless_they_must_run_on_the_head() ->
     assert scheduler.reserve("x") == [AdmitExternal("x", "a")]
     assert scheduler.reserve("waits") == [], "this machine takes no jobs"
     assert scheduler.reserve("y", here=True) == [AdmitExternal("y", HERE)]
-    assert [(place.name, place.jobs_with_sandbox) for place in scheduler.nodes] == [(HERE, 1), ("a", 1)]
+    assert [(record.name, record.jobs_with_sandbox) for record in scheduler.nodes] == [(HERE, 1), ("a", 1)]
     assert scheduler.prepared("x") == []
     assert scheduler.release("x") == [AdmitExternal("waits", "a")]
     scheduler.lost("a")
     assert scheduler.release("waits") == []
-    assert [(place.name, place.jobs_with_sandbox) for place in scheduler.nodes] == [(HERE, 1)]
+    assert [(record.name, record.jobs_with_sandbox) for record in scheduler.nodes] == [(HERE, 1)]
 
 
 def test_many_nodes_fill_evenly() -> None:
-    places = [Place(str(number), WIDE) for number in range(100)]
+    records = [NodeRecord(str(number), WIDE) for number in range(100)]
     for _ in range(400):
-        place = least_loaded(places)
-        assert place is not None
-        place.jobs_with_sandbox += 1
-    assert {place.jobs_with_sandbox for place in places} == {4}
+        record = least_loaded(records)
+        assert record is not None
+        record.jobs_with_sandbox += 1
+    assert {record.jobs_with_sandbox for record in records} == {4}
 
 
 def test_the_node_to_avoid_is_chosen_only_if_no_other_has_room() -> None:
-    a, b = places = [Place(name, WIDE) for name in ("a", "b")]
+    a, b = records = [NodeRecord(name, WIDE) for name in ("a", "b")]
     b.jobs_with_sandbox = 4
-    assert least_loaded(places) is a
-    assert least_loaded(places, avoid="a") is b
-    assert least_loaded(places, avoid="b") is a
+    assert least_loaded(records) is a
+    assert least_loaded(records, avoid="a") is b
+    assert least_loaded(records, avoid="b") is a
     b.open = False
-    assert least_loaded(places, avoid="a") is a
+    assert least_loaded(records, avoid="a") is a
     assert least_loaded([b]) is None
 
 
@@ -459,26 +460,28 @@ class World:
         self.check()
 
     def check(self) -> None:
-        for place in self.scheduler.nodes:
-            self.check_node(place)
+        for record in self.scheduler.nodes:
+            self.check_node(record)
         if self.scheduler.waiting[Stage.INIT] and not self.scheduler.paused:
-            assert not any(place.open and place.room for place in self.scheduler.nodes), "room, and one waits"
+            assert not any(record.open and record.room for record in self.scheduler.nodes), (
+                "room, and one waits"
+            )
 
-    def check_node(self, place: Place) -> None:
-        limits = self.nodes[place.name]
-        guests = {name: init for name, init in self.guests.items() if self.at[name] == place.name}
-        active = Counter(stage for job, stage in self.running.items() if self.at[job] == place.name)
+    def check_node(self, record: NodeRecord) -> None:
+        limits = self.nodes[record.name]
+        guests = {name: init for name, init in self.guests.items() if self.at[name] == record.name}
+        active = Counter(stage for job, stage in self.running.items() if self.at[job] == record.name)
         active[Stage.INIT] += sum(guests.values())
         for stage in Stage:
             assert active[stage] <= limits.of(stage)
-            assert active[stage] == place.active[stage]
+            assert active[stage] == record.active[stage]
             self.most[stage] = max(self.most[stage], active[stage])
-        held = {job for job in (*self.running, *self.closing) if self.at[job] == place.name}
+        held = {job for job in (*self.running, *self.closing) if self.at[job] == record.name}
         held |= set(guests)
-        assert len(held) <= place.jobs_with_sandbox <= limits.max_jobs_with_sandbox
+        assert len(held) <= record.jobs_with_sandbox <= limits.max_jobs_with_sandbox
         if self.scheduler.paused is Pause.HOLD:
             return
-        for stage, queue in place.queues.items():
+        for stage, queue in record.queues.items():
             assert not queue or active[stage] == limits.of(stage), "a free slot beside a waiting job"
 
     def step(self) -> None:

@@ -32,8 +32,8 @@ from prorl_envs.rollout.api.types import (
 )
 from prorl_envs.rollout.api.views import ErrorBody, ModelServerRequest
 from prorl_envs.rollout.http.routes.paper_sources import environment_of
-from prorl_envs.rollout.service.gate import ServiceState
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.state import ServiceState
 from prorl_envs.strict_json import json_problem
 
 #: Environment of an instance without `data_source`, as in the reference.

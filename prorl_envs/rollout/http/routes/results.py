@@ -13,8 +13,8 @@ from prorl_envs.rollout.api.errors import CursorExpired
 from prorl_envs.rollout.api.types import JobState, Result, Selection
 from prorl_envs.rollout.api.views import AcknowledgeRequest, Health, ResultPage
 from prorl_envs.rollout.http.auth import CurrentCaller
-from prorl_envs.rollout.service.gate import ServiceState
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.service.state import ServiceState
 
 #: Seconds without results after which a stream sends a heartbeat, so that a broken connection is detected.
 HEARTBEAT_S = 15.0

@@ -298,7 +298,7 @@ class InstanceSandbox(IsolatedSandbox):
             write_points(spec, files)
         return overlays
 
-    def _open_place(self) -> int:
+    def _open_namespaces(self) -> int:
         return os.dup(self._root_fd)
 
     def _request(self, entry: str) -> ForkRequest:
@@ -306,7 +306,7 @@ class InstanceSandbox(IsolatedSandbox):
         return ForkRequest(entry=entry, workdir=self._spec.workdir, env=env, isolated=False)
 
     async def _fork(
-        self, template: str, place: int, request: ForkRequest
+        self, template: str, namespaces: int, request: ForkRequest
     ) -> tuple[ToolServerProcess, socket.socket]:
         assert self._process is not None
         if template == _PYTHON and not shows_python(self._spec):
@@ -314,7 +314,7 @@ class InstanceSandbox(IsolatedSandbox):
                 "a session of the host's Python needs that Python in the sandbox",
                 hint="add the mounts of `python_runtime()` to the spec, as the ipython environments do",
             )
-        return await self._process.fork(self.id, place, request)
+        return await self._process.fork(self.id, namespaces, request)
 
     async def _end_processes(self) -> None:
         self._stop_copying.set()

@@ -13,7 +13,7 @@ class ServiceState(StrEnum):
     STOPPED = "stopped"
 
 
-class ServiceGate:
+class StateGuard:
     """Admits requests according to the state of the service.
 
     Attributes:

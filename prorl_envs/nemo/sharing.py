@@ -18,7 +18,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import driver_directory
 from prorl_envs.sandbox.linux.pidfd import readable, receive
 
-_NAME = "gate"
+_NAME = "share"
 _MESSAGE_LIMIT = 16 * 1024
 _BACKLOG = 128
 _SANDBOX_ID = re.compile(r"[a-z0-9_]+-[0-9]+")
@@ -109,7 +109,7 @@ class SandboxShareServer:
                 return {}, None
             case _:
                 spec = box.sandbox.spec
-                properties = {"place": spec.workdir, "uid": spec.uid, "shell": box.shell}
+                properties = {"sandbox_workdir": spec.workdir, "uid": spec.uid, "shell": box.shell}
                 return {**properties, "workdir": box.workdir, "isolated": box.isolated}, None
 
 
@@ -152,7 +152,7 @@ class SharedSandbox:
         except BaseException:
             connection.close()
             raise
-        sandbox._spec = SandboxSpec(workdir=properties["place"], uid=properties["uid"])
+        sandbox._spec = SandboxSpec(workdir=properties["sandbox_workdir"], uid=properties["uid"])
         sandbox.shell, sandbox.workdir = properties["shell"], properties["workdir"]
         sandbox.isolated = properties["isolated"]
         return sandbox
