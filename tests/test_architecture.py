@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "sandbox.base",
             "sandbox.filesystem.directories",  # Jupyter's sockets need a short path
             "sandbox.linux.descriptors",
+            "sandbox.linux.syscall_wrappers",
             "sandbox.template.sandbox_init",
         }
     ),
