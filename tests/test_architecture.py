@@ -32,7 +32,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "sandbox.base",
             "sandbox.filesystem.directories",  # Jupyter's sockets need a short path
             "sandbox.linux.descriptors",
-            "sandbox.linux.syscall_wrappers",
             "sandbox.template.sandbox_init",
         }
     ),

@@ -239,18 +239,6 @@ async def message_queues(world: PromiseContext) -> None:
         expect(0 < first < 8 and second == first, f"it took {first}, and another sandbox then {second}")
 
 
-promises.probe(
-    "KERN-011",
-    "A call that makes a program unreadable reports success, and the program stays readable for the host.",
-    """
-if c.prctl(4, 0, 0, 0, 0) != 0:
-    print("it is refused")
-if c.prctl(3, 0, 0, 0, 0) != 1:
-    print("it is not dumpable")
-""",
-)
-
-
 def _inotify_limit() -> int:
     return int(Path("/proc/sys/user/max_inotify_instances").read_text())
 

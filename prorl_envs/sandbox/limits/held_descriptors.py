@@ -14,12 +14,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prorl_envs.sandbox.limits.in_flight import WaitingSocket, count_waiting, read_queues
+from prorl_envs.sandbox.limits.in_flight import WaitingSocket, count_waiting, duplicates, read_queues
 from prorl_envs.sandbox.limits.policy import ProcessUse
 from prorl_envs.sandbox.limits.usage import names
 from prorl_envs.sandbox.linux.descriptors import opened
 
 _CHUNK = 1 << 20
+_EPOLL = "anon_inode:[eventpoll]"
 #: File locks that are counted: 16 MB of kernel memory.
 _MOST_LOCKS = 65_537
 #: Descriptors of a sandbox that are inspected, and its share of them if the machine does not limit them. With
@@ -77,12 +78,13 @@ def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] 
             if inspection.result.descriptors + (count := _count(proc, place)) > MOST_DESCRIPTORS:
                 inspection.result.descriptors += count  # more than its share, and reading them takes seconds
                 return inspection.result
-            path = f"{place}/fd"
-            with (
-                contextlib.suppress(OSError),  # it has exited meanwhile
-                opened(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc) as folder,
-            ):
-                inspection.add_table(proc, place, folder, process)
+            try:
+                with opened(f"{place}/fd", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc) as folder:
+                    inspection.add_table(proc, place, folder, process)
+            except PermissionError:
+                inspection.add_duplicates(proc, place, process)
+            except OSError:  # it has exited meanwhile
+                pass
     inspection.add_queues()
     inspection.result.locks = _locks(proc)
     return inspection.result
@@ -115,17 +117,32 @@ class _Inspection:
         for number in os.listdir(folder):
             with contextlib.suppress(OSError):  # closed meanwhile
                 status = os.stat(number, dir_fd=folder)
-                self.result.descriptors += 1
-                file = (status.st_dev, status.st_ino)
-                if file == _machine.anonymous:
-                    if os.readlink(number, dir_fd=folder) == "anon_inode:[eventpoll]":
-                        self.result.epolls.append(f"{place}/fdinfo/{number}")
-                elif stat.S_ISSOCK(status.st_mode) and file not in self._seen:
-                    self._seen.add(file)
-                    count = count_waiting(proc, f"{place}/fdinfo/{number}")
-                    self.result.sockets.append(WaitingSocket(process, int(number), file, count))
-                else:
-                    self._add_file(status, process.pid)
+                anonymous = (status.st_dev, status.st_ino) == _machine.anonymous
+                link = os.readlink(number, dir_fd=folder) if anonymous else ""
+                self._add(proc, place, process, number, status, link)
+
+    def add_duplicates(self, proc: int, place: str, process: ProcessUse) -> None:
+        """Add the descriptors of a process that is not dumpable. Its `fd` belongs to root, but this user, who
+        owns its user namespace, may list `fdinfo` and duplicate them."""
+        with contextlib.suppress(OSError):  # it has exited meanwhile, or this machine forbids duplicates
+            for number, status in duplicates(process, names(proc, f"{place}/fdinfo")):
+                self._add(proc, place, process, number, status, _EPOLL)
+
+    def _add(
+        self, proc: int, place: str, process: ProcessUse, number: str, status: os.stat_result, link: str
+    ) -> None:
+        """Add a descriptor. `link` matters only for anonymous files."""
+        self.result.descriptors += 1
+        file = (status.st_dev, status.st_ino)
+        if file == _machine.anonymous:
+            if link == _EPOLL:
+                self.result.epolls.append(f"{place}/fdinfo/{number}")
+        elif stat.S_ISSOCK(status.st_mode) and file not in self._seen:
+            self._seen.add(file)
+            count = count_waiting(proc, f"{place}/fdinfo/{number}")
+            self.result.sockets.append(WaitingSocket(process, int(number), file, count))
+        else:
+            self._add_file(status, process.pid)
 
     def add_queues(self) -> None:
         """Add the descriptors that wait in the sockets found."""

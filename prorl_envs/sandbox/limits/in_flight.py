@@ -212,6 +212,30 @@ def _peek(sock: socket.socket) -> list[int] | None:
     return fds.tolist() if data or fds else None
 
 
+def duplicates(process: ProcessUse, numbers: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the status of the files behind descriptors of a process, by duplicating each for a moment.
+
+    Raises:
+        OSError: the process has exited, or this machine forbids duplicates.
+    """
+    for pid in _on_host({process}).get(process, [])[:1]:
+        pidfd = os.pidfd_open(pid)
+        try:
+            for number in numbers:
+                try:
+                    fd = syscall(_PIDFD_GETFD, pidfd, int(number), 0)
+                except OSError as error:
+                    if error.errno == errno.EBADF:  # closed meanwhile
+                        continue
+                    raise
+                try:
+                    yield number, os.fstat(fd)
+                finally:
+                    os.close(fd)
+        finally:
+            os.close(pidfd)
+
+
 def _duplicate(waits: WaitingSocket, candidates: Sequence[int]) -> int | None:
     """Return a duplicate of the socket; None if no candidate has it: a thread's own table may.
 

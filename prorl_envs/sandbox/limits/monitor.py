@@ -257,9 +257,12 @@ def check_sandbox(
 def _hides(watch: SandboxMonitor, process: ProcessUse) -> bool:
     """Return True for a process that this user may not read, so that its memory and files do not count.
 
-    A fork of a tool server cannot be read either until it has started its program.
+    A fork of a tool server cannot be read either until it has started its program. Where tool servers are
+    inside, there is no user namespace of this user's, so that programs may hide, such as a grader's.
     """
-    forked = process.forked and process.parent in {0, *watch.sandbox.servers_inside}
+    if watch.sandbox.servers_inside:
+        return False
+    forked = process.forked and process.parent == 0
     return not (process.readable or (forked and process.ticks < _STARTING_TICKS))
 
 

@@ -84,8 +84,9 @@ def _use_at(proc: int, place: str) -> tuple[ProcessUse | None, bool]:
     """Return what a process's or thread's directory shows, None if it is gone; and whether it has exited."""
     with contextlib.suppress(OSError), opened(f"{place}/stat", dir_fd=proc) as fd:
         text = os.read(fd, _STAT_BYTES)
-        readable = os.fstat(fd).st_uid == os.geteuid() or os.access(
-            f"{place}/fd", os.R_OK, dir_fd=proc, effective_ids=True
+        readable = os.fstat(fd).st_uid == os.geteuid() or any(
+            os.access(f"{place}/{name}", os.R_OK, dir_fd=proc, effective_ids=True)
+            for name in ("fd", "fdinfo")
         )
         if not readable:  # or it has released its memory since, because it exits
             text = os.pread(fd, _STAT_BYTES, 0)

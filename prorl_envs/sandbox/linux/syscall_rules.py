@@ -8,8 +8,6 @@ the whole machine or the whole user, so that one sandbox could take it from all 
 import errno
 from dataclasses import dataclass, field
 
-from prorl_envs.sandbox.linux.syscall_wrappers import DUMPABLE_MARK, PR_SET_DUMPABLE
-
 # Address families, and protocols of three of them.
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _INTERNET = (_AF_INET, _AF_INET6)
@@ -37,7 +35,7 @@ class Rule:
 
     Args:
         argument: its index.
-        code: the error number returned; 0 reports success, without an effect.
+        code: the error number returned.
         mask: bits of the argument that are compared; all by default.
         any_bit: refused if one of these bits is set.
         values: refused if the argument is one of these.
@@ -98,9 +96,6 @@ BY_ARGUMENT: dict[str, tuple[Rule, ...]] = {
     "fcntl": (
         Rule(argument=1, code=errno.EINVAL, values=(_F_SETLEASE, _F_NOTIFY, _F_SETDELEG, *_F_OFD_LOCKS)),
     ),
-    # The watchdog of an ordinary user cannot read a process that is not dumpable, and kills it. Programs that
-    # keep keys (ssh-agent, gpg-agent) make themselves so, and must not be killed.
-    "prctl": (Rule(argument=2, code=0, allowed=(DUMPABLE_MARK,), only_if=Condition(0, (PR_SET_DUMPABLE,))),),
 }
 
 
@@ -181,7 +176,6 @@ ARCHITECTURES = {
             "socket": 41,
             "socketpair": 53,
             "fcntl": 72,
-            "prctl": 157,
         },
         emulated={
             "chown": 92,
@@ -233,7 +227,6 @@ ARCHITECTURES = {
             "socket": 198,
             "socketpair": 199,
             "fcntl": 25,
-            "prctl": 167,
         },
         emulated={
             "fchownat": 54,

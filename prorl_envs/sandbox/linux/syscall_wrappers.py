@@ -14,10 +14,6 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
-#: Third argument of our own calls with PR_SET_DUMPABLE, which the kernel ignores. Without it, they have no
-#: effect in a sandbox: see `syscall_rules.py`.
-DUMPABLE_MARK = 0x70726F72
-
 #: Capabilities of an emulated root, in the user namespace of its sandbox alone: they apply to files of this
 #: user, the only one that the namespace knows. CAP_DAC_OVERRIDE overwrites read-only files, which package
 #: managers do; CAP_SYS_CHROOT changes the root directory, as their scripts for an installation elsewhere do.
@@ -35,11 +31,6 @@ def prctl(option: int, argument: int = 0, second: int = 0) -> int:
     """Call prctl(2). Raises OSError if the kernel refuses."""
     result: int = _libc.prctl(option, argument, second, 0, 0)
     return result if result >= 0 else _checked(result, f"prctl {option}")
-
-
-def set_dumpable(dumpable: bool) -> None:
-    """Set whether processes of the same user may trace and read this one. Raises OSError if it fails."""
-    prctl(PR_SET_DUMPABLE, dumpable, DUMPABLE_MARK)
 
 
 def syscall(number: int, *arguments: int) -> int:

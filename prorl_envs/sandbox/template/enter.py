@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from prorl_envs.sandbox.linux.descriptors import opened
 from prorl_envs.sandbox.linux.seccomp import install_filter, install_root_emulation
 from prorl_envs.sandbox.linux.syscall_wrappers import (
+    PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
     ROOT_CAPABILITIES,
     drop_capabilities,
     prctl,
-    set_dumpable,
 )
 
 NAMESPACES = (
@@ -99,7 +99,7 @@ def drop_privileges(
     if emulate_root:
         install_root_emulation()
     # Processes of the same uid cannot trace or read this one. A change of capabilities resets the flag.
-    set_dumpable(False)
+    prctl(PR_SET_DUMPABLE, 0)
     die_with_parent(parent)
     os.environ.clear()
     os.environ.update(env)

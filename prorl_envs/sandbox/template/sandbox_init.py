@@ -25,10 +25,10 @@ from prorl_envs.sandbox.linux.kernel_settings import (
 )
 from prorl_envs.sandbox.linux.seccomp import install_filter
 from prorl_envs.sandbox.linux.syscall_wrappers import (
+    PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     drop_capabilities,
     prctl,
-    set_dumpable,
 )
 from prorl_envs.sandbox.template.enter import offer_to_oom_killer
 from prorl_envs.sandbox.template.route import add_own_default_route
@@ -77,7 +77,7 @@ def become_init(*, route: bool, settings: Sequence[Setting]) -> tuple[dict[str, 
     descriptors = [os.pidfd_open(os.getpid()), os.open("/", os.O_PATH | os.O_DIRECTORY)]
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     install_filter()
-    set_dumpable(False)
+    prctl(PR_SET_DUMPABLE, 0)
     # A signal from inside reaches this process only if it has a handler, as Python sets for SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return found, descriptors

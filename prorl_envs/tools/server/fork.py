@@ -1,6 +1,7 @@
 """Children of a tool server that fork without exec: the Python kernel, and the killer of all processes."""
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -12,11 +13,11 @@ import traceback
 from importlib.machinery import PathFinder
 
 from prorl_envs.sandbox.linux.descriptors import close_all_but, opened, reopen_libraries
-from prorl_envs.sandbox.linux.syscall_wrappers import set_dumpable
 from prorl_envs.sandbox.template import sandbox_init
 
 #: Timeout of sending a cell, in seconds. Between cells, a kernel only reads.
 SEND_TIMEOUT_S = 5.0
+_PR_SET_DUMPABLE = 4
 _KILL_ROUNDS = 1000
 _KILL_ATTEMPTS = 20
 _KILL_TIMEOUT_MS = 1000
@@ -162,7 +163,7 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
         reopen_libraries()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # The kernel is accessible to the sandbox's processes, as one of them; the server is not.
-        set_dumpable(True)
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
         os.chdir(workdir)
         # The server imports nothing from the sandbox's files; this process may, as part of the sandbox.
         if PathFinder not in sys.meta_path:

@@ -258,7 +258,7 @@ FILTER = (
     Patch(
         "rule for leases",
         _RULES,
-        "values=(_F_SETLEASE, _F_NOTIFY, _F_SETDELEG)",
+        "values=(_F_SETLEASE, _F_NOTIFY, _F_SETDELEG, *_F_OFD_LOCKS)",
         "values=(_F_NOTIFY, _F_SETDELEG)",
         ("KERN-004",),
     ),
@@ -272,13 +272,6 @@ FILTER = (
     ),
     Patch("rule for quotactl", _RULES, '            "quotactl": 179,\n', "", ("KERN-007",)),
     Patch("rule for vmsplice", _RULES, '            "vmsplice": 278,\n', "", ("KERN-007",)),
-    Patch(
-        "rule for PR_SET_DUMPABLE",
-        _RULES,
-        "allowed=(DUMPABLE_MARK,)",
-        "allowed=()",
-        ("KERN-011",),
-    ),
     Patch(
         "rule for memfd_secret",
         _RULES,
