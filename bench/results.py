@@ -85,11 +85,11 @@ def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
     """Return the targets of figure 1."""
     ours = median_of(rows, catalogue.OURS, "seconds")
     claims = [
-        _claim(rows, catalogue.PTY, "action, times the raw pty", 5, True, lambda floor: ratio(ours, floor))
+        _claim(rows, catalogue.PTY, "action, times the raw pty", 8, True, lambda floor: ratio(ours, floor))
     ]
     for entry, times in (
-        (catalogue.SWE_REX, 400),
-        (catalogue.SWE_REX_HTTP, 400),
+        (catalogue.SWE_REX, 250),
+        (catalogue.SWE_REX_HTTP, 250),
         (catalogue.INSTANCE, 300),
         (catalogue.OH_OLD, 2000),
     ):
