@@ -21,8 +21,8 @@ from prorl_envs.sandbox.linux.descriptors import opened
 
 _CHUNK = 1 << 20
 _EPOLL = "anon_inode:[eventpoll]"
-#: File locks that are counted: 16 MB of kernel memory.
-_MOST_LOCKS = 65_537
+#: A sandbox's share of file locks, which the kernel does not limit; more are not counted. They take 16 MB.
+MOST_LOCKS = 65_536
 #: Descriptors of a sandbox that are inspected, and its share of them if the machine does not limit them. With
 #: their files, so many descriptors take 125 MB of kernel memory.
 MOST_DESCRIPTORS = 131_072
@@ -94,7 +94,7 @@ def _locks(proc: int) -> int:
     """Count the file locks that the sandbox's /proc shows: those of its processes."""
     with opened("locks", dir_fd=proc) as fd:
         count = 0
-        while count < _MOST_LOCKS and (data := os.read(fd, _CHUNK)):
+        while count <= MOST_LOCKS and (data := os.read(fd, _CHUNK)):
             count += data.count(b"\n")
         return count
 

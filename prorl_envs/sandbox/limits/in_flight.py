@@ -99,21 +99,22 @@ def buffered(sockets: Sequence[WaitingSocket]) -> dict[int, int]:
             return {}
         if fd is not None:
             with socket.socket(fileno=fd) as sock:
-                own[waits.process.pid] += _own_bytes(sock)
-                unread[waits.process.pid] += _unread_bytes(sock)
+                size = _own_bytes(sock)
+                own[waits.process.pid] += size
+                unread[waits.process.pid] += _unread_bytes(sock) if sock.family == socket.AF_UNIX else size
     # A Unix socket's messages count for their sender, which may be closed, and again where they are unread.
     return max(own, unread, key=Counter.total)
 
 
 def _own_bytes(sock: socket.socket) -> int:
+    """Return the bytes that the kernel counts for a socket."""
     meminfo = array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO_BYTES))
     received, _, allocated, _, reserved, queued, options, backlog, *_ = meminfo
     return received + max(allocated, queued) + reserved + options + backlog
 
 
 def _unread_bytes(sock: socket.socket) -> int:
-    if sock.family != socket.AF_UNIX:
-        return _own_bytes(sock)
+    """Return the bytes that a Unix socket has not read."""
     first = array.array("i", [0])
     with contextlib.suppress(OSError):  # it listens
         fcntl.ioctl(sock, termios.FIONREAD, first)

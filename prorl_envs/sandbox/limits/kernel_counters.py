@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prorl_envs.sandbox.limits.held_descriptors import MOST_DESCRIPTORS, Holdings
+from prorl_envs.sandbox.limits.held_descriptors import MOST_DESCRIPTORS, MOST_LOCKS, Holdings
 from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES
 
-#: A sandbox's share of file locks, which the kernel does not limit: 16 MB.
-_LOCKS = 65_536
 #: A counter of this size or more is unlimited: systemd sets `fs.file-max` to such a value.
 UNLIMITED = 1 << 62
 #: A sandbox's share is the size divided by this.
@@ -77,7 +75,9 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
         size=SOFT_OPEN_FILES,
         share=SOFT_OPEN_FILES // _IN_FLIGHT_DIVISOR,
     )
-    found["locks"] = Counter(name="file locks", source="", size=UNLIMITED, share=_LOCKS, machine=True)
+    found["locks"] = Counter(
+        name="file locks", source="of the kernel", size=UNLIMITED, share=MOST_LOCKS, machine=True
+    )
     files = _setting(proc / "sys/fs/file-max") or UNLIMITED
     found["descriptors"] = Counter(
         name="open files",

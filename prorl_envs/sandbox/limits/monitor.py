@@ -472,7 +472,8 @@ def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> N
     limits, size, files = watch.limits, watch.tree_use.size + unlinked, watch.tree_use.files
     if watch.tree_use.too_deep:
         watch.why = f"its directories are nested more than {DEPTH_LIMIT} deep, so its files cannot be counted"
-    elif limits.disk_bytes is not None and size > limits.disk_bytes:
+        return
+    if limits.disk_bytes is not None and size > limits.disk_bytes:
         reason = f"the sandbox's disk limit of {size_words(limits.disk_bytes)} was reached"
         now, far = size, size > 2 * limits.disk_bytes
     elif limits.disk_files is not None and files > limits.disk_files:
@@ -481,7 +482,7 @@ def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> N
     else:
         watch.judged_excess = watch.offences = 0
         return
-    if watch.why or now <= watch.judged_excess:
+    if now <= watch.judged_excess:
         return
     watch.judged_excess, watch.offences = now, watch.offences + 1
     if far or proc is None:
