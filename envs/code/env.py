@@ -23,6 +23,7 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
     """Programming problems: a file to write, graded by hidden tests."""
 
     name = "code"
+    repeatable = True
     task_type = CodeTask
     python = PythonEngine.FORKED
     sandbox_tools = (BASH, EDITOR, PYTHON)

@@ -67,6 +67,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
 
     name = "stem"
     needs_isolation = False
+    repeatable = True
     task_type = StemTask
     python = PythonEngine.FORKED
     host_tools = (SEARCH,)

@@ -119,6 +119,7 @@ def _files(name: str, flavour: str) -> dict[str, str]:
         f"{name}/data/example.jsonl": specific.joinpath("example.jsonl").read_text("utf-8"),
         f"tests/test_{name}.py": filled(common / "test.py.txt"),
         f"{server}/app.py": filled(common / "app.py.txt"),
+        f"{server}/task_data.py": filled(common / "task_data.py.txt"),
         f"{server}/configs/prorl_{name}.yaml": filled(common / "server.yaml.txt"),
         f"{server}/requirements.txt": filled(common / "requirements.txt"),
         f"{server}/tests/test_app.py": filled(common / "test_app.py.txt"),

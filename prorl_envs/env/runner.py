@@ -1,4 +1,4 @@
-"""Thread with an event loop, for synchronous callers of asynchronous environments."""
+"""Thread with an event loop, for callers of asynchronous environments that have no event loop, or several."""
 
 import asyncio
 import threading
@@ -36,6 +36,12 @@ class Runner:
         self.start()
         return self._wait(self._with_node(make))
 
+    async def run_from_loop[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
+        """Run `make(node)` like `run`, for a caller in another event loop. A cancelled caller cancels it."""
+        self.start()
+        work = asyncio.run_coroutine_threadsafe(self._with_node(make), self._loop.result())
+        return await asyncio.wrap_future(work)
+
     def close(self) -> None:
         """Close the node, stop the loop and join the thread. Idempotent; another `run` starts it again."""
         if self._thread is None:
@@ -55,7 +61,7 @@ class Runner:
         # A daemon thread, so that an environment that was not closed does not keep the interpreter from
         # exiting. The driver's processes die with this thread.
         self._thread = threading.Thread(
-            target=asyncio.run, args=(self._main(),), name="prorl-gym", daemon=True
+            target=asyncio.run, args=(self._main(),), name="prorl-runner", daemon=True
         )
         self._thread.start()
 
