@@ -60,10 +60,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "catalog": frozenset({"errors", "config", "sandbox.base", "env", "remote"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
     "gym": frozenset({"errors", "strict_json", "sandbox", "tools", "env", "config", "catalog"}),
-    # Its agent is a client of the rollout service.
+    # A server opens its node as commands do; the agent is a client of the rollout service.
     "nemo": frozenset(
         {"errors", "strict_json", "sandbox", "images", "tools", "env", "config", "catalog", "model.types"}
-        | {"rollout.api", "rollout.client"}
+        | {"rollout.api", "rollout.client", "app.compose"}
     ),
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.
     "trainers": frozenset({"errors", "model.types", "rollout.api", "rollout.client"}),
@@ -151,7 +151,7 @@ def modules() -> list[Path]:
 
 def package_of(path: Path) -> str:
     if not path.is_relative_to(PACKAGE):
-        return "apps" if path.name == "app.py" else "envs"
+        return "apps" if path.parent.name == "server" and path.parts[-3] == "nemo" else "envs"
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 

@@ -4,12 +4,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Self
 
 from prorl_envs.env.node import Node
 
-#: Creates the node of a runner; called within its loop.
-type NodeFactory = Callable[[], Node]
+#: Opens the node of a runner; called within its loop.
+type NodeFactory = Callable[[], AbstractAsyncContextManager[Node]]
 
 
 class Runner:
@@ -17,12 +18,14 @@ class Runner:
     an unused environment is cheap, and the process can still fork.
 
     Args:
-        node: creates the node.
+        node: opens the node.
     """
 
     def __init__(self, node: NodeFactory = Node.local) -> None:
-        self._make_node = node
+        self._open_node = node
         self._node: Node | None = None
+        self._opening = asyncio.Lock()
+        self._exits = AsyncExitStack()
         self._thread: threading.Thread | None = None
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
@@ -84,11 +87,11 @@ class Runner:
         await self._stop.wait()
 
     async def _with_node[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
-        if self._node is None:
-            self._node = self._make_node()
+        async with self._opening:
+            if self._node is None:
+                self._node = await self._exits.enter_async_context(self._open_node())
         return await make(self._node)
 
     async def _close_node(self) -> None:
-        node, self._node = self._node, None
-        if node is not None:
-            await node.aclose()
+        self._node = None
+        await self._exits.aclose()

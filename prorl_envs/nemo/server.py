@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from nemo_gym.openai_utils import NeMoGymResponse
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import PrivateAttr
 
+from prorl_envs.app.compose import node
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment
@@ -71,7 +73,7 @@ class EnvironmentServer(SimpleResourcesServer):
     _family: type[Environment[Any]] = PrivateAttr()
     _sessions: Sessions = PrivateAttr()
     # The sessions have an event loop of their own: NeMo Gym's checks send each request from another one.
-    _runner: Runner = PrivateAttr(default_factory=Runner)
+    _runner: Runner = PrivateAttr()
     _node: Node = PrivateAttr()
     _expiring: asyncio.Task[None] | None = PrivateAttr(default=None)
 
@@ -84,7 +86,9 @@ class EnvironmentServer(SimpleResourcesServer):
 
     def setup_webserver(self) -> FastAPI:
         config = self.config
-        self._family = Catalog.of(load_settings(config.config)).family(config.environment)
+        settings = load_settings(config.config)
+        self._family = Catalog.of(settings).family(config.environment)
+        self._runner = Runner(partial(node, settings))
         limits = SessionLimits(
             open=config.max_sessions,
             idle_s=config.idle_s,
@@ -134,8 +138,8 @@ class EnvironmentServer(SimpleResourcesServer):
 
         Raises:
             InputError: the row carries no valid task.
-            RolloutFailure: the episode did not start, and failures are configured as errors, or the caller
-                chose the session's id: an environment server of NeMo Gym repeats or reports a failed seed.
+            RolloutFailure: the episode did not start, and failures are configured as errors; or the caller
+                chose the session's id, and another attempt may succeed: NeMo Gym then tries again.
         """
         chosen = body.resources_session_id
         if chosen is not None:
@@ -145,7 +149,7 @@ class EnvironmentServer(SimpleResourcesServer):
             await self._run(lambda: self._sessions.open(session_id, row))
         except RolloutFailure as failure:
             _log(failure, "seed_session")
-            if chosen is not None or not self.config.masks:
+            if not self.config.masks or (chosen is not None and failure.retryable):
                 raise
             # The agent continues, every tool answers that the episode is over, and `verify` masks the sample.
         return SeedResponse() if chosen is None else SeededResponse(resources_session_id=chosen)

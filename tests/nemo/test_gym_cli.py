@@ -37,6 +37,7 @@ from prorl_envs.testing.openai_face import FakeBehaviour, scripted_openai
 from tests.nemo.gym import (
     CHECKOUT,
     GYM,
+    HAS_ENVIRONMENT_SERVERS,
     RECORDING,
     SCAFFOLD,
     SITE,
@@ -168,7 +169,9 @@ def running(
 ) -> Iterator[Gym]:
     """NeMo Gym with all families, the shell tasks again for an agent that steps, and the rollout service's
     agent."""
-    configs = [config(root, name, f"prorl_{name}") for name in (*FAMILIES, *NEW)]
+    flavour = "single_agent_turn" if HAS_ENVIRONMENT_SERVERS else "prorl_{}"
+    configs = [config(root, name, flavour.format(name)) for name in FAMILIES]
+    configs += [config(root, name, f"prorl_{name}") for name in NEW]
     configs += [config(root, "bash", "gymnasium"), AGENT]
     selection = [flag for path in configs for flag in ("--config", str(path))]
     with (tmp_path_factory.mktemp("log") / "gym.log").open("w") as log:
@@ -201,10 +204,14 @@ def example_rows(root: GymRoot, name: str) -> list[dict[str, Any]]:
     return read_jsonl(server_folder(root, name) / EXAMPLE)[: ROWS.get(name, COUNT)]
 
 
-@pytest.mark.parametrize("flavour", ["", "/gymnasium"])
+@pytest.mark.parametrize("flavour", ["", "/gymnasium", "/single_agent_turn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_configuration_is_valid(root: GymRoot, name: str, flavour: str) -> None:
     selection = ["--resources-server", f"prorl_{name}{flavour}", "--model-type", "openai_model"]
+    if flavour == "/single_agent_turn":
+        if not HAS_ENVIRONMENT_SERVERS:
+            pytest.skip("NeMo Gym 0.7 has environment servers")
+        selection.append("+error_on_agent_without_environment_server=true")
     done = gym(root, "env", "validate", *selection)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -306,6 +313,13 @@ def test_the_example_metrics_match_the_examples(root: GymRoot, name: str) -> Non
     if RECORDING:
         stored = text.replace(name, RECORDED_NAME) if name in NEW else text
         recorded_file(root, name, METRICS).write_text(stored + "\n")
+
+
+@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.7 has schemas")
+@pytest.mark.parametrize("name", [*FAMILIES, *NEW])
+def test_the_schema_of_the_tasks(root: GymRoot, name: str) -> None:
+    shown = gym(root, "env", "schema", "--resources-server", server_name(name))
+    assert shown.returncode == 0 and '"task"' in shown.stdout, shown.stdout[-3000:] + shown.stderr[-3000:]
 
 
 def test_the_reference_reaches_reward_1_stepped(running: Gym, tmp_path: Path) -> None:

@@ -249,9 +249,15 @@ def test_a_close_ends_the_sandbox_at_once() -> None:
         assert agent.post("/seed_session", json=typed_seed("two", {"task": TASK})).status_code == 200
 
 
-def test_a_failed_typed_seed_is_an_error_also_with_masks() -> None:
-    with client(failures="mask") as agent:
-        assert agent.post("/seed_session", json=typed_seed("s", {"task": BROKEN})).status_code == 500
+def test_a_typed_seed_that_may_succeed_later_is_an_error_also_with_masks() -> None:
+    with client(failures="mask", max_sessions=1, queue_s=0.1) as agent:
+        for session, task, status in (("one", TASK, 200), ("two", TASK, 503)):
+            agent.cookies.clear()
+            assert agent.post("/seed_session", json=typed_seed(session, {"task": task})).status_code == status
+        agent.post("/close_session", json=typed_close("one"))
+        agent.cookies.clear()
+        assert agent.post("/seed_session", json=typed_seed("three", {"task": BROKEN})).status_code == 200
+        assert verify(agent, BROKEN).json()["failure_kind"] == "prorl:environment"
 
 
 def test_a_row_of_another_family_names_both() -> None:

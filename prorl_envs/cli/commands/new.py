@@ -121,6 +121,7 @@ def _files(name: str, flavour: str) -> dict[str, str]:
         f"{server}/app.py": filled(common / "app.py.txt"),
         f"{server}/task_data.py": filled(common / "task_data.py.txt"),
         f"{server}/configs/prorl_{name}.yaml": filled(common / "server.yaml.txt"),
+        f"{server}/configs/single_agent_turn.yaml": filled(common / "single_agent_turn.yaml.txt"),
         f"{server}/requirements.txt": filled(common / "requirements.txt"),
         f"{server}/tests/test_app.py": filled(common / "test_app.py.txt"),
         f"{server}/{ROLLOUTS}": recorded(ROLLOUTS),
