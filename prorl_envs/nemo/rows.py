@@ -27,7 +27,7 @@ _SOLUTION = frozenset({"reference", "reference_answer"})
 #: Fields of a NeMo Gym row or request beside the task.
 _FRAMEWORK_KEYS = frozenset({"responses_create_params", "agent_ref", "task_source", "response"})
 #: Families that ship with a resources server.
-BUILT_IN = ("bash", "code", "ipython", "math", "stem", "swebench")
+BUILT_IN = ("bash", "code", "ipython", "math", "stem", "swebench", "terminal")
 
 
 def server_name(environment: str) -> str:

@@ -14,6 +14,7 @@ it:
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -86,7 +87,7 @@ class EnvironmentServer(SimpleResourcesServer):
 
     def setup_webserver(self) -> FastAPI:
         config = self.config
-        settings = load_settings(config.config)
+        settings = load_settings(config.config, os.environ)
         self._family = Catalog.of(settings).family(config.environment)
         self._runner = Runner(partial(node, settings))
         limits = SessionLimits(

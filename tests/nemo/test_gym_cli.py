@@ -165,7 +165,7 @@ def installed_tasks(root: GymRoot, name: str) -> list[Task]:
 
 @pytest.fixture(scope="module")
 def running(
-    root: GymRoot, model_url: str, service: str, tmp_path_factory: pytest.TempPathFactory
+    root: GymRoot, model_url: str, service: str, base_image: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gym]:
     """NeMo Gym with all families, the shell tasks again for an agent that steps, and the rollout service's
     agent."""

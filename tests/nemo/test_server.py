@@ -23,12 +23,14 @@ from responses_api_agents.simple_agent.app import SimpleAgent, SimpleAgentConfig
 
 from prorl_envs.env.base import ReferenceCall
 from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.nemo.examples import EXAMPLE, read_jsonl
 from prorl_envs.nemo.failures import TOOL_UNAVAILABLE
 from prorl_envs.nemo.process import live_within
-from prorl_envs.nemo.rows import blank, nemo_row, write_rows
+from prorl_envs.nemo.rows import BUILT_IN, blank, nemo_row, write_rows
 from prorl_envs.nemo.server import EnvironmentServer
 from prorl_envs.nemo.wire import KNOWS_MASKS, KNOWS_SESSIONS, EnvironmentServerConfig
 from prorl_envs.testing.serving import served
+from tests.nemo.gym import CHECKOUT
 from tests.support.kernel import ROW, write_kernel_files
 
 pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("loops_own_pipe")]
@@ -40,9 +42,6 @@ TASK = {
 }
 EASY = TASK | {"id": "easy", "checks": [{"type": "file_absent", "path": "nothing"}]}
 SOLVE = "printf hello > greeting.txt"
-
-
-FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
 
 
 def server_of(environment: str = "bash", **settings: Any) -> EnvironmentServer:
@@ -71,6 +70,11 @@ def client(**settings: Any) -> Iterator[httpx.Client]:
     """Client like an agent's; it keeps the cookies."""
     with serving(**settings) as url, httpx.Client(base_url=url, timeout=60) as agent:
         yield agent
+
+
+def example(name: str) -> dict[str, Any]:
+    """Return the first example row of a family's server."""
+    return read_jsonl(CHECKOUT / "envs" / name / "nemo" / "server" / EXAMPLE)[0]
 
 
 def row(task: dict[str, Any]) -> dict[str, Any]:
@@ -141,11 +145,12 @@ def test_a_jupyter_kernel_of_the_settings(tmp_path: Path) -> None:
     assert (verdict["reward"], verdict["environment"]) == (1.0, "kernel")
 
 
+@pytest.mark.usefixtures("base_image")
 @pytest.mark.timeout(300)  # swebench builds its instance
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_the_verifier_of_each_family(name: str) -> None:
     """Solved, solved again, unsolved, and malformed."""
-    asked = nemo_row(blank(name), json.loads(example_path(name).read_text().splitlines()[0]))
+    asked = example(name)
     reference = load_tasks(name, example_path(name))[0].reference
     nonsense = answer((reference[0].tool, "{no JSON"), ("no_such_tool", "[]"))
 
@@ -205,16 +210,15 @@ def typed_close(session: str) -> dict[str, Any]:
     return {"resources_session_id": session, "episode_id": {"rollout_id": "0-0", "attempt": 0}}
 
 
+@pytest.mark.usefixtures("base_image")
 @pytest.mark.timeout(300)  # swebench builds its instance
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_the_session_contract_of_nemo_gym_holds(name: str) -> None:
     """With and without the server's lifespan; the check sends each request from another event loop."""
     contract = pytest.importorskip("nemo_gym.testing.session_conformance", reason="NeMo Gym 0.7 has it")
     from nemo_gym.base_resources_server import ResourcesSeedSessionRequest
 
-    task = json.loads(example_path(name).read_text().splitlines()[0])
-    asked = nemo_row(blank(name), task)
-    metadata = asked["verifier_metadata"]
+    metadata = example(name)["verifier_metadata"]
     app = server_of(name).setup_webserver()
     for number, data in enumerate(({"verifier_metadata": metadata}, metadata, metadata["task"])):
         seed = ResourcesSeedSessionRequest(**typed_seed(f"s{number}", data))
@@ -274,7 +278,7 @@ def test_an_unknown_setting_is_refused() -> None:
 
 @pytest.mark.parametrize(("name", "mode"), [("math", "stateless"), ("bash", "unsupported")])
 def test_a_stored_rollout_is_verified_again_if_its_verdict_can_be_repeated(name: str, mode: str) -> None:
-    asked = nemo_row(blank(name), json.loads(example_path(name).read_text().splitlines()[0]))
+    asked = example(name)
     reference = load_tasks(name, example_path(name))[0].reference
     said = answer(*((call.tool, json.dumps(call.arguments)) for call in reference))
     lost = {"type": "function_call_output", "call_id": "c0", "output": TOOL_UNAVAILABLE}
