@@ -94,6 +94,7 @@ class SeedRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     resources_session_id: str | None = Field(default=None, min_length=1)
+    task_data: JsonObject | None = None
 
 
 class _Seeded(BaseModel):
