@@ -89,6 +89,9 @@ class EnvironmentServer(SimpleResourcesServer):
         config = self.config
         settings = load_settings(config.config, os.environ)
         self._family = Catalog.of(settings).family(config.environment)
+        if "warm_pool_size" not in settings.sandbox.model_fields_set:  # one per server would take much memory
+            sandbox = settings.sandbox.model_copy(update={"warm_pool_size": 0})
+            settings = settings.model_copy(update={"sandbox": sandbox})
         self._runner = Runner(partial(node, settings))
         limits = SessionLimits(
             open=config.max_sessions,
