@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.
     "trainers": frozenset({"errors", "model.types", "rollout.api", "rollout.client"}),
     "model": frozenset({"errors", "strict_json", "clock", "window", "tools.types"}),
-    "viewer": frozenset({"errors"}),
+    "viewer": frozenset({"errors", "rollout.api.summary"}),
     # A service serves the pages that display it.
     "rollout": frozenset(
         {
@@ -82,19 +82,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "env",
             "tools.types",
             "model",
-            "runs",
             "viewer.assets",
-            "viewer.episodes",
-            "viewer.index",  # the list of runs of a folder
             "viewer.markdown",
-            "viewer.summary",
         }
     ),
-    "runs": frozenset({"errors", "rollout.api", "rollout.client", "rollout.store.summaries", "viewer"}),
-    "exports": frozenset(
-        {"errors", "extras", "rollout.api", "rollout.store.summaries", "runs", "viewer.summary"}
-    ),
-    "loggers": frozenset({"errors", "extras", "runs", "viewer.summary"}),
+    "runs": frozenset({"errors", "rollout.api", "rollout.client", "viewer"}),
+    "exports": frozenset({"errors", "extras", "rollout.api", "runs"}),
+    "loggers": frozenset({"errors", "extras", "rollout.api.summary", "runs"}),
     "testing": frozenset({"errors", "clock", "tools.types", "model", "env", "sandbox", "rollout"}),
     "app": frozenset({"*"}),
     "cli": frozenset({"*"}),

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import Result
-from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.runs.statistics import SOLVED
-from prorl_envs.viewer.summary import Summary
 
 type Value = str | int | float | bool | None
 

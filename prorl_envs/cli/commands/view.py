@@ -15,8 +15,8 @@ from prorl_envs.errors import InputError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from prorl_envs.rollout.api.summary import Summary
     from prorl_envs.viewer.episodes import EpisodeSource, RunInfo, Texts
-    from prorl_envs.viewer.summary import Summary
 
 #: Name of the scripted model's tokenizer, which the demo uses.
 SCRIPTED = "scripted"
