@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tools": frozenset(
         {
             "errors",
+            "strict_json",
             "window",
             "sandbox.base",
             "sandbox.filesystem.directories",  # Jupyter's sockets need a short path

@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.rollout.agent.agent_loop import unicode
 from prorl_envs.rollout.api.caller import OPERATOR, Caller
 from prorl_envs.rollout.api.errors import (
     CompressedBody,
@@ -30,6 +29,7 @@ from prorl_envs.rollout.api.views import ErrorBody, ErrorDetail
 from prorl_envs.rollout.http.auth import TokenStore
 from prorl_envs.rollout.http.logins import cookie_name
 from prorl_envs.rollout.service.leases import Leases
+from prorl_envs.strict_json import encodable
 
 #: Paths without authentication, so that probes need no token. Their responses reveal only yes or no.
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -56,7 +56,7 @@ _RETRY_AFTER_S: dict[type[ProrlError], float] = {QueueFull: 1, Unavailable: 5}
 def error_response(error: ProrlError) -> JSONResponse:
     """Return the HTTP response for an error. All routes use it."""
     wire = to_wire(error)
-    detail = ErrorDetail(type=wire.name, message=unicode(error.message), hint=unicode(error.hint))
+    detail = ErrorDetail(type=wire.name, message=encodable(error.message), hint=encodable(error.hint))
     headers = {}
     if isinstance(error, Retryable):
         seconds = error.retry_after_s or _RETRY_AFTER_S[wire.error]
