@@ -91,7 +91,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "exports": frozenset({"errors", "extras", "rollout.api", "runs"}),
     "loggers": frozenset({"errors", "extras", "rollout.api.summary", "runs"}),
     "testing": frozenset({"errors", "clock", "tools.types", "model", "env", "sandbox", "rollout"}),
-    "app": frozenset({"*"}),
+    # The composition root builds all parts, and prints nothing.
+    "app": frozenset(
+        {"errors", "clock", "config", "sandbox", "images", "env", "catalog", "model", "rollout", "extras"}
+    ),
     "cli": frozenset({"*"}),
 }
 
@@ -114,7 +117,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "service",
         "http",
     ),
-    "cli": ("options", "run_folders", "sources", "output", "commands", "main"),
+    "cli": ("output", "run_loop", "options", "run_folders", "sources", "commands", "main"),
 }
 
 #: Modules of `prorl_envs.testing` that users import, beside those that a command uses.
@@ -199,6 +202,7 @@ def test_imports_point_inward() -> None:
 def test_an_import_outward_is_noticed() -> None:
     assert allowed("rollout", "model.types") and not allowed("model", "rollout.api.types")
     assert not allowed("viewer", "rollout.monitoring.dashboard_state") and not allowed("gym", "cli.main")
+    assert allowed("app", "rollout.service.build") and not allowed("app", "cli.main")
 
 
 def out_of_order(package: str, module: str, target: str) -> bool:

@@ -12,9 +12,7 @@ from typing import Any
 from pydantic import BaseModel, SecretStr
 
 from prorl_envs.catalog import Catalog, entries
-from prorl_envs.cli.output.console import err
 from prorl_envs.config import DEFAULT_STORE, LimitSettings, ModelSettings, ServiceSettings, Settings
-from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
 from prorl_envs.errors import InputError
@@ -42,13 +40,6 @@ from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.select import LAYERED_DRIVERS, choose_driver, make_driver
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
 from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
-
-
-def without_harness(catalog: Catalog, name: str) -> Catalog:
-    """Return a catalog with only the environment `name`, without its harness; print a note if it has one."""
-    if (harness := harness_of(catalog.family(name))) is not None:
-        err.print(f"{name}: runs without the harness {harness.name}, with the environment's own tools")
-    return catalog.without_harness(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +356,7 @@ async def connect(
     name: str | None,
     api_key: str | None,
     earlier: EarlierModel | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Model:
     """Probe the user's model servers, and load the model's tokenizer.
 
@@ -375,6 +367,7 @@ async def connect(
         name: model name; None means the first model that the server lists.
         api_key: bearer token, if the servers need one.
         earlier: model of unfinished jobs, which wait if a server is unavailable.
+        note: called with a line for each unavailable server.
 
     Raises:
         InputError: a server is unavailable and no job is unfinished, a server does not support token ids, the
@@ -386,7 +379,7 @@ async def connect(
         if not report.ok and (earlier is None or not report.unavailable):
             raise InputError(report.problem, hint=report.hint)
         if not report.ok:
-            err.print(f"warning: {report.problem}; unfinished jobs wait for this server")
+            note(f"warning: {report.problem}; unfinished jobs wait for this server")
         name = name or report.model
     if earlier is not None:
         name, tokenizer = name or earlier.name or None, tokenizer or earlier.tokenizer or None
