@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,32 @@ def test_each_part_of_a_package_is_listed(package: str) -> None:
     parts = {path.name.removesuffix(".py") for path in (PACKAGE / package).iterdir()}
     assert parts - {"__init__", "__pycache__", "scaffold"} == set(ORDER[package])
     assert len(ORDER[package]) <= 12
+
+
+def run_imports_of(node: ast.AST) -> Iterator[str]:
+    """Yield the names that the code below a node imports when it runs, so not those for types alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        yield from run_imports_of(child)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {name_of(path): path for path in modules() if path.is_relative_to(PACKAGE)}
+    graph = {}
+    for module, path in files.items():
+        names = set(run_imports_of(ast.parse(path.read_text())))
+        # The public API is imported on first use.
+        graph[module] = ({*names, *(name.rpartition(".")[0] for name in names)} & set(files)) - {"prorl_envs"}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_an_import_against_the_order_is_noticed() -> None:
