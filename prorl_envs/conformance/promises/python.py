@@ -35,23 +35,15 @@ def session(number: str, text: str) -> Callable[[SessionTest], None]:
     return lambda test: add(number, text, lambda _, tools: test(tools))
 
 
-def cells(number: str, text: str, *steps: tuple[str, str]) -> None:
-    """Add a promise that the cells of a session, run in order, print these texts."""
-
-    async def keep(tools: Toolbox) -> None:
-        for code, printed in steps:
-            same((await tools.python(code, timeout_s=_T)).text, printed)
-
-    session(number, text)(keep)
+@session("001", "Names, imports and the directory persist.")
+async def persist(tools: Toolbox) -> None:
+    await tools.python("import os, math\nx = 5\nos.chdir('/tmp')", timeout_s=_T)
+    same((await tools.python("print(x, math.floor(2.5), os.getcwd())", timeout_s=_T)).text, "5 2 /tmp\n")
 
 
-cells(
-    "001",
-    "Names, imports and the directory persist.",
-    ("import os, math\nx = 5\nos.chdir('/tmp')", ""),
-    ("print(x, math.floor(2.5), os.getcwd())", "5 2 /tmp\n"),
-)
-cells("003", "Text of any language passes unchanged.", ("print('héllo ☃')\n'☃'", "héllo ☃\n'☃'\n"), ("", ""))
+@session("003", "Text of any language passes unchanged.")
+async def any_language(tools: Toolbox) -> None:
+    same((await tools.python("print('héllo ☃')\n'☃'", timeout_s=_T)).text, "héllo ☃\n'☃'\n")
 
 
 @session("006", "At its deadline a cell is interrupted; its output and the session are kept.")
