@@ -32,6 +32,7 @@ NEMO_SERVERS = (
     "responses_api_models/openai_model",
     "responses_api_models/vllm_model",
     "environment_servers/legacy_agent",
+    "environment_servers/prorl_rollouts",
 )
 
 
@@ -96,9 +97,10 @@ def _folders() -> Iterator[tuple[str, dict[str, Path]]]:
         else:
             yield server, _entries(_HOME / server)
             yield environment, _entries(_HOME / environment)
-    agent = _HOME / "agents" / "prorl_agent"
+    agent, rollouts = _HOME / "agents" / "prorl_agent", _HOME / "environment_servers" / "prorl_rollouts"
     if agent.is_dir():  # in a checkout
         yield f"responses_api_agents/{agent.name}", _entries(agent)
+        yield f"environment_servers/{rollouts.name}", _entries(rollouts)
 
 
 def _entries(folder: Path) -> dict[str, Path]:

@@ -116,7 +116,7 @@ def test_a_failure_is_never_a_reward(service: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wrong_token_is_reported(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prorl_envs.nemo.agent.AWAY_S", 2.0)
+    monkeypatch.setattr("prorl_envs.nemo.rollouts.AWAY_S", 2.0)
     monkeypatch.setenv("PRORL_SERVER__TOKEN", "another-token-of-some-length")
     with serving(service) as agent:
         refused = agent.post("/run", json=rows()[0])
