@@ -33,7 +33,12 @@ pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300), pytest.mark.usefixture
 @contextmanager
 def serving(service: str, **settings: Any) -> Iterator[httpx.Client]:
     """Serve the environment server over HTTP, with the framework's cancellation of dropped requests."""
-    block = {"entrypoint": "app.py", "service": service, "environment": "bash", "cleanup_timeout_seconds": 5}
+    block: dict[str, Any] = {
+        "entrypoint": "app.py",
+        "service": service,
+        "environment": "bash",
+        "cleanup_timeout_seconds": 5,
+    }
     config = RolloutEnvironmentConfig(name="prorl", host="127.0.0.1", port=0, **block | settings)
     head = BaseServerConfig(host="127.0.0.1", port=0)
     client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
