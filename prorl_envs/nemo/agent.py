@@ -22,7 +22,7 @@ from pydantic import Field, PrivateAttr
 
 from prorl_envs.errors import Cancelled, InputError, ProrlError
 from prorl_envs.nemo.failures import as_error
-from prorl_envs.nemo.process import die_with_parent, live_within
+from prorl_envs.nemo.process import live_within
 from prorl_envs.nemo.rollouts import RolloutSettings, RowRollouts, attempt_id, response, verdict
 from prorl_envs.nemo.server import answer_error
 from prorl_envs.nemo.wire import FailureMode, VerifyResponse, masked, masks
@@ -49,12 +49,6 @@ class RolloutAgent(SimpleResponsesAPIAgent):
     ray_enabled: ClassVar[bool] = False
     config: RolloutAgentConfig
     _rollouts: RowRollouts = PrivateAttr()
-
-    @classmethod
-    def run_webserver(cls) -> FastAPI | None:
-        die_with_parent()
-        app: FastAPI | None = super().run_webserver()
-        return app
 
     def setup_webserver(self) -> FastAPI:
         app: FastAPI = super().setup_webserver()
@@ -108,12 +102,8 @@ class RolloutAgent(SimpleResponsesAPIAgent):
 
 
 async def _unless_disconnected[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. It is cancelled if the caller closes the connection; NeMo Gym 0.4 does not
-    do that. The body of the request must have been read.
-
-    Raises:
-        Cancelled: the caller has closed the connection.
-    """
+    """Return the result of `work`, which is cancelled if the caller closes the connection: NeMo Gym 0.4 does
+    not cancel it. The body of the request must have been read. Raises Cancelled."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,8 +1,7 @@
 """NeMo Gym environment server (0.7 and later): `/run` runs an episode in the rollout service.
 
-It answers an episode request with exactly one of a result and a failure, and a flat row of a dataset with the
-fields of the result, or with `_ng_failure_*` fields. Admission, the time limit of an episode, and the limit
-of its cleanup are those of the framework.
+It answers an episode request with a result or a failure, and a flat row of a dataset with the fields of the
+result or with `_ng_failure_*` fields. The limits of admission, episodes and cleanup are the framework's.
 """
 
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
@@ -18,7 +17,6 @@ from nemo_gym.base_environment_server import (
     CleanupContext,
     HandledEpisodeError,
 )
-from nemo_gym.base_resources_server import BaseRunRequest
 from nemo_gym.config_types import AgentServerRef, AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.openai_utils import NeMoGymResponse
 from nemo_gym.reward_profile import compute_aggregate_metrics
@@ -29,15 +27,15 @@ from nemo_gym.single_agent_turn_types import (
     SingleAgentTurnResult,
 )
 from nemo_gym.task_materialization import materialize_task
-from pydantic import ConfigDict, PrivateAttr, ValidationError
+from pydantic import PrivateAttr
 
 from prorl_envs.errors import FailureKind, InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.failures import as_error, failure_kind, may_succeed_later
-from prorl_envs.nemo.process import die_with_parent, live_within
+from prorl_envs.nemo.process import live_within
 from prorl_envs.nemo.rollouts import RolloutSettings, RowRollouts, attempt_id, response, verdict
 from prorl_envs.nemo.server import answer_error
 from prorl_envs.rollout.api.errors import NotFound, QueueFull
-from prorl_envs.rollout.api.types import Result, Stage
+from prorl_envs.rollout.api.types import Stage
 from prorl_envs.rollout.client.trajectory_checks import NotContiguous
 from prorl_envs.tools.types import JsonObject
 
@@ -56,12 +54,6 @@ class RolloutEnvironmentConfig(BaseEnvironmentServerConfig, RolloutSettings):
     agent_server: AgentServerRef | None = None
 
 
-class FlatRow(BaseRunRequest):
-    """A row of a dataset, as NeMo Gym sends it to servers of agents."""
-
-    model_config = ConfigDict(extra="allow")
-
-
 class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, SingleAgentTurnResponse]):
     """Environment server that delegates episodes to the service named in its configuration."""
 
@@ -70,12 +62,6 @@ class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
     request_model = SingleAgentTurnRequest
     response_model = SingleAgentTurnResponse
     _rollouts: RowRollouts = PrivateAttr()
-
-    @classmethod
-    def run_webserver(cls) -> FastAPI | None:
-        die_with_parent()
-        app: FastAPI | None = super().run_webserver()
-        return app
 
     def setup_webserver(self) -> FastAPI:
         app = FastAPI()
@@ -86,16 +72,20 @@ class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
         live_within(app, self._rollouts.serving)
         return app
 
-    async def run_any(self, body: SingleAgentTurnRequest | FlatRow) -> JsonObject:
-        """Run an episode, and answer in the form of the request.
+    async def run_any(self, body: JsonObject) -> JsonObject:
+        """Run an episode, and answer in the form of the request: an episode request, or a flat row.
 
         Raises:
-            InputError: the ids of a flat row are invalid.
+            InputError: it is neither.
         """
-        if isinstance(body, SingleAgentTurnRequest):
-            answer = await self.run_request(body)
+        is_row = "episode_id" not in body
+        try:
+            request = SingleAgentTurnRequest.model_validate(self._episode(body) if is_row else body)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        answer = await self.run_request(request)
+        if not is_row:
             return answer.model_dump(mode="json")
-        answer = await self.run_request(self._episode(body))
         if answer.result is not None:
             return answer.result.model_dump(mode="json", exclude={"ng_agent_observations"})
         return {
@@ -111,20 +101,21 @@ class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
         task = request.task.task_input
         params = task.responses_create_params
         row = {**task.task_data, "responses_create_params": params.model_dump(mode="json")}
-        cleanup.register_cleanup("rollout", self._rollouts.settle)
         timeout_s = self.config.default_episode_timeout_seconds
+        cleanup.register_cleanup("rollout", self._rollouts.connection.settle)
         try:
             result = await self._rollouts.result(row, request.episode_id.capture_key, timeout_s=timeout_s)
         except ProrlError as error:
             refused = isinstance(error, InputError | QueueFull) and not isinstance(error, NotFound)
             raise _failed(error, "admission" if refused else None) from error
-        if result.failure is not None:
-            stage = _STAGES[result.failure.stage]
-            raise _failed(as_error(result.failure), stage, _partial(result, params.model))
+        answer: NeMoGymResponse | None = None
+        failure: ProrlError | None = as_error(result.failure) if result.failure else None
         try:
             answer = response(result, params.model)
         except NotContiguous as error:
-            raise _failed(error, "agent") from error
+            failure = failure or error
+        if failure is not None:
+            raise _failed(failure, _STAGES[result.failure.stage] if result.failure else "agent", answer)
         found = SingleAgentTurnResult(
             responses_create_params=params,
             response=answer,
@@ -140,27 +131,19 @@ class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
         """Aggregate metrics over the results."""
         return compute_aggregate_metrics(body.verify_responses)
 
-    def _episode(self, row: FlatRow) -> SingleAgentTurnRequest:
+    def _episode(self, row: JsonObject) -> JsonObject:
         """Return the episode request for a flat row. A row without ids gets a random one."""
-        fields = row.model_dump(mode="json", exclude_unset=True)
-        ids = {**fields, "_ng_rollout_id": row.capture_rollout_id, "_ng_attempt_index": None}
-        attempt = fields.get("_ng_attempt_index") or 0
-        try:
-            return SingleAgentTurnRequest.model_validate(
-                {
-                    "episode_id": {"rollout_id": attempt_id(ids) or uuid4().hex, "attempt": attempt},
-                    "task": materialize_task(fields, taskset=self.config.name, task_index=0),
-                }
-            )
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        rollout_id = attempt_id(row | {"_ng_attempt_index": 0}) or uuid4().hex
+        return {
+            "episode_id": {"rollout_id": rollout_id, "attempt": row.get("_ng_attempt_index") or 0},
+            "task": materialize_task(row, taskset=self.config.name, task_index=0),
+        }
 
 
 def _failed(
     error: ProrlError, stage: str | None, partial: NeMoGymResponse | None = None
 ) -> HandledEpisodeError:
-    """Return the error that the framework answers as a failure of the episode."""
+    """Return the error that the framework answers as a failure of the episode, with the answers before it."""
     cancelled = isinstance(error, RolloutFailure) and error.kind is FailureKind.CANCELLED
     return HandledEpisodeError(
         SingleAgentTurnFailure(
@@ -169,14 +152,6 @@ def _failed(
             terminal=not (may_succeed_later(error) or cancelled or isinstance(error, NotFound)),
             failure_kind=failure_kind(error),
             stage=stage,
-            partial_response=partial,
+            partial_response=partial if partial and partial.output else None,
         )
     )
-
-
-def _partial(result: Result, model: str | None) -> NeMoGymResponse | None:
-    """Return the model's answers before a failure, if they are consistent."""
-    try:
-        return response(result, model) if result.trajectory else None
-    except NotContiguous:
-        return None

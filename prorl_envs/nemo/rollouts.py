@@ -1,10 +1,9 @@
 """Rollouts of NeMo Gym rows by a rollout service, for our agent server and our environment server.
 
 NeMo Gym repeats a request whose connection broke, and a resumed run repeats its unfinished rows. With the
-setting `run_id`, the rollout's id in the service follows from the run, from NeMo Gym's id of the attempt, and
-from a digest of the request. A repeated request then gets the result of the first one, also after this
-server, the service or the connection failed. NeMo Gym's ids alone do not suffice: each run numbers its rows
-from 0-0.
+setting `run_id`, a rollout's id in the service consists of the run, NeMo Gym's id of the attempt and a digest
+of the request, so a repeated request gets the result of the first one, whatever failed in between. NeMo Gym's
+ids alone do not suffice: each run numbers its rows from 0-0.
 """
 
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
@@ -23,11 +22,9 @@ from uuid import uuid4
 from nemo_gym.openai_utils import NeMoGymResponse
 from pydantic import BaseModel, Field, ValidationError
 
-from prorl_envs.env.base import Grade
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.responses import output_items, usage
 from prorl_envs.nemo.rows import task_row
-from prorl_envs.nemo.wire import graded
 from prorl_envs.rollout.api.errors import NotFound, Unavailable
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result
 from prorl_envs.tools.types import JsonObject
@@ -55,7 +52,7 @@ class RolloutSettings(BaseModel):
 
 
 class RowRollouts:
-    """Rollouts of rows. Use it within `serving`."""
+    """Rollouts of rows. Use it within `serving`; `connection` is the connection to the service."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings
@@ -64,7 +61,7 @@ class RowRollouts:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Connect to the service while the context is open."""
-        async with Rollouts(self._settings.service) as self._rollouts:
+        async with Rollouts(self._settings.service) as self.connection:
             yield
             for running in self._running.values():
                 running.cancel()
@@ -72,13 +69,11 @@ class RowRollouts:
     async def result(
         self, row: Mapping[str, Any], attempt_id: str | None, *, timeout_s: float | None
     ) -> Result:
-        """Run a rollout of a row, or return the result of an earlier request for it.
-
-        If this call is cancelled, a rollout that can be requested again continues; others are cancelled.
+        """Run a rollout of a row, or return the result of an earlier request for it. If this call is
+        cancelled, the rollout continues if it can be requested again, and otherwise is cancelled.
 
         Args:
-            row: the row: its task, and the sampling parameters in `responses_create_params`.
-            attempt_id: see `attempt_id`.
+            row: its task and its `responses_create_params` are read; `attempt_id`: see there.
             timeout_s: seconds after which the rollout is cancelled, including its time in the queue.
 
         Raises:
@@ -87,27 +82,23 @@ class RowRollouts:
         """
         group, repeatable = self._group(row, attempt_id)
         try:
-            await self._rollouts.ready(AWAY_S)
+            await self.connection.ready(AWAY_S)
         except (InputError, TimeoutError) as error:
             where = self._settings.service
             raise Unavailable(f"the rollout service at {where} does not answer: {error}") from error
         if not repeatable:
-            [result] = await self._rollouts.group(group, timeout_s=timeout_s)
+            [result] = await self.connection.group(group, timeout_s=timeout_s)
             return result
         if (running := self._running.get(group.id)) is None:
             running = self._running[group.id] = asyncio.create_task(self._repeatable(group, timeout_s))
             running.add_done_callback(lambda _: self._running.pop(group.id))
         return await asyncio.shield(running)
 
-    async def settle(self) -> None:
-        """Wait until the service has been told which rollouts are cancelled."""
-        await self._rollouts.settle()
-
     async def _repeatable(self, group: GroupRequest, timeout_s: float | None) -> Result:
         with contextlib.suppress(NotFound):  # a cancelled rollout has no result to return: run another one
-            while (await self._rollouts.client.group(group.id)).jobs[0].state is JobState.CANCELLED:
+            while (await self.connection.client.group(group.id)).jobs[0].state is JobState.CANCELLED:
                 group = group.model_copy(update={"id": f"{group.id}:again"})
-        [result] = await self._rollouts.group(group, timeout_s=timeout_s, keep=True)
+        [result] = await self.connection.group(group, timeout_s=timeout_s, keep=True)
         return result
 
     def _group(self, row: Mapping[str, Any], attempt_id: str | None) -> tuple[GroupRequest, bool]:
@@ -161,6 +152,9 @@ def response(result: Result, model: str | None) -> NeMoGymResponse:
 
 def verdict(result: Result) -> JsonObject:
     """Return the fields of a verify response for a result with a reward."""
-    assert result.reward is not None
-    grade = Grade(reward=result.reward, components=result.components, evidence=result.evidence)
-    return {"mask_sample": result.mask_sample, **graded(grade)}
+    return {
+        "reward": result.reward,
+        "mask_sample": result.mask_sample,
+        "reward_components": result.components,
+        "evidence": result.evidence,
+    }
