@@ -78,22 +78,15 @@ class RolloutAgent(SimpleResponsesAPIAgent):
         row = await request.json()  # `body` has only the fields that NeMo Gym declares
         running = self._rollouts.result(row, attempt_id(row), timeout_s=self.config.timeout_s)
         result = await _unless_disconnected(request, running)
-        params = body.responses_create_params
-        if result.failure is None:
-            found = verdict(result)
-        else:
+        params, found = body.responses_create_params, verdict(result)
+        if result.failure is not None:
             failure = as_error(result.failure)
             logger.warning("%s has no reward: %s", result.job_id, failure)
             if not masks(self.config.failures):
                 raise failure
-            found = masked(failure)
-        return VerifyResponse(
-            responses_create_params=params,
-            response=response(result, params.model),
-            environment=result.environment,
-            task_id=result.task_id,
-            **found,
-        )
+            found |= masked(failure)
+        answer = response(result, params.model)
+        return VerifyResponse(responses_create_params=params, response=answer, **found)
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Aggregate metrics over the samples that have a reward."""

@@ -34,7 +34,7 @@ from prorl_envs.nemo.failures import as_error, failure_kind, may_succeed_later
 from prorl_envs.nemo.process import live_within
 from prorl_envs.nemo.rollouts import RolloutSettings, RowRollouts, attempt_id, response, verdict
 from prorl_envs.nemo.server import answer_error
-from prorl_envs.rollout.api.errors import NotFound, QueueFull
+from prorl_envs.rollout.api.errors import QueueFull
 from prorl_envs.rollout.api.types import Stage
 from prorl_envs.rollout.client.trajectory_checks import NotContiguous
 from prorl_envs.tools.types import JsonObject
@@ -106,7 +106,7 @@ class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
         try:
             result = await self._rollouts.result(row, request.episode_id.capture_key, timeout_s=timeout_s)
         except ProrlError as error:
-            refused = isinstance(error, InputError | QueueFull) and not isinstance(error, NotFound)
+            refused = isinstance(error, QueueFull) or not may_succeed_later(error)
             raise _failed(error, "admission" if refused else None) from error
         answer: NeMoGymResponse | None = None
         failure: ProrlError | None = as_error(result.failure) if result.failure else None
@@ -116,16 +116,9 @@ class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
             failure = failure or error
         if failure is not None:
             raise _failed(failure, _STAGES[result.failure.stage] if result.failure else "agent", answer)
-        found = SingleAgentTurnResult(
-            responses_create_params=params,
-            response=answer,
-            environment=result.environment,
-            task_id=result.task_id,
-            **verdict(result),
-        )
-        return SingleAgentTurnResponse(
-            episode_id=request.episode_id, task_id=request.task.task_id, result=found
-        )
+        graded = {"responses_create_params": params, "response": answer, **verdict(result)}
+        ids = {"episode_id": request.episode_id, "task_id": request.task.task_id}
+        return SingleAgentTurnResponse(**ids, result=SingleAgentTurnResult(**graded))
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Aggregate metrics over the results."""
@@ -148,8 +141,7 @@ def _failed(
     return HandledEpisodeError(
         SingleAgentTurnFailure(
             failure_reason=str(error)[:2000],
-            # A cancelled or lost rollout says nothing about its task.
-            terminal=not (may_succeed_later(error) or cancelled or isinstance(error, NotFound)),
+            terminal=not (may_succeed_later(error) or cancelled),  # a cancellation says nothing of the task
             failure_kind=failure_kind(error),
             stage=stage,
             partial_response=partial if partial and partial.output else None,

@@ -4,7 +4,7 @@ import httpx
 
 from prorl_envs.errors import FailureKind, InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.sessions import SessionExpired, SessionLost, SessionsFull
-from prorl_envs.rollout.api.errors import QueueFull, Retryable
+from prorl_envs.rollout.api.errors import NotFound, QueueFull, Retryable
 from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.tools.types import JsonObject
 
@@ -24,6 +24,7 @@ _SHARED_KINDS = {
 _SHARED_ERRORS: tuple[tuple[type[Exception], str], ...] = (
     (SessionExpired, "session_expired"),
     (SessionLost, "session_lost"),
+    (NotFound, "session_lost"),  # the rollout service no longer knows the job
     (SessionsFull, "provider_quota_exhausted"),
     (QueueFull, "provider_quota_exhausted"),
     (httpx.PoolTimeout, "transport_local_resource"),
@@ -57,21 +58,19 @@ def as_error(failure: Failure) -> RolloutFailure:
 
 def may_succeed_later(error: ProrlError) -> bool:
     """Return true if another attempt may succeed."""
-    return error.retryable if isinstance(error, RolloutFailure) else isinstance(error, Retryable)
+    return error.retryable if isinstance(error, RolloutFailure) else isinstance(error, Retryable | NotFound)
 
 
 def http_status(error: ProrlError) -> int:
-    """Return 422 for the caller's mistakes, 503 if another attempt may succeed, else 500."""
-    if isinstance(error, InputError):
-        return 422
-    return 503 if may_succeed_later(error) else 500
+    """Return 503 if another attempt may succeed, 422 for the caller's mistakes, else 500."""
+    return 503 if may_succeed_later(error) else 422 if isinstance(error, InputError) else 500
 
 
 def error_body(error: ProrlError) -> JsonObject:
     """Return the JSON body of an error response: `{"error": {kind, message, hint, retryable}}`."""
     return {
         "error": {
-            "kind": "input" if isinstance(error, InputError) else failure_kind(error),
+            "kind": "input" if http_status(error) == 422 else failure_kind(error),
             "message": error.message,
             "hint": error.hint,
             "retryable": may_succeed_later(error),

@@ -151,8 +151,10 @@ def response(result: Result, model: str | None) -> NeMoGymResponse:
 
 
 def verdict(result: Result) -> JsonObject:
-    """Return the fields of a verify response for a result with a reward."""
+    """Return our fields of a verify response. `reward` is None if there is none."""
     return {
+        "environment": result.environment,
+        "task_id": result.task_id,
         "reward": result.reward,
         "mask_sample": result.mask_sample,
         "reward_components": result.components,

@@ -21,7 +21,7 @@ from prorl_envs.errors import FailureKind, InputError, ProrlError
 from prorl_envs.nemo.environment_server import RolloutEnvironmentConfig, RolloutEnvironmentServer
 from prorl_envs.nemo.failures import as_error, failure_kind
 from prorl_envs.nemo.responses import check_contiguous
-from prorl_envs.rollout.api.errors import QueueFull, Unavailable
+from prorl_envs.rollout.api.errors import NotFound, QueueFull, Unavailable
 from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.testing.serving import served
 from tests.nemo.conftest import SERVICE_TOKEN
@@ -124,6 +124,19 @@ def test_a_failure_names_its_stage_and_whether_to_try_again(
     assert (failure.failure_kind, failure.stage, failure.terminal) == expected
 
 
+def test_an_unknown_environment_is_refused_at_admission(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRORL_SERVER__TOKEN", SERVICE_TOKEN)
+    with serving(service, environment="none") as server:
+        failure = run(server, episode(rows()[0])).failure
+        malformed = server.post("/run", json={"episode_id": {"rollout_id": "0-0"}, "task": {}})
+    assert failure is not None
+    found = (failure.failure_kind, failure.stage, failure.terminal)
+    assert found == ("prorl:input", "admission", True)
+    assert malformed.status_code == 422 and "task_input" in malformed.json()["error"]["message"]
+
+
 def test_an_unreachable_service_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prorl_envs.nemo.rollouts.AWAY_S", 0.5)
     with serving("http://127.0.0.1:9") as server:
@@ -206,6 +219,7 @@ def job(kind: FailureKind, stage: Stage = Stage.RUN) -> ProrlError:
         (connected(httpx.RemoteProtocolError("")), "transport_peer_drop"),
         (connected(httpx.PoolTimeout("")), "transport_local_resource"),
         (Unavailable("the service is stopping"), "prorl:service"),
+        (NotFound("no group 'g'"), "session_lost"),
         (InputError("no such task"), "prorl:input"),
     ],
 )
