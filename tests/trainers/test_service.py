@@ -135,6 +135,23 @@ async def test_an_evicted_group_is_cancelled_at_the_service() -> None:
     assert states == {JobState.CANCELLED}
 
 
+async def test_a_kept_group_continues_and_is_not_run_again() -> None:
+    with toy_service() as toy:
+        toy.close_gate("eval")
+        request = GroupTemplate(toy.url, "toy").group("g", task(), 2)
+        async with Rollouts(toy.url) as rollouts:
+            group = asyncio.create_task(rollouts.group(request, keep=True))
+            await asyncio.to_thread(toy.until_entered, "eval", 2)
+            group.cancel()
+            await asyncio.wait([group])
+            toy.open_gate("eval")
+            results = await rollouts.group(request)
+            assert await rollouts.group(request) == results
+        assert {result.state for result in results} == {JobState.DONE}
+        assert sum(count for (_, step), count in toy.world.entered.items() if step == "eval") == 2
+        await asyncio.to_thread(toy.until_read)
+
+
 async def test_a_group_that_takes_too_long_is_reported_in_its_results() -> None:
     with toy_service() as toy:
         toy.close_gate("eval")
