@@ -42,7 +42,10 @@ def serving(service: str, **settings: Any) -> Iterator[httpx.Client]:
     head = BaseServerConfig(host="127.0.0.1", port=0)
     server = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
     agent = RolloutAgent(config=config, server_client=server)
-    with served(agent.setup_webserver()) as url, httpx.Client(base_url=url, timeout=120) as client:
+    app = agent.setup_webserver()
+    if KNOWS_MASKS:  # as NeMo Gym 0.7 runs it
+        agent.setup_cancellation_middleware(app)
+    with served(app) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 

@@ -222,6 +222,14 @@ def test_the_configuration_is_valid(root: GymRoot, name: str, flavour: str) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(not HAS_MANIFESTS, reason="NeMo Gym 0.4 has no environment servers")
+def test_the_environment_servers_configuration_is_strictly_valid(root: GymRoot) -> None:
+    done = gym(
+        root, "env", "validate", "--config", str(AGENT), "+error_on_agent_without_environment_server=true"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_environments_are_listed_and_valid_by_name(root: GymRoot) -> None:
     listed = gym(root, "list", "environments", "--json")
     names = {environment["name"] for environment in json.loads(listed.stdout.splitlines()[-1])}
