@@ -63,10 +63,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "catalog": frozenset({"errors", "config", "sandbox.base", "env", "remote"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
     "gym": frozenset({"errors", "strict_json", "sandbox", "tools", "env", "config", "catalog"}),
-    # A server opens its node as commands do; the agent is a client of the rollout service.
+    # A server opens its node as commands do; the agent and the environment server are clients of the rollout
+    # service, and run groups as trainers do.
     "nemo": frozenset(
         {"errors", "strict_json", "sandbox", "images", "tools", "env", "config", "catalog", "model.types"}
-        | {"rollout.api", "rollout.client", "app.compose"}
+        | {"rollout.api", "rollout.client", "app.compose", "trainers.rollouts"}
     ),
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.
     "trainers": frozenset({"errors", "model.types", "rollout.api", "rollout.client"}),

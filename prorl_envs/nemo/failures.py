@@ -1,9 +1,11 @@
 """Mapping of our typed failures to NeMo Gym's vocabulary and to HTTP."""
 
+import httpx
+
 from prorl_envs.errors import FailureKind, InputError, ProrlError, RolloutFailure
-from prorl_envs.nemo.sessions import SessionExpired, SessionLost
-from prorl_envs.rollout.api.errors import QueueFull, Unavailable
-from prorl_envs.rollout.api.types import Failure
+from prorl_envs.nemo.sessions import SessionExpired, SessionLost, SessionsFull
+from prorl_envs.rollout.api.errors import NotFound, QueueFull, Retryable
+from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.tools.types import JsonObject
 
 #: Text that an agent passes to the model if our infrastructure failed during a tool call. The model learns
@@ -14,43 +16,63 @@ TOOL_UNAVAILABLE = "The environment is no longer available. This episode is over
 _SHARED_KINDS = {
     FailureKind.SANDBOX: "provider_unavailable",
     FailureKind.GRADER: "verifier_error",
+    FailureKind.AGENT: "agent_run_error",
+    FailureKind.NODE: "transport_unreachable",
     FailureKind.CANCELLED: "cancelled",
 }
+#: Errors that are more specific than their kind, and reasons why the rollout service cannot be reached.
+_SHARED_ERRORS: tuple[tuple[type[Exception], str], ...] = (
+    (SessionExpired, "session_expired"),
+    (SessionLost, "session_lost"),
+    (NotFound, "session_lost"),  # the rollout service no longer knows the job
+    (SessionsFull, "provider_quota_exhausted"),
+    (QueueFull, "provider_quota_exhausted"),
+    (httpx.PoolTimeout, "transport_local_resource"),
+    (httpx.TimeoutException, "transport_timeout"),
+    (httpx.ConnectError, "transport_unreachable"),
+    (httpx.TransportError, "transport_peer_drop"),
+)
+#: Stages whose timeout NeMo Gym names.
+_TIMEOUTS = {Stage.RUN: "agent_timeout", Stage.EVAL: "verifier_error"}
 
 
-def failure_kind(failure: RolloutFailure) -> str:
-    """Return the `failure_kind` of a verify response."""
-    if isinstance(failure, SessionExpired):
-        return "session_expired"
-    if isinstance(failure, SessionLost):
-        return "session_lost"
-    return _SHARED_KINDS.get(failure.kind, f"prorl:{failure.kind}")
+def failure_kind(error: ProrlError) -> str:
+    """Return the `failure_kind` of a response."""
+    for cause in (error, error.__cause__):
+        for known, word in _SHARED_ERRORS:
+            if isinstance(cause, known):
+                return word
+    if not isinstance(error, RolloutFailure):
+        return "prorl:input" if isinstance(error, InputError) else "prorl:service"
+    if error.kind is FailureKind.TIMEOUT and (stage := getattr(error, "stage", None)) in _TIMEOUTS:
+        return _TIMEOUTS[stage]
+    return _SHARED_KINDS.get(error.kind, f"prorl:{error.kind}")
 
 
 def as_error(failure: Failure) -> RolloutFailure:
-    """Convert a rollout service's failure of a job to the corresponding error."""
-    fields = {"kind": failure.kind, "retryable": failure.retryable}
+    """Convert a rollout service's failure of a job to the corresponding error, with its `stage`."""
+    fields = {"kind": failure.kind, "retryable": failure.retryable, "stage": failure.stage}
     error: RolloutFailure = type("JobFailed", (RolloutFailure,), fields)(failure.message, hint=failure.hint)
     return error
 
 
+def may_succeed_later(error: ProrlError) -> bool:
+    """Return true if another attempt may succeed."""
+    return error.retryable if isinstance(error, RolloutFailure) else isinstance(error, Retryable | NotFound)
+
+
 def http_status(error: ProrlError) -> int:
-    """Return 422 for the caller's mistakes, 503 if another attempt may succeed, else 500."""
-    if isinstance(error, InputError):
-        return 422
-    if isinstance(error, QueueFull | Unavailable):
-        return 503
-    return 503 if isinstance(error, RolloutFailure) and error.retryable else 500
+    """Return 503 if another attempt may succeed, 422 for the caller's mistakes, else 500."""
+    return 503 if may_succeed_later(error) else 422 if isinstance(error, InputError) else 500
 
 
 def error_body(error: ProrlError) -> JsonObject:
     """Return the JSON body of an error response: `{"error": {kind, message, hint, retryable}}`."""
-    failure = error if isinstance(error, RolloutFailure) else None
     return {
         "error": {
-            "kind": failure_kind(failure) if failure else "input",
+            "kind": "input" if http_status(error) == 422 else failure_kind(error),
             "message": error.message,
             "hint": error.hint,
-            "retryable": failure is not None and failure.retryable,
+            "retryable": may_succeed_later(error),
         }
     }

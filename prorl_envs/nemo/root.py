@@ -34,6 +34,7 @@ NEMO_SERVERS = (
     "environment_servers/legacy_agent",
     "environment_servers/single_agent_turn",
     "environment_servers/single_agent_turn_legacy",
+    "environment_servers/prorl_rollouts",
 )
 
 
@@ -98,9 +99,10 @@ def _folders() -> Iterator[tuple[str, dict[str, Path]]]:
         else:
             yield server, _entries(_HOME / server)
             yield environment, _entries(_HOME / environment)
-    agent = _HOME / "agents" / "prorl_agent"
+    agent, rollouts = _HOME / "agents" / "prorl_agent", _HOME / "environment_servers" / "prorl_rollouts"
     if agent.is_dir():  # in a checkout
         yield f"responses_api_agents/{agent.name}", _entries(agent)
+        yield f"environment_servers/{rollouts.name}", _entries(rollouts)
 
 
 def _entries(folder: Path) -> dict[str, Path]:

@@ -17,6 +17,7 @@ MAX_COMPONENTS = 256
 #: Failures by `failure_kind` of a masked sample: values of NeMo Gym, and ours, see `nemo/failures.py`.
 _KINDS: dict[str, type[RolloutFailure]] = {
     "provider_unavailable": SandboxError,
+    "provider_quota_exhausted": SandboxError,
     "prorl:sandbox": SandboxError,
     "prorl:tool": ToolError,
     "verifier_error": GraderError,

@@ -18,7 +18,7 @@ from typing import Any, Self
 from prorl_envs.errors import ProrlError
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.errors import NotFound, Retryable
-from prorl_envs.rollout.api.types import GroupRequest, Result, job_id
+from prorl_envs.rollout.api.types import GroupRequest, Result, Selection, job_id
 from prorl_envs.rollout.api.views import GroupView
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.result_router import ResultRouter
@@ -70,36 +70,46 @@ class Rollouts:
 
     async def aclose(self) -> None:
         """Send all pending cancellations to the service, then close the connections. Idempotent."""
-        while self._cancellations:
-            await asyncio.wait(self._cancellations)
+        await self.settle()
         self._reading.cancel()
         await asyncio.wait([self._reading])
         await self.client.aclose()
 
-    async def group(self, request: GroupRequest, *, timeout_s: float | None = None) -> list[Result]:
-        """Submit a group, and return its results in order. If this call stops early, the group is cancelled.
+    async def settle(self) -> None:
+        """Wait until all pending cancellations have been sent to the service."""
+        while self._cancellations:
+            await asyncio.wait(self._cancellations)
+
+    async def group(
+        self, request: GroupRequest, *, timeout_s: float | None = None, keep: bool = False
+    ) -> list[Result]:
+        """Submit a group, and return its results in order. A group that was submitted before is not run
+        again. If this call stops early, the group is cancelled.
 
         Args:
             request: request for the group.
             timeout_s: seconds after which unfinished samples are cancelled, so that their results have the
                 state `cancelled`. None means no timeout.
+            keep: if this call stops early, the group continues, for a later call with the same request.
 
         Raises:
             InputError: the service refuses the group, or no longer knows it.
             QueueFull, Unavailable: the service is full, or unreachable for longer than `patience_s`.
         """
-        await self._ready()
+        await self.ready(self._patience_s)
         jobs = [job_id(request.id, sample) for sample in range(request.samples)]
         waiting = [asyncio.create_task(self._router.result(job)) for job in jobs]
         submitting = asyncio.create_task(self.client.submit([request]))
         try:
-            await asyncio.shield(submitting)
+            [view] = await asyncio.shield(submitting)
+            await self._hand_over(view)
             await self._wait_for_all(request.id, waiting, timeout_s)
             return [wait.result() for wait in waiting]
         except BaseException:
-            cancellation = asyncio.create_task(self._abandon(request.id, submitting))
-            self._cancellations.add(cancellation)
-            cancellation.add_done_callback(self._cancellations.discard)
+            if not keep:
+                cancellation = asyncio.create_task(self._abandon(request.id, submitting))
+                self._cancellations.add(cancellation)
+                cancellation.add_done_callback(self._cancellations.discard)
             raise
         finally:
             for wait in waiting:
@@ -133,9 +143,14 @@ class Rollouts:
         if submitting.exception() is None:
             await self._cancel(group_id)
 
-    async def _ready(self) -> None:
+    async def ready(self, patience_s: float) -> None:
+        """Wait until results are read.
+
+        Raises:
+            InputError, Unavailable, TimeoutError: the service does not answer within `patience_s` seconds.
+        """
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(patience_s):
                 await self._router.ready()
         except TimeoutError:
             await self.client.status()  # usually raises a more specific error
@@ -156,22 +171,24 @@ class Rollouts:
                 deadline = math.inf
                 await self._cancel(group_id)
             try:
-                await self._look_up(group_id)
+                await self._hand_over(await self.client.group(group_id))
                 last_contact = time.monotonic()
             except Retryable:
                 if time.monotonic() - last_contact > self._patience_s:
                     raise
 
-    async def _look_up(self, group_id: str) -> None:
-        """Request finished results that the router missed.
+    async def _hand_over(self, group: GroupView) -> None:
+        """Request finished results that the router missed, or that existed before the submission.
 
         Raises:
-            NotFound: the service no longer knows the group or one of its results.
+            NotFound: the service no longer stores one of the results.
             QueueFull, Unavailable: the service is unreachable.
         """
-        for job in (await self.client.group(group_id)).jobs:
+        only = Selection(groups=frozenset({group.id}))
+        for job in group.jobs:
             if job.cursor is not None and self._router.waits_for(job.id):
                 self._router.hand_over(await self.client.result(job.id))
+                await self.client.acknowledge(job.cursor - 1, job.cursor, only=only)
 
     async def _cancel(self, group_id: str) -> None:
         try:

@@ -22,8 +22,15 @@ SERVICE_TOKEN = "a-token-of-sixteen-characters"
 @contextmanager
 def command(ready: str, *arguments: str, **environ: str) -> Iterator[str]:
     """Run `prorl-envs` in the background; yield the first line that contains `ready`."""
+    with background(ready, str(COMMAND), *arguments, **environ) as (_, line):
+        yield line
+
+
+@contextmanager
+def background(ready: str, *arguments: str, **environ: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Run a command in the background; yield its process and the first line that contains `ready`."""
     process = subprocess.Popen(
-        [COMMAND, *arguments],
+        arguments,
         env={**os.environ, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -41,7 +48,7 @@ def command(ready: str, *arguments: str, **environ: str) -> Iterator[str]:
                 pytest.fail("".join(said))
             drain = threading.Thread(target=process.stdout.read)
             drain.start()
-            yield line
+            yield process, line
         finally:
             process.send_signal(signal.SIGINT)
             drain.join()

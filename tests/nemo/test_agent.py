@@ -42,7 +42,10 @@ def serving(service: str, **settings: Any) -> Iterator[httpx.Client]:
     head = BaseServerConfig(host="127.0.0.1", port=0)
     server = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
     agent = RolloutAgent(config=config, server_client=server)
-    with served(agent.setup_webserver()) as url, httpx.Client(base_url=url, timeout=120) as client:
+    app = agent.setup_webserver()
+    if KNOWS_MASKS:  # as NeMo Gym 0.7 runs it
+        agent.setup_cancellation_middleware(app)
+    with served(app) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
 
 
@@ -116,7 +119,7 @@ def test_a_failure_is_never_a_reward(service: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wrong_token_is_reported(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prorl_envs.nemo.agent.AWAY_S", 2.0)
+    monkeypatch.setattr("prorl_envs.nemo.rollouts.AWAY_S", 2.0)
     monkeypatch.setenv("PRORL_SERVER__TOKEN", "another-token-of-some-length")
     with serving(service) as agent:
         refused = agent.post("/run", json=rows()[0])

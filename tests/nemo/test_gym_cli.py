@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
+# mypy: disable-error-code="import-not-found,import-untyped"
 from prorl_envs.cli.commands.new import FLAVOURS, RECORDED_NAME, new
 from prorl_envs.env.base import Task
 from prorl_envs.env.registry import example_path, load_tasks
@@ -57,8 +58,14 @@ ROWS = {"swebench": 5 if RECORDING else 1}
 #: NeMo Gym 0.4 has no masks, so tests request them.
 MASK = "++prorl_bash_resources_server.resources_servers.prorl_bash.failures=mask"
 READY = "servers ready!"
-#: YAML file of our installed agent.
-AGENT = SITE / "responses_api_agents/prorl_agent/configs/prorl_agent.yaml"
+#: YAML file of our installed agent; from 0.7 on, of our environment server, which adds itself to the agent.
+AGENT = SITE / (
+    "environment_servers/prorl_rollouts/configs/prorl_rollouts.yaml"
+    if HAS_ENVIRONMENT_SERVERS
+    else "responses_api_agents/prorl_agent/configs/prorl_agent.yaml"
+)
+#: Sends rows with this task set to our environment server.
+ROUTE = "+environment_server_routes.prorl_bash=prorl_rollouts"
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,12 @@ def evaluate(running: Gym, agent: str, rows: list[dict[str, Any]], output: Path)
             for row in rows
         )
     )
-    flags = ["--agent", agent, "--input", str(chosen), "--output", str(output), "--concurrency", "4"]
+    return collect(running, chosen, output, "--agent", agent)
+
+
+def collect(running: Gym, chosen: Path, output: Path, *flags: str) -> list[dict[str, Any]]:
+    """Run `gym eval run` on the rows in a file; return the rollouts in `output`."""
+    flags = ("--input", str(chosen), "--output", str(output), "--concurrency", "4", *flags)
     done = gym(running.root, "eval", "run", "--no-serve", *flags, *running.flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read_jsonl(output)
@@ -213,6 +225,14 @@ def test_the_configuration_is_valid(root: GymRoot, name: str, flavour: str) -> N
             pytest.skip("NeMo Gym 0.7 has environment servers")
         selection.append("+error_on_agent_without_environment_server=true")
     done = gym(root, "env", "validate", *selection)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 has no environment servers")
+def test_the_environment_servers_configuration_is_strictly_valid(root: GymRoot) -> None:
+    done = gym(
+        root, "env", "validate", "--config", str(AGENT), "+error_on_agent_without_environment_server=true"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -336,6 +356,25 @@ def test_a_row_is_a_rollout_of_the_service(running: Gym, tmp_path: Path) -> None
     for result in results:
         check_contiguous(result["response"]["output"])
         assert any("generation_token_ids" in item for item in result["response"]["output"])
+
+
+@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 has no environment servers")
+def test_the_environment_server_runs_materialized_rows(running: Gym, tmp_path: Path) -> None:
+    from nemo_gym.task_materialization import materialize_task
+
+    rows = example_rows(running.root, "bash")[:3]
+    rows[2]["verifier_metadata"]["task"]["setup"] = "exit 3"
+    chosen, output = tmp_path / "rows.jsonl", tmp_path / "rollouts.jsonl"
+    chosen.write_text(
+        jsonl(materialize_task(row, taskset="prorl_bash", task_index=i) for i, row in enumerate(rows))
+    )
+    results = collect(running, chosen, output, ROUTE)
+    assert [result["reward"] for result in results] == [1.0, 1.0]
+    for result in results:
+        check_contiguous(result["response"]["output"])
+    (failed,) = read_jsonl(output.with_name("rollouts_failures.jsonl"))
+    assert (failed["_ng_failure_stage"], failed["_ng_failure_terminal"]) == ("seed", True)
+    assert "setup failed" in failed["_ng_failure_message"] and "reward" not in failed
 
 
 def test_an_internal_failure_has_no_reward_and_the_others_continue(running: Gym, tmp_path: Path) -> None:

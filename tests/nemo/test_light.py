@@ -12,7 +12,8 @@ pytestmark = pytest.mark.nemo
 PROGRAM = """
 import importlib, pkgutil, sys
 import prorl_envs
-NEMO = (".nemo.agent", ".nemo.fixture", ".nemo.server", ".nemo.wire", ".nemo.provider")
+NEMO = (".nemo.agent", ".nemo.environment_server", ".nemo.fixture", ".nemo.rollouts", ".nemo.server")
+NEMO += (".nemo.wire", ".nemo.provider")
 for module in pkgutil.walk_packages(prorl_envs.__path__, "prorl_envs."):
     if not module.name.endswith((*NEMO, ".app.ray", ".app")):
         importlib.import_module(module.name)

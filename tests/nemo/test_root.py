@@ -51,6 +51,7 @@ def test_every_server_finds_the_prepared_virtual_environment(tmp_path: Path, ven
     (flag,) = (flag for flag in root.flags if flag.startswith("+uv_venv_dir="))
     tree = Path(flag.partition("=")[2])
     servers = ["responses_api_agents/simple_agent", "responses_api_models/openai_model"]
+    servers += ["responses_api_agents/prorl_agent", "environment_servers/prorl_rollouts"]
     for server in [*servers, *(f"resources_servers/prorl_{name}" for name in FAMILIES)]:
         assert (tree / server / ".venv" / "bin" / "activate").exists()
 

@@ -15,7 +15,7 @@ from prorl_envs.rollout.api.types import AgentLimits, JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.trainers.advantages import NothingScored
 from prorl_envs.trainers.asking import GroupTemplate, collect, connect_sync
-from prorl_envs.trainers.rollouts import EpisodeFailed, Rollouts, close_shared
+from prorl_envs.trainers.rollouts import CHECK_S, EpisodeFailed, Rollouts, close_shared
 from prorl_envs.trainers.skyrl import RolloutGenerator, rows
 from prorl_envs.trainers.slime import episode
 from prorl_envs.trainers.tasks import from_text
@@ -133,6 +133,25 @@ async def test_an_evicted_group_is_cancelled_at_the_service() -> None:
             states = {job.state for job in (await client.group(f"{asking.run}/g")).jobs}
         await asyncio.to_thread(toy.until_empty)
     assert states == {JobState.CANCELLED}
+
+
+async def test_a_kept_group_continues_and_is_not_run_again() -> None:
+    with toy_service() as toy:
+        toy.close_gate("eval")
+        request = GroupTemplate(toy.url, "toy").group("g", task(), 2)
+        async with Rollouts(toy.url) as rollouts:
+            group = asyncio.create_task(rollouts.group(request, keep=True))
+            await asyncio.to_thread(toy.until_entered, "eval", 2)
+            group.cancel()
+            await asyncio.wait([group])
+            await rollouts.settle()
+            toy.open_gate("eval")
+            results = await rollouts.group(request)
+            async with asyncio.timeout(CHECK_S / 2):
+                assert await rollouts.group(request) == results
+        assert {result.state for result in results} == {JobState.DONE}
+        assert sum(count for (_, step), count in toy.world.entered.items() if step == "eval") == 2
+        await asyncio.to_thread(toy.until_read)
 
 
 async def test_a_group_that_takes_too_long_is_reported_in_its_results() -> None:
