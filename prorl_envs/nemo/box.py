@@ -16,7 +16,8 @@ from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.nemo.outcome import EpisodeOutcome, Notices, failed, outcome, with_notes
-from prorl_envs.nemo.plan import Plan
+from prorl_envs.nemo.plan import Plan, ProviderConfig
+from prorl_envs.nemo.ports import SandboxPorts
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.protocol.tree import is_utf8
@@ -40,22 +41,24 @@ class ProviderSandbox:
         self,
         sandbox: Sandbox,
         tools: Toolbox,
+        config: ProviderConfig,
         *,
         shell: str,
         workdir: str,
         isolated: bool,
-        output_limit: int,
-        concurrency: int,
+        ports: SandboxPorts | None = None,
     ) -> None:
         self.sandbox = sandbox
         self.tools = tools
+        #: None if the sandbox has the host's network, or belongs to another process.
+        self.ports = ports
         self.shell = shell
         self.workdir = workdir
         #: True if the sandbox's processes can be distinguished from this user's other processes.
         self.isolated = isolated
         self.paused = False
-        self._output_limit = output_limit
-        self._slots = asyncio.Semaphore(concurrency)
+        self._output_limit = config.output_limit
+        self._slots = asyncio.Semaphore(config.concurrency)
         self._notices = Notices(sandbox)
         self._entrypoint: asyncio.Task[Completed] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -65,7 +68,7 @@ class ProviderSandbox:
 
     @classmethod
     async def open(
-        cls, sandbox: Sandbox, plan: Plan, *, isolated: bool, output_limit: int, concurrency: int
+        cls, sandbox: Sandbox, plan: Plan, config: ProviderConfig, ports: SandboxPorts | None
     ) -> Self:
         """Prepare a new sandbox, and take ownership of it: the sandbox is closed if this method fails.
 
@@ -76,20 +79,17 @@ class ProviderSandbox:
         try:
             tools = await Toolbox.open(sandbox)
             try:
+                shell, isolated = await find_shell(tools), ports is not None
                 box = cls(
-                    sandbox,
-                    tools,
-                    shell=await find_shell(tools),
-                    workdir=plan.workdir,
-                    isolated=isolated,
-                    output_limit=output_limit,
-                    concurrency=concurrency,
+                    sandbox, tools, config, shell=shell, workdir=plan.workdir, isolated=isolated, ports=ports
                 )
                 await box._prepare(plan)
             except BaseException:
                 await tools.aclose()
                 raise
         except BaseException:
+            if ports is not None:
+                await ports.aclose()
             await sandbox.close()
             raise
         return box
@@ -99,26 +99,29 @@ class ProviderSandbox:
         return self._closing is None and self.sandbox.alive
 
     async def exec(
-        self, command: str, *, cwd: str | None, env: Mapping[str, str] | None, timeout_s: float
+        self, command: str, *, cwd: str | None, env: Mapping[str, str] | None, timeout_s: float | None
     ) -> EpisodeOutcome:
         """Run a command in a new shell; its background processes keep running.
 
         Args:
             cwd: directory; None and relative paths start from the working directory.
             timeout_s: seconds after which the command is killed with its processes. Waiting for a free slot
-                does not count.
+                does not count. None for no limit.
 
         Raises:
             InputError: `timeout_s` is not a valid time.
         """
         if not is_utf8(command) or "\0" in command:
             return failed("exec", "the command holds a character that no shell accepts")
+        timeout_s = _FOREVER_S if timeout_s is None else timeout_s
         directory = self.path(cwd or "")
         async with self._slots:
             if self.paused:
                 return failed("sandbox", "the sandbox is paused")
             with self._notices.listen() as notices:
                 try:
+                    if self.ports is not None:
+                        await self.ports.refresh()  # the caller may know that a peer's service is ready
                     done = await self._run(command, directory, env or {}, timeout_s)
                 except OSError as error:
                     return failed("exec", f"cannot start a command in {directory}: {error.strerror}")
@@ -140,10 +143,13 @@ class ProviderSandbox:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             await self.tools.write(path, await asyncio.to_thread(file.read, _CHUNK), mode=mode)
             while chunk := await asyncio.to_thread(file.read, _CHUNK):
-                done = await self.tools.run(
-                    ["sh", "-c", 'cat >> "$1"', "sh", path], stdin=chunk, cwd="/", timeout_s=_SETUP_S
-                )
-                _check(done, f"cannot write {target}")
+                await self.append(path, chunk)
+
+    async def append(self, path: str, data: bytes) -> None:
+        """Append to a file. Raise SandboxError if that fails."""
+        command = ["sh", "-c", 'cat >> "$1"', "sh", path]
+        done = await self.tools.run(command, stdin=data, cwd="/", timeout_s=_SETUP_S)
+        _check(done, f"cannot write {path}")
 
     async def download(self, source: str, target: Path) -> None:
         """Copy a file out of the sandbox; `target` appears complete or not at all.
@@ -207,11 +213,15 @@ class ProviderSandbox:
         if self.on_close is not None:
             await self.on_close()
         await self.tools.aclose()
+        if self.ports is not None:
+            await self.ports.aclose()
         if self._entrypoint is not None:
             await asyncio.wait([self._entrypoint])
         await self.sandbox.close()
 
     async def _prepare(self, plan: Plan) -> None:
+        if self.ports is not None:
+            await self.ports.reach(plan.servers)
         if plan.make_workdir:
             done = await self.tools.run(["mkdir", "-p", "--", plan.workdir], cwd="/", timeout_s=_SETUP_S)
             _check(done, f"cannot make the working directory {plan.workdir}")

@@ -1,7 +1,7 @@
 """Translation of NeMo Gym's sandbox requests to our specs. Imports nothing of NeMo Gym."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -12,9 +12,10 @@ from prorl_envs.errors import InputError, expand_user
 from prorl_envs.images.sources import Source, SourceKind
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.nemo.images import image_source
-from prorl_envs.sandbox.base import Mount, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.base import Mount, Network, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.mount_plan import HOME
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.sandbox.network.policy import Target, parse_target
 
 #: Private empty directory of a sandbox if its commands run in another directory.
 PRIVATE = "/sandbox"
@@ -44,6 +45,10 @@ class PlanOptions(_Strict):
         binds: host paths that appear inside, as `SOURCE:TARGET[:MODE]`; MODE is `ro` (the default), `rw` (the
             host's path itself) or `overlay` (a private copy-on-write view of a directory).
         hostname: the sandbox's own host name.
+        allow: hosts that programs inside reach through an HTTP proxy; see `Network.allow`.
+        servers: servers that they reach, by URL or by their names in NeMo Gym's configuration: directly at
+            their own address if that is a loopback address, else through the proxy. None is refused for a
+            harness that is known to run inside.
         default_route: True lets connections to outside time out instead of failing at once.
         host_python: True mounts this process's Python with its packages, at the same paths, read-only.
     """
@@ -52,6 +57,8 @@ class PlanOptions(_Strict):
     uid: int = Field(default=0, ge=0, le=65_533)
     binds: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     hostname: str = "sandbox"
+    allow: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    servers: Annotated[tuple[str, ...] | None, BeforeValidator(_as_list)] = None
     default_route: bool = False
     host_python: bool = False
 
@@ -63,7 +70,7 @@ class ProviderConfig(_Strict):
         driver: the sandbox driver; None takes the setting `driver`.
         run_dir: directory on a local disk below which sandboxes keep their files; None takes the setting
             `run_dir`.
-        default_timeout_s: timeout of a command if the caller gives none, in seconds.
+        default_timeout_s: timeout of a command if the caller gives none, in seconds; None for none.
         output_limit: bytes kept of stdout and of stderr of each command; longer output is cut in the middle.
         concurrency: maximum concurrent commands in one sandbox; further commands wait.
         unenforced: reaction to requested limits that are not enforced here: `warn` or `error`.
@@ -72,7 +79,7 @@ class ProviderConfig(_Strict):
 
     driver: Literal["auto", "bubblewrap", "apptainer", "apptainer-instance", "local"] | None = None
     run_dir: Path | None = None
-    default_timeout_s: float = Field(default=180.0, gt=0, allow_inf_nan=False)
+    default_timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     output_limit: int = Field(default=4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024)
     concurrency: int = Field(default=128, ge=1, le=200)
     unenforced: Literal["warn", "error"] = "warn"
@@ -91,6 +98,8 @@ class Plan:
         make_workdir: create `workdir` after the start.
         files: text by path, written before the entry point starts.
         entrypoint: program that runs beside the commands for the lifetime of the sandbox; empty for none.
+        servers: servers on the host's loopback that programs inside reach.
+        ports: ports of services inside.
         ttl_s: seconds after which the sandbox is closed.
         ready_s: timeout of the start, once the image exists, in seconds.
     """
@@ -102,6 +111,8 @@ class Plan:
     make_workdir: bool
     files: Mapping[str, str]
     entrypoint: tuple[str, ...]
+    servers: tuple[Target, ...]
+    ports: tuple[int, ...]
     ttl_s: float | None
     ready_s: float
 
@@ -119,36 +130,54 @@ def provider_config(values: Mapping[str, Any]) -> ProviderConfig:
     return _checked(ProviderConfig, values, "sandbox provider prorl")
 
 
-def plan(request: Any, config: ProviderConfig, limits: SandboxLimits) -> Plan:
+def plan(
+    request: Any,
+    config: ProviderConfig,
+    limits: SandboxLimits,
+    *,
+    harness: str = "",
+    find: Callable[[str], str] = str,
+) -> Plan:
     """Translate a request. Accesses the files of the image and of the binds.
 
     Args:
         request: a `nemo_gym.sandbox.SandboxSpec` of NeMo Gym 0.4 or later.
         config: configuration of the provider.
         limits: limits of a sandbox that requests none.
+        harness: the agent that runs a harness in the sandbox, if that is known.
+        find: returns the URL of a server of NeMo Gym, or a URL unchanged.
 
     Raises:
         InputError: the request is invalid, or these sandboxes cannot meet it.
     """
     values = {**config.options.model_dump(), **dict(request.provider_options or {})}
     options = _checked(PlanOptions, values, "provider_options")
-    if getattr(request, "ports", ()):
+    if harness and options.servers is None:
         raise InputError(
-            f"ports {list(request.ports)} were requested, but a sandbox has only its own loopback network",
-            hint="run the client of that service in the sandbox too",
+            f"{harness} runs its harness in the sandbox, which reaches no server, not even the model's",
+            hint="name its model server, and its tool servers: provider_options: {servers: [policy_model]}",
         )
+    servers = dict.fromkeys(_server(find(name)) for name in options.servers or ())
+    local = tuple(server for server in servers if server.host.startswith("127."))
+    others = (f"{'' if server.address else 'private:'}{server}" for server in servers if server not in local)
     image = image_source(request.image, options.image_variables)
     host = isinstance(image, Source) and image.kind is SourceKind.HOST
     inside, workdir, make_workdir = _places(request.workdir, host=host)
     bounds, descriptions = _limits(request.resources, limits)
     return Plan(
-        spec=dataclasses.replace(_spec(inside, _environment(request.env or {}), options), limits=bounds),
+        spec=dataclasses.replace(
+            _spec(inside, _environment(request.env or {}), options),
+            limits=bounds,
+            network=Network(allow=(*options.allow, *others)),
+        ),
         image=image,
         asked=descriptions,
         workdir=workdir,
         make_workdir=make_workdir,
         files={str(path): str(text) for path, text in (request.files or {}).items()},
         entrypoint=tuple(map(str, request.entrypoint or ())),
+        servers=local,
+        ports=tuple(getattr(request, "ports", ())),
         ttl_s=_seconds("ttl_s", request.ttl_s),
         ready_s=_seconds("ready_timeout_s", request.ready_timeout_s) or _READY_S,
     )
@@ -207,6 +236,15 @@ def _spec(place: str, env: dict[str, str], options: PlanOptions) -> SandboxSpec:
         uid=options.uid,
         default_route=options.default_route,
     )
+
+
+def _server(url: str) -> Target:
+    scheme, _, rest = url.partition("://")
+    target = parse_target(rest.partition("/")[0], {"http": 80, "https": 443}.get(scheme))
+    if target is None or target.host in ("::", "::1"):
+        raise InputError(f"not a server: {url!r}", hint="write http://HOST:PORT, or a name of NeMo Gym")
+    # A server that listens on all addresses is reached on the loopback.
+    return Target("127.0.0.1", target.port) if target.host in ("localhost", "0.0.0.0") else target
 
 
 def _places(workdir: str | None, *, host: bool) -> tuple[str, str, bool]:

@@ -16,20 +16,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.global_config import NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME, get_global_config_dict
 from nemo_gym.sandbox.providers import base as nemo
 
 from prorl_envs.config import load_settings
-from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.errors import InputError, ProrlError, SandboxError
 from prorl_envs.nemo.box import ProviderSandbox, check_user
 from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
 from prorl_envs.nemo.images import image_builder
 from prorl_envs.nemo.plan import Plan, plan, provider_config, unenforced
+from prorl_envs.nemo.ports import SandboxPorts
 from prorl_envs.nemo.sharing import SharedSandbox
 from prorl_envs.nemo.terminal import TerminalSession
+from prorl_envs.sandbox.drivers.isolated import IsolatedDriver
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.protocol.terminal import Open
 
 logger = logging.getLogger(__name__)
+
+#: Agents of NeMo Gym that run a harness in the sandbox.
+_HARNESSES_INSIDE = {"anyswe_agent", "opencode_sandboxed_agent", "pi_sandboxed_agent"}
 
 
 class ProrlSandboxProvider:
@@ -64,7 +70,10 @@ class ProrlSandboxProvider:
             SandboxCreateError: `spec` cannot be satisfied, or the sandbox did not start in time.
         """
         try:
-            target = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.per_sandbox)
+            limits, harness = self._choice.limits.per_sandbox, _harness_inside(spec.metadata or {})
+            target = await asyncio.to_thread(
+                plan, spec, self._config, limits, harness=harness, find=_server_url
+            )
             image = await self._images.resolve(target.image)  # with its own time limit
             async with asyncio.timeout(target.ready_s):
                 box = await self._start(target, image)
@@ -124,19 +133,11 @@ class ProrlSandboxProvider:
         return nemo.SandboxStatus.PAUSED if box.paused else nemo.SandboxStatus.RUNNING
 
     async def pause(self, handle: Any) -> None:
-        """Stop every process in the sandbox; memory, files and connections stay.
-
-        Raises:
-            SandboxError, ToolError: our infrastructure failed.
-        """
+        """Stop every process inside; memory, files and connections stay. Raise SandboxError on failure."""
         await handle.raw.pause()
 
     async def resume(self, handle: Any) -> None:
-        """Continue the processes of a paused sandbox.
-
-        Raises:
-            SandboxError, ToolError: our infrastructure failed.
-        """
+        """Continue the processes of a paused sandbox. Raise SandboxError on failure."""
         await handle.raw.resume()
 
     async def create_pty(self, handle: Any, spec: Any) -> TerminalSession:
@@ -156,6 +157,42 @@ class ProrlSandboxProvider:
             return await TerminalSession.open(box.sandbox, request, error=nemo.SandboxPtyError)
         except ProrlError as error:
             raise nemo.SandboxPtyError(str(error)) from error
+
+    async def endpoint(self, handle: Any, port: int) -> Any:
+        """Return the URL at which this machine reaches a port inside.
+
+        Raises:
+            SandboxError: another process owns the sandbox, or it has the host's network.
+        """
+        return nemo.SandboxEndpoint(endpoint=f"http://127.0.0.1:{await _ports(handle).publish(port)}")
+
+    def validate_networking(self) -> None:
+        """Accept networks of sandboxes; `network_address` refuses the local driver."""
+
+    validate_port_forwarding = validate_networking
+
+    async def network_address(self, handle: Any) -> str:
+        """Return the address by which others know this sandbox. Raises SandboxError as `endpoint`."""
+        return _ports(handle).address
+
+    async def set_hosts(self, handle: Any, hosts: Mapping[str, str]) -> None:
+        """Connect the sandbox with those at these addresses, and append their names to its /etc/hosts.
+
+        Raises:
+            InputError: no sandbox of this provider has such an address, or two of them declared one port.
+            SandboxError: /etc/hosts cannot be written, or as of `endpoint`.
+        """
+        await _ports(handle).link([self._peer(address) for address in dict.fromkeys(hosts.values())])
+        lines = "".join(f"{address} {name}\n" for name, address in hosts.items())
+        await handle.raw.append("/etc/hosts", lines.encode())
+
+    async def forward_ports(
+        self, handle: Any, target_address: str, ports: tuple[int, ...], *, ready_file: str
+    ) -> None:
+        """Forward ports of the sandbox's loopback to another one, until it closes. Raises as `set_hosts`."""
+        await _ports(handle).forward(self._peer(target_address), ports)
+        await handle.raw.tools.write(ready_file, b"ready\n")
+        await asyncio.Event().wait()
 
     async def serialize_handle(self, handle: Any, *, scope: str | None = None) -> dict[str, Any]:
         """Return the descriptor that `connect` needs in another process of this user on this node.
@@ -195,11 +232,10 @@ class ProrlSandboxProvider:
             box = ProviderSandbox(
                 sandbox,
                 await Toolbox.open(sandbox),
+                self._config,
                 shell=sandbox.shell,
                 workdir=descriptor.get("workdir") or sandbox.workdir,
                 isolated=sandbox.isolated,
-                output_limit=self._config.output_limit,
-                concurrency=self._config.concurrency,
             )
         except BaseException:
             sandbox.release()
@@ -237,20 +273,22 @@ class ProrlSandboxProvider:
             logger.warning("%s", warning)
         env = {} if image is None else await shared.driver.image_env(image)
         sandbox = await shared.driver.start(target.with_image(image, env))
-        isolated = shared.driver.name != "local"
-        if not isolated and target.workdir == target.spec.workdir:  # a path that only isolated sandboxes have
+        ports = None
+        if isinstance(shared.driver, IsolatedDriver):
+            ports = SandboxPorts(sandbox, shared.driver.gateway, target.ports)
+        elif target.workdir == target.spec.workdir:  # a path that only isolated sandboxes have
             target = dataclasses.replace(target, workdir=str(sandbox.workspace))
-        box = await ProviderSandbox.open(
-            sandbox,
-            target,
-            isolated=isolated,
-            output_limit=self._config.output_limit,
-            concurrency=self._config.concurrency,
-        )
+        box = await ProviderSandbox.open(sandbox, target, self._config, ports)
         self._boxes.add(box)  # from here on, `aclose` closes the sandbox, even if this call fails
         shared.sharing.offer(box)
         box.on_close = lambda: shared.sharing.withdraw(box)
         return box
+
+    def _peer(self, address: str) -> SandboxPorts:
+        for box in self._boxes:
+            if box.ports is not None and box.ports.address == address:
+                return box.ports
+        raise InputError(f"no sandbox of this provider has the address {address}")
 
     def _handle(self, box: ProviderSandbox) -> Any:
         return nemo.SandboxHandle(sandbox_id=box.sandbox.id, provider_name=self.name, raw=box)
@@ -260,6 +298,48 @@ class ProrlSandboxProvider:
             if self._shared is None:
                 self._shared = await SharedDriver.acquire(self._choice)
             return self._shared
+
+
+def _ports(handle: Any) -> SandboxPorts:
+    box: ProviderSandbox = handle.raw
+    if box.ports is None:
+        reason = "another process owns it" if box.isolated else "with the local driver, it has the host's"
+        raise SandboxError(f"sandbox {box.sandbox.id} has no network of its own here: {reason}")
+    return box.ports
+
+
+def _gym_config() -> Mapping[str, Any]:
+    """Return the configuration of the NeMo Gym that started this process; {} if there is none."""
+    # In any other process, NeMo Gym would take the command line for its own.
+    started = NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME in os.environ
+    return get_global_config_dict() if started else {}
+
+
+def _server_url(name: str) -> str:
+    if "://" in name:
+        return name
+    try:
+        ((server, *_), *_) = (kinds.values() for kinds in _gym_config()[name].values())
+        return f"http://{server['host']}:{server['port']}"
+    except (LookupError, AttributeError, ValueError, TypeError):
+        raise InputError(
+            f"NeMo Gym has no server {name!r}", hint="name one of its blocks, or a URL"
+        ) from None
+
+
+def _harness_inside(metadata: Mapping[str, str]) -> str:
+    """Return the agent that will run its harness in a sandbox with this metadata; "" if none is known.
+
+    Its creator names itself there: the agent, or the resources server that hands it to the agent.
+    """
+    creator = metadata.get("nemo_gym_agent")
+    for name, block in _gym_config().items():
+        agents = block.get("responses_api_agents") if isinstance(block, Mapping) else None
+        for kind, agent in (agents or {}).items():
+            server = agent.get("resources_server") or {}
+            if kind in _HARNESSES_INSIDE and creator in (name, kind, server.get("name")):
+                return str(name)
+    return ""
 
 
 def _check_user(user: str | int | None, box: ProviderSandbox) -> None:

@@ -12,7 +12,7 @@ from prorl_envs.images.template import ImageTemplate
 from prorl_envs.nemo.images import image_source
 from prorl_envs.nemo.plan import PRIVATE, Plan, ProviderConfig, provider_config, unenforced
 from prorl_envs.nemo.plan import plan as plan_within
-from prorl_envs.sandbox.base import Mount, SandboxLimits
+from prorl_envs.sandbox.base import Mount, Network, SandboxLimits
 
 NONE = {"cpu": None, "memory_mib": None, "disk_gib": None, "gpu": None, "gpu_type": None}
 
@@ -24,8 +24,8 @@ def asked(resources: dict[str, Any] | None = None, **given: Any) -> Any:
     return SimpleNamespace(**{**empty, **given}, resources=SimpleNamespace(**{**NONE, **(resources or {})}))
 
 
-def plan(asked: Any, config: ProviderConfig, limits: SandboxLimits | None = None) -> Plan:
-    return plan_within(asked, config, limits or SandboxLimits())
+def plan(asked: Any, config: ProviderConfig, limits: SandboxLimits | None = None, **known: Any) -> Plan:
+    return plan_within(asked, config, limits or SandboxLimits(), **known)
 
 
 def test_an_empty_request_is_the_hosts_system_and_an_empty_workspace() -> None:
@@ -134,9 +134,42 @@ def test_a_wrong_bind_is_refused(bind: str) -> None:
         plan(asked(provider_options={"binds": [bind]}), ProviderConfig())
 
 
-def test_ports_are_refused() -> None:
-    with pytest.raises(InputError, match="8000"):
-        plan(asked(ports=(8000,)), ProviderConfig())
+@pytest.mark.parametrize(
+    ("url", "reached", "allowed"),
+    [
+        ("http://127.0.0.1:8000/v1", "127.0.0.1:8000", ()),
+        ("http://localhost", "127.0.0.1:80", ()),
+        ("https://0.0.0.0:1", "127.0.0.1:1", ()),
+        ("http://127.0.1.1:8000", "127.0.1.1:8000", ()),
+        ("http://10.0.0.5:8000", "", ("10.0.0.5:8000",)),
+        ("https://model.example/v1", "", ("private:model.example:443",)),
+        ("http://[fd00::1]:8000/", "", ("[fd00::1]:8000",)),
+    ],
+)
+def test_a_server_is_reached_on_the_loopback_or_through_the_proxy(
+    url: str, reached: str, allowed: tuple[str, ...]
+) -> None:
+    request = asked(provider_options={"servers": ["model", "model"], "allow": "pypi.org"})
+    made = plan(request, ProviderConfig(), find={"model": url}.__getitem__)
+    assert [str(server) for server in made.servers] == [reached] * bool(reached)
+    assert made.spec.network == Network(allow=("pypi.org", *allowed))
+
+
+@pytest.mark.parametrize(
+    "url", ["model", "", "http://", "ftp://x", "http://a@b", "http://[::1]:1", "http://x:99999"]
+)
+def test_a_wrong_server_is_refused(url: str) -> None:
+    with pytest.raises(InputError, match="not a server"):
+        plan(asked(provider_options={"servers": url}), ProviderConfig())
+
+
+def test_nothing_is_reached_by_default_and_a_harness_inside_must_say_so() -> None:
+    assert plan(asked(ports=(8000,)), ProviderConfig()).ports == (8000,)
+    assert plan(asked(), ProviderConfig()).spec.network == Network()
+    with pytest.raises(InputError, match="opencode"):
+        plan(asked(), ProviderConfig(), harness="opencode")
+    made = plan(asked(provider_options={"servers": []}), ProviderConfig(), harness="opencode")
+    assert made.spec.network == Network()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
+from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.drivers.probe import explain, find_bwrap
 from prorl_envs.sandbox.filesystem.directories import make_accessible, remove_tree
@@ -44,7 +44,6 @@ from prorl_envs.sandbox.linux.kernel_settings import (
 )
 from prorl_envs.sandbox.linux.pidfd import Process, not_in_forks, receive
 from prorl_envs.sandbox.template.process import ForkRequest
-from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
 START_TIMEOUT_S = 30.0
@@ -188,8 +187,10 @@ class BubblewrapSandbox(IsolatedSandbox):
             await self._start_first()
         except OSError as error:
             raise SandboxError(f"the sandbox did not start: {error}") from error
-        if self._spec.default_route or self._spec.network.allow:
-            await self._set_up_network()
+        if self._spec.default_route:
+            with self._network() as netns:
+                await (await self._template()).route(self.id, netns)
+        await self._start_proxy()
 
     async def _start_first(self) -> None:
         """Run bubblewrap and wait for the sandbox's first process.
@@ -254,26 +255,18 @@ class BubblewrapSandbox(IsolatedSandbox):
 
     def _settings(self) -> tuple[Setting, ...]:
         """Return the settings of the sandbox's namespaces."""
-        of_root = ROOT_SETTINGS if self._spec.emulate_root and not self._spec.network.open else ()
+        is_root = self._spec.emulate_root or self._spec.uid == 0
+        of_root = ROOT_SETTINGS if is_root and not self._spec.network.open else ()
         return (*namespace_settings(shared_memory_bytes(self._spec)), *of_root)
 
-    async def listen_loopback(self) -> socket.socket:
-        """See `Sandbox.listen_loopback`."""
+    async def open_socket(self) -> socket.socket:
+        """See `IsolatedSandbox.open_socket`."""
         if self._first is None or not self.alive:
             raise self.end_error()
         if self._spec.network.open:
-            return listen_on_host()
+            return socket.socket()
         with self._network() as netns:
-            return await (await self._template()).listen(self.id, netns, 0)
-
-    async def _set_up_network(self) -> None:
-        with self._network() as netns:
-            template = await self._template()
-            if self._spec.default_route:
-                await template.route(self.id, netns)
-            if allow := self._spec.network.allow:
-                listener = await template.listen(self.id, netns, PROXY_PORT)
-                self._proxy = self._driver.gateway.serve(self.id, listener, allow)
+            return await (await self._template()).open_socket(self.id, netns)
 
     @contextlib.contextmanager
     def _network(self) -> Iterator[int]:

@@ -3,6 +3,7 @@ exit kills all others inside."""
 
 import asyncio
 import logging
+import socket
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.base import PROXY_PORT, Mount, SandboxSpec
 from prorl_envs.sandbox.drivers.base import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.filesystem.image_env import read_image_env
 from prorl_envs.sandbox.filesystem.images import Images
@@ -74,6 +75,7 @@ class IsolatedSandbox(NodeSandbox):
 
     def __init__(self, sandbox_id: str, spec: SandboxSpec, root: Path, driver: IsolatedDriver[Any]) -> None:
         super().__init__(sandbox_id, spec, root, driver)
+        self._driver: IsolatedDriver[Any] = driver
         #: The spec with paths resolved, as passed to the runtime; `spec` is the requested one.
         self._inside = through_links(_with_name_service(spec))
         self._first: Process | None = None
@@ -98,6 +100,34 @@ class IsolatedSandbox(NodeSandbox):
     @property
     def first_pid(self) -> int | None:
         return None if self._first is None else self._first.pid
+
+    @abstractmethod
+    async def open_socket(self) -> socket.socket:
+        """Return a new IPv4 stream socket of the sandbox's own network, owned by the caller.
+
+        Raises SandboxError if the sandbox has stopped.
+        """
+
+    async def listen(self, host: str, port: int) -> socket.socket:
+        """Like `listen_loopback`, at this address and port. Raises SandboxError if the port is in use."""
+        listener = await self.open_socket()
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            raise SandboxError(f"cannot listen on {host}:{port} in sandbox {self.id}: {error}") from error
+        return listener
+
+    async def listen_loopback(self) -> socket.socket:
+        """See `Sandbox.listen_loopback`."""
+        return await self.listen("127.0.0.1", 0)
+
+    async def _start_proxy(self) -> None:
+        if allow := self._spec.network.allow:
+            listener = await self.listen("127.0.0.1", PROXY_PORT)
+            self._proxy = self._driver.gateway.serve(self.id, listener, allow)
 
     async def launch(self) -> None:
         """Create the directories, run the runtime and wait for the first process."""

@@ -20,7 +20,6 @@ from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.linux.descriptors import has_exited
 from prorl_envs.sandbox.template.process import ForkRequest
-from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
 #: Environment variable that marks every process of a sandbox, because no pid namespace contains them.
@@ -123,7 +122,7 @@ class LocalSandbox(NodeSandbox):
             NoIsolationWarning,
             stacklevel=2,
         )
-        return listen_on_host()
+        return socket.create_server(("127.0.0.1", 0))
 
     async def _end(self) -> None:
         """Kill the tool servers' children and the processes that carry this sandbox's mark, then the servers.

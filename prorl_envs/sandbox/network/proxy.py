@@ -12,11 +12,13 @@ import ipaddress
 import logging
 import resource
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.linux.pidfd import not_in_forks, readable
 from prorl_envs.sandbox.network.policy import Address, Policy, Target
 from prorl_envs.sandbox.network.proxy_request import ProxyRefused, ProxyRequest, parse_request
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: Resolves a name to its addresses. Raises OSError if the name has none.
 type Resolver = Callable[[str], Awaitable[Iterable[str]]]
+#: Connects to the server of a relay. Raises OSError or SandboxError if that fails.
+type Connector = Callable[[], Awaitable[socket.socket]]
 
 _CHUNK = 64 * 1024
 _LINGER_BYTES, _LINGER_S = 256 * 1024, 2.0
@@ -255,14 +259,7 @@ class Proxy:
                 body = request.body_bytes - len(rest)
             await loop.sock_sendall(server, rest)
             moved()
-            try:
-                async with asyncio.TaskGroup() as group:
-                    up = group.create_task(_pump(client, server, moved, body))
-                    await _pump(server, client, moved)
-                    if body is not None:
-                        up.cancel()
-            except* OSError as gone:
-                raise ConnectionResetError("one side closed the connection") from gone
+            await _pump_both(client, server, moved, body)
 
     def _record_refusal(self, refused: ProxyRefused) -> None:
         if refused.status not in (502, 504):
@@ -295,6 +292,41 @@ class Proxy:
                 unread = _LINGER_BYTES
                 while unread > 0 and (data := await loop.sock_recv(client, _CHUNK)):
                     unread -= len(data)
+
+
+class Relay(Proxy):
+    """Listener that passes every connection on to one server, unchanged and without a limit of idle time."""
+
+    def __init__(
+        self, gateway: Gateway, sandbox_id: str, listener: socket.socket, connect: Connector
+    ) -> None:
+        super().__init__(gateway, sandbox_id, listener, Policy(()))
+        self._connect_server = connect
+
+    async def _handle(self, client: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(self._limits.connect_s):
+                server = await self._connect_server()
+        except (TimeoutError, OSError, SandboxError):
+            # A reset, because a normal close would look like an empty answer.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return
+        with server:
+            await _pump_both(client, server, lambda: None)
+
+
+async def _pump_both(
+    client: socket.socket, server: socket.socket, moved: Callable[[], None], body: int | None = None
+) -> None:
+    """Copy in both directions until both have ended; with a `body`, that many bytes and the whole answer."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            up = group.create_task(_pump(client, server, moved, body))
+            await _pump(server, client, moved)
+            if body is not None:
+                up.cancel()
+    except* OSError as gone:
+        raise ConnectionResetError("one side closed the connection") from gone
 
 
 async def _pump(

@@ -233,23 +233,23 @@ class TemplateProcess:
         server = await self._child_for(sandbox_id, {"route": True}, [netns])
         await server.process.wait()
 
-    async def listen(self, sandbox_id: str, netns: int, port: int) -> socket.socket:
-        """Return a socket listening on the loopback of the network namespace `netns` (a descriptor).
+    async def open_socket(self, sandbox_id: str, netns: int) -> socket.socket:
+        """Return a new IPv4 stream socket of the network namespace `netns` (a descriptor).
 
         The caller owns the socket, which belongs to that namespace.
 
         Raises:
             SandboxError: the kernel refused.
         """
-        server = await self._child_for(sandbox_id, {"listen": port}, [netns])
+        server = await self._child_for(sandbox_id, {"socket": True}, [netns])
         assert server.passed is not None
-        listener = socket.socket(fileno=server.passed)
+        inside = socket.socket(fileno=server.passed)
         try:
             await server.process.wait()
         except BaseException:
-            listener.close()
+            inside.close()
             raise
-        return listener
+        return inside
 
     async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
         """Start a program as a child of the template. The program survives the template's exit.

@@ -1,4 +1,4 @@
-"""Changes to a sandbox's network from outside: a socket that listens in it, and a default route on its
+"""Changes to a sandbox's network from outside: new sockets in it, and a default route on its
 loopback interface, by netlink.
 
 Without a route, a connection to an outside address fails at once ("network is unreachable"); with this one it
@@ -56,23 +56,18 @@ def add_own_default_route() -> None:
                 raise
 
 
-def listen_inside(netns: int | None, port: int) -> socket.socket:
-    """Enter the network namespace `netns` (a descriptor) and listen on its loopback interface.
+def socket_inside(netns: int | None) -> socket.socket:
+    """Enter the network namespace `netns` (a descriptor) and return a new IPv4 stream socket.
 
-    None means the namespace of this process. The socket stays in that namespace, whichever process accepts on
-    it. Like `add_default_route`, only for a process that does nothing else afterwards.
+    None means the namespace of this process. The socket stays in that namespace, whichever process uses it.
+    Like `add_default_route`, only for a process that does nothing else afterwards.
 
     Raises:
         OSError: the kernel refused.
     """
     if netns is not None:
         _enter(netns)
-    return socket.create_server(("127.0.0.1", port))
-
-
-def listen_on_host() -> socket.socket:
-    """Return a socket listening on this machine's own loopback, for sandboxes with the host's network."""
-    return socket.create_server(("127.0.0.1", 0))
+    return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
 
 
 def _enter(netns: int) -> None:

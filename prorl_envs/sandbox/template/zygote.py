@@ -6,7 +6,7 @@ It is single-threaded and never acts on input from a sandbox; only its forks do.
     host -> template    once, the setup (modules to import); then one message per fork, with descriptors.
                         Tool server: the sandbox's first process, the tool server's socket, the status
                         socket.
-                        Default route or listening socket: the network namespace, the status socket.
+                        Default route or new socket: the network namespace, the status socket.
                         Program (spawned, not forked): the descriptor for its standard streams, those
                         that become its descriptors 3, 4, and so on, the status socket.
                         Size of a tree: its directory, the sandbox's first process if it has one, the status
@@ -18,8 +18,8 @@ It is single-threaded and never acts on input from a sandbox; only its forks do.
                         The first process of a sandbox (see `sandbox_init.py`) adds to `ready` its namespaces,
                         and descriptors of itself and of its root directory. Its forks join no
                         namespaces, and ignore their descriptors.
-    child -> host       on the status socket: `ready` once it has joined, with the listening socket if one
-                        was requested; or the error; and later, if the entry fails, its traceback
+    child -> host       on the status socket: `ready` once it has joined, with the new socket if one was
+                        requested; or the error; and later, if the entry fails, its traceback
 """
 
 import contextlib
@@ -62,7 +62,7 @@ from prorl_envs.sandbox.template.enter import (
     yield_processors,
 )
 from prorl_envs.sandbox.template.immortal_objects import make_immortal
-from prorl_envs.sandbox.template.route import add_default_route, listen_inside
+from prorl_envs.sandbox.template.route import add_default_route, socket_inside
 from prorl_envs.sandbox.template.sandbox_init import become_init, is_inside, kill_all_but, set_init_socket
 from prorl_envs.sandbox.template.spawn import spawn
 
@@ -369,9 +369,9 @@ def _run_child(
         if "route" in request:
             add_default_route(fds[0])
             _send(status, ready=True)
-        elif "listen" in request:
-            with listen_inside(None if prepared.inside else fds[0], request["listen"]) as listener:
-                socket.send_fds(status, [b'{"ready": true}'], [listener.fileno()])
+        elif "socket" in request:
+            with socket_inside(None if prepared.inside else fds[0]) as sock:
+                socket.send_fds(status, [b'{"ready": true}'], [sock.fileno()])
         elif "measure" in request:
             root, *pidfd, _ = fds
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])

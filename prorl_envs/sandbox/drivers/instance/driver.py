@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
+from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer, uses_setuid
 from prorl_envs.sandbox.drivers.apptainer_wrapper import wrapper_environment
 from prorl_envs.sandbox.drivers.instance.command import (
@@ -51,7 +51,6 @@ from prorl_envs.sandbox.template.process import (
     Wrapper,
     environment,
 )
-from prorl_envs.sandbox.template.route import listen_on_host
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
 #: Preload of a Python session inside the sandbox. Libraries are not preloaded: their import in advance would
@@ -239,17 +238,15 @@ class InstanceSandbox(IsolatedSandbox):
         )
         await self._process.prepare(entries, preload, inside)
         self._take_first(self._process)
-        if allow := self._spec.network.allow:
-            listener = await self._process.listen(self.id, self._root_fd, PROXY_PORT)
-            self._proxy = self._driver.gateway.serve(self.id, listener, allow)
+        await self._start_proxy()
 
-    async def listen_loopback(self) -> socket.socket:
-        """See `Sandbox.listen_loopback`."""
+    async def open_socket(self) -> socket.socket:
+        """See `IsolatedSandbox.open_socket`."""
         if self._process is None or not self.alive:
             raise self.end_error()
         if self._spec.network.open:
-            return listen_on_host()
-        return await self._process.listen(self.id, self._root_fd, 0)
+            return socket.socket()
+        return await self._process.open_socket(self.id, self._root_fd)
 
     def _imports(self, with_python: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the first process's entries, and the modules that it imports in advance."""
