@@ -29,6 +29,8 @@ NEMO_SERVERS = (
     "responses_api_agents/simple_agent",
     "responses_api_agents/gymnasium_agent",
     "responses_api_agents/prorl_agent",
+    "responses_api_agents/opencode_sandboxed_agent",
+    "responses_api_agents/pi_sandboxed_agent",
     "responses_api_models/openai_model",
     "responses_api_models/vllm_model",
     "environment_servers/legacy_agent",

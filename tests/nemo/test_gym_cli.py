@@ -377,6 +377,24 @@ def test_the_environment_server_runs_materialized_rows(running: Gym, tmp_path: P
     assert "setup failed" in failed["_ng_failure_message"] and "reward" not in failed
 
 
+@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 verifies no stored rollouts")
+def test_stored_rollouts_are_verified_again(running: Gym, tmp_path: Path) -> None:
+    output, again = tmp_path / "rollouts.jsonl", tmp_path / "again.jsonl"
+    rows = example_rows(running.root, "math")
+    evaluate(running, agent_name("math"), rows, output)
+    inputs = output.with_name("rollouts_materialized_inputs.jsonl")
+    files = ["--inputs", str(inputs), "--rollouts", str(output), "--output", str(again)]
+    selection = [
+        "--config",
+        str(config(running.root, "math", "single_agent_turn")),
+        "--model-type",
+        "openai_model",
+    ]
+    done = gym(running.root, "eval", "reverify", *selection, *files, *running.flags)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [result["reward"] for result in read_jsonl(again)] == [1.0] * len(rows)
+
+
 def test_an_internal_failure_has_no_reward_and_the_others_continue(running: Gym, tmp_path: Path) -> None:
     good, other = example_rows(running.root, "bash")[:2]
     broken = json.loads(json.dumps(other))
