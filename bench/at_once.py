@@ -21,7 +21,8 @@ from pathlib import Path
 from bench.__main__ import machine
 from bench.episodes import Measurements, SlowCalls
 from bench.service import COMMAND, TURNS, InstantModel, ShellEnvironment, bare, read
-from prorl_envs.app.run_loop import run, settled
+from prorl_envs.app.tuning import settled
+from prorl_envs.cli.run_loop import run
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.model.tokens.rendering import TemplateRenderer

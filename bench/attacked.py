@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.__main__ import machine
 from bench.service import InstantModel, ShellEnvironment, ShellTask
-from prorl_envs.app.run_loop import run
+from prorl_envs.cli.run_loop import run
 from prorl_envs.config import ServiceSettings
 from prorl_envs.conformance.attacks import ATTACKS, attack
 from prorl_envs.env.base import Grade

@@ -22,7 +22,7 @@ from typing import Any
 from bench.__main__ import machine
 from bench.listing import chromium
 from bench.results import p99
-from prorl_envs.app.run_loop import run
+from prorl_envs.cli.run_loop import run
 from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.api.types import GroupRequest

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.app.run_loop import run
+from prorl_envs.cli.run_loop import run
 from prorl_envs.rollout.api.types import (
     GroupRequest,
     JobState,

@@ -25,7 +25,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bench.__main__ import machine
-from prorl_envs.app.run_loop import run
+from prorl_envs.cli.run_loop import run
 from prorl_envs.clock import SystemClock
 from prorl_envs.listener.listener import HttpListener
 from prorl_envs.model.http.client import ModelHttpClient

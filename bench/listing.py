@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from bench.__main__ import machine
-from prorl_envs.app.run_loop import run
+from prorl_envs.cli.run_loop import run
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, StopReason, Trajectory, TurnRecord
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.rollout.store.base import NewGroup

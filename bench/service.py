@@ -27,7 +27,8 @@ import httpx
 
 from bench.__main__ import machine
 from bench.results import p99
-from prorl_envs.app.run_loop import run, settled
+from prorl_envs.app.tuning import settled
+from prorl_envs.cli.run_loop import run
 from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.env.base import Grade, Task
 from prorl_envs.env.node import Node

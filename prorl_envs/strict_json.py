@@ -5,6 +5,11 @@ import math
 from typing import Any, NoReturn
 
 
+def encodable(text: str) -> str:
+    """Replace characters that UTF-8 cannot encode. Output of models and tools may contain them."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def json_problem(value: object) -> str:
     """Return why `value` cannot be sent as JSON in UTF-8 (NaN, a lone surrogate, an object), or ""."""
     try:

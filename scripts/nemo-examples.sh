@@ -7,7 +7,7 @@ set -eu
 cd "$(dirname "$0")/.."
 base=${VENV:-.venv}
 scripts/setup.sh test "$base"
-for family in bash code ipython math stem swebench; do
+for family in bash code ipython math stem swebench terminal; do
     "$base/bin/prorl-envs" nemo examples "$family" "envs/$family/nemo/server"
 done
 RECORD_EXAMPLES=1 exec scripts/test-nemo.sh tests/nemo/test_gym_cli.py \

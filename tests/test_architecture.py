@@ -1,9 +1,11 @@
 """Allowed imports between packages. A new dependency needs a reason and a line in this file."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tools": frozenset(
         {
             "errors",
+            "strict_json",
             "window",
             "sandbox.base",
             "sandbox.filesystem.directories",  # Jupyter's sockets need a short path
@@ -60,15 +63,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "catalog": frozenset({"errors", "config", "sandbox.base", "env", "remote"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
     "gym": frozenset({"errors", "strict_json", "sandbox", "tools", "env", "config", "catalog"}),
-    # Its agent and its environment server are clients of the rollout service, and run groups as trainers do.
+    # A server opens its node as commands do; the agent and the environment server are clients of the rollout
+    # service, and run groups as trainers do.
     "nemo": frozenset(
         {"errors", "strict_json", "sandbox", "images", "tools", "env", "config", "catalog", "model.types"}
-        | {"rollout.api", "rollout.client", "trainers.rollouts"}
+        | {"rollout.api", "rollout.client", "trainers.rollouts", "app.compose"}
     ),
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.
     "trainers": frozenset({"errors", "model.types", "rollout.api", "rollout.client"}),
     "model": frozenset({"errors", "strict_json", "clock", "window", "tools.types"}),
-    "viewer": frozenset({"errors"}),
+    "viewer": frozenset({"errors", "rollout.api.summary"}),
     # A service serves the pages that display it.
     "rollout": frozenset(
         {
@@ -82,21 +86,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "env",
             "tools.types",
             "model",
-            "runs",
             "viewer.assets",
-            "viewer.episodes",
-            "viewer.index",  # the list of runs of a folder
             "viewer.markdown",
-            "viewer.summary",
         }
     ),
-    "runs": frozenset({"errors", "rollout.api", "rollout.client", "rollout.store.summaries", "viewer"}),
-    "exports": frozenset(
-        {"errors", "extras", "rollout.api", "rollout.store.summaries", "runs", "viewer.summary"}
-    ),
-    "loggers": frozenset({"errors", "extras", "runs", "viewer.summary"}),
+    "runs": frozenset({"errors", "rollout.api", "rollout.client", "viewer"}),
+    "exports": frozenset({"errors", "extras", "rollout.api", "runs"}),
+    "loggers": frozenset({"errors", "extras", "rollout.api.summary", "runs"}),
     "testing": frozenset({"errors", "clock", "tools.types", "model", "env", "sandbox", "rollout"}),
-    "app": frozenset({"*"}),
+    # The composition root builds all parts, and prints nothing.
+    "app": frozenset(
+        {"errors", "clock", "config", "sandbox", "images", "env", "catalog", "model", "rollout", "extras"}
+    ),
     "cli": frozenset({"*"}),
 }
 
@@ -119,7 +120,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "service",
         "http",
     ),
-    "cli": ("options", "run_folders", "sources", "output", "commands", "main"),
+    "cli": ("output", "run_loop", "options", "run_folders", "sources", "commands", "main"),
 }
 
 #: Modules of `prorl_envs.testing` that users import, beside those that a command uses.
@@ -151,7 +152,7 @@ def modules() -> list[Path]:
 
 def package_of(path: Path) -> str:
     if not path.is_relative_to(PACKAGE):
-        return "apps" if path.name == "app.py" else "envs"
+        return "apps" if path.parent.name == "server" and path.parts[-3] == "nemo" else "envs"
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
@@ -204,6 +205,7 @@ def test_imports_point_inward() -> None:
 def test_an_import_outward_is_noticed() -> None:
     assert allowed("rollout", "model.types") and not allowed("model", "rollout.api.types")
     assert not allowed("viewer", "rollout.monitoring.dashboard_state") and not allowed("gym", "cli.main")
+    assert allowed("app", "rollout.service.build") and not allowed("app", "cli.main")
 
 
 def out_of_order(package: str, module: str, target: str) -> bool:
@@ -231,6 +233,32 @@ def test_each_part_of_a_package_is_listed(package: str) -> None:
     parts = {path.name.removesuffix(".py") for path in (PACKAGE / package).iterdir()}
     assert parts - {"__init__", "__pycache__", "scaffold"} == set(ORDER[package])
     assert len(ORDER[package]) <= 12
+
+
+def run_imports_of(node: ast.AST) -> Iterator[str]:
+    """Yield the names that the code below a node imports when it runs, so not those for types alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        yield from run_imports_of(child)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {name_of(path): path for path in modules() if path.is_relative_to(PACKAGE)}
+    graph = {}
+    for module, path in files.items():
+        names = set(run_imports_of(ast.parse(path.read_text())))
+        # The public API is imported on first use.
+        graph[module] = ({*names, *(name.rpartition(".")[0] for name in names)} & set(files)) - {"prorl_envs"}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_an_import_against_the_order_is_noticed() -> None:
@@ -271,12 +299,18 @@ def test_public_class_names_are_unique() -> None:
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_every_package_states_its_responsibility() -> None:
+def test_every_package_states_its_responsibility_and_where_to_begin() -> None:
     packages = [
         path for path in PACKAGE.rglob("__init__.py") if "envs" not in path.relative_to(PACKAGE).parts
     ]
     assert len(packages) > 40
-    assert [str(path) for path in packages if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    for path in packages:
+        stated = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if path.parent.name in ("prorl_envs", "gym", "nemo"):  # begin with the pages that show their use
+            assert stated, path
+            continue
+        begin = re.search(r"Begin with `([\w/]+\.py)`\.$", stated)
+        assert begin and (path.parent / begin[1]).is_file() and stated.count("\n") <= 2, path
 
 
 def test_only_fakes_that_a_command_or_a_user_starts_are_shipped() -> None:

@@ -1,6 +1,7 @@
 """Agreement of the documentation with the project: all named things exist."""
 
 import re
+import runpy
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from prorl_envs.cli.main import cli
-from prorl_envs.cli.output.settings_table import settings_schema, updated_page
+from prorl_envs.cli.output.settings_table import settings_schema
 from prorl_envs.config import (
     AgentSettings,
     EnvironmentSettings,
@@ -180,6 +181,7 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ob
 
 
 def test_the_tables_of_settings_are_up_to_date() -> None:
+    updated_page = runpy.run_path(str(ROOT / "scripts" / "settings_page.py"))["updated_page"]
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert updated_page(page) == page, "run scripts/settings_page.py"
     assert updated_page(page.replace("| 8600 |", "| 1 |").replace("TCP port", "port")) == page

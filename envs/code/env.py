@@ -8,7 +8,7 @@ from prorl_envs.env.base import Grade
 from prorl_envs.env.columns import without_nulls
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.env.scoring import CheckResult, score
-from prorl_envs.env.words import last_code
+from prorl_envs.envs.code.code_block import last_code
 from prorl_envs.envs.code.grading import run_cases
 from prorl_envs.envs.code.rows import convert_row
 from prorl_envs.envs.code.task import MAX_SOLUTION_BYTES, SOLUTION, CodeTask
@@ -23,6 +23,7 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
     """Programming problems: a file to write, graded by hidden tests."""
 
     name = "code"
+    repeatable = True
     task_type = CodeTask
     python = PythonEngine.FORKED
     sandbox_tools = (BASH, EDITOR, PYTHON)

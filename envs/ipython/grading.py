@@ -6,18 +6,12 @@ agent's choice. It is graded on the host, as text, by pure bounded functions tha
 
 import re
 
-from prorl_envs.env.answers import (
-    is_close,
-    parse_number,
-    parse_numbers,
-    same_expression,
-    same_numbers,
-    same_text,
-)
+from prorl_envs.env.answers import is_close, parse_number
 from prorl_envs.env.expressions import MAX_CHARS
 from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS
 from prorl_envs.env.scoring import CheckResult
 from prorl_envs.env.words import bare
+from prorl_envs.envs.ipython.answers import parse_numbers, same_expression, same_numbers, same_text
 from prorl_envs.envs.ipython.task import Check, ExpressionCheck, NumberCheck, NumbersCheck, TextCheck
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prorl_envs.env.answers import same_expression
 from prorl_envs.env.base import Task
 from prorl_envs.env.columns import WITHOUT_NULLS
 from prorl_envs.env.scoring import CheckModel, Scoring, check_names
+from prorl_envs.envs.ipython.answers import same_expression
 
 type _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 type _FileText = Annotated[str, Field(max_length=4_000_000)]

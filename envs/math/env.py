@@ -54,6 +54,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
 
     name = "math"
     needs_isolation = False
+    repeatable = True
     task_type = MathTask
     python = PythonEngine.FORKED
     sandbox_tools = (PYTHON,)

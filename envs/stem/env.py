@@ -5,16 +5,19 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from prorl_envs.env.base import Grade, Message, Prompt
 from prorl_envs.env.columns import without_nulls
 from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment
-from prorl_envs.env.search import Hit
 from prorl_envs.env.words import bare, stated
 from prorl_envs.envs.stem.grading import MAX_CHARS, is_right
 from prorl_envs.envs.stem.rows import convert_row
+from prorl_envs.envs.stem.search import Hit, SearchBackend
+from prorl_envs.envs.stem.search_index import IndexSearch
 from prorl_envs.envs.stem.task import StemTask
+from prorl_envs.envs.stem.web_search import WebSearch
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_spec
@@ -62,11 +65,32 @@ def sample_corpus() -> Path:
     return Path(str(files("prorl_envs.envs.stem").joinpath("data/corpus")))
 
 
+#: Back ends by node: all episodes of a node share one.
+_BACKENDS: WeakKeyDictionary[Node, SearchBackend] = WeakKeyDictionary()
+
+
+def search_backend(node: Node) -> SearchBackend:
+    """Return the back end that a node's settings choose.
+
+    Raises:
+        InputError: the settings name an unknown back end, or one of its settings is missing.
+    """
+    if node not in _BACKENDS:
+        settings = node.search
+        _BACKENDS[node] = (
+            IndexSearch(settings.corpus or sample_corpus(), node.cache_dir)
+            if settings.backend == "index"
+            else WebSearch(settings)
+        )
+    return _BACKENDS[node]
+
+
 class StemEnvironment(SandboxedEnvironment[StemTask]):
     """Science questions with search, a shell and a Python session; short answers."""
 
     name = "stem"
     needs_isolation = False
+    repeatable = True
     task_type = StemTask
     python = PythonEngine.FORKED
     host_tools = (SEARCH,)
@@ -101,7 +125,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
 
     async def prepare(self, task: StemTask, session: SandboxSession) -> None:
         try:
-            await self.node.search_backend(sample_corpus()).open()
+            await search_backend(self.node).open()
         except InputError as error:
             raise EnvironmentFault(error.message, hint=error.hint) from error
 
@@ -117,7 +141,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
         self._searches += 1
         try:
             async with asyncio.timeout(timeout_s):
-                hits = await self.node.search_backend(sample_corpus()).search(query, HITS)
+                hits = await search_backend(self.node).search(query, HITS)
         except TimeoutError:
             return ToolResult(text=f"The search took longer than {timeout_s:g} s.", ok=False)
         return ToolResult(text=_shown(hits), data={"sources": [hit.source for hit in hits]})

@@ -1,1 +1,1 @@
-"""Composition root: builds nodes, environments, model clients and the service from the configuration."""
+"""Composition root: builds nodes, models and the service from the settings. Begin with `compose.py`."""

@@ -4,17 +4,15 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, SecretStr
 
-from prorl_envs.catalog import Catalog, entries
-from prorl_envs.cli.output.console import err
+from prorl_envs.catalog import entries
 from prorl_envs.config import DEFAULT_STORE, LimitSettings, ModelSettings, ServiceSettings, Settings
-from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
 from prorl_envs.errors import InputError
@@ -26,29 +24,16 @@ from prorl_envs.images.registry.puller import ImagePuller, PullSettings
 from prorl_envs.images.store import ImageStore
 from prorl_envs.images.supervised import BuildLimits as BuildLimits
 from prorl_envs.images.unpack import UnpackLimits
-from prorl_envs.model.routing.health import watching
-from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.detect import Protocol, Servers
 from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.tokens.loading import load_renderer
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.episode.defaults import Defaults
-from prorl_envs.rollout.scheduling.placement import StageLimits
-from prorl_envs.rollout.service.build import build_service
-from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
 from prorl_envs.sandbox.base import Driver, Network, SandboxSpec
 from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.select import LAYERED_DRIVERS, choose_driver, make_driver
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
-from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
-
-
-def without_harness(catalog: Catalog, name: str) -> Catalog:
-    """Return a catalog with only the environment `name`, without its harness; print a note if it has one."""
-    if (harness := harness_of(catalog.family(name))) is not None:
-        err.print(f"{name}: runs without the harness {harness.name}, with the environment's own tools")
-    return catalog.without_harness(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,58 +257,6 @@ def node_limits(settings: LimitSettings) -> NodeLimits:
     return NodeLimits.of(settings.model_dump())
 
 
-@asynccontextmanager
-async def rollout_service(
-    settings: Settings, model: Model, store: SqlStore | None = None, *, opened: Node | None = None
-) -> AsyncIterator[RolloutService]:
-    """Create a service with all its parts, without starting it; close the parts on exit.
-
-    Args:
-        settings: all settings.
-        model: the model that the service uses.
-        store: store of groups and results, which the caller closes; None means memory.
-        opened: node that the caller opened by `node` and closes; None opens a node.
-
-    Raises:
-        InputError: an environment is wrong, its server does not start, or `check_capacity` fails.
-    """
-    catalog, defaults = Catalog.of(settings), request_defaults(settings)
-    check_capacity(settings.service)
-    async with AsyncExitStack() as stack:
-        if opened is None:
-            opened = await stack.enter_async_context(node(settings))
-        pool = ModelPool(servers_of(model).connect, wait=True)
-        stack.push_async_callback(pool.aclose)
-        for url in model.servers:
-            pool.add(url)
-        await stack.enter_async_context(watching(pool))
-        offered = await stack.enter_async_context(catalog)
-        fleet = None
-        if settings.nodes.ray is not None:
-            from prorl_envs.app.ray import fleet_of  # an extra
-
-            fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
-        yield build_service(
-            opened, offered, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
-        )
-
-
-def check_capacity(settings: ServiceSettings) -> None:
-    """Check that a process may open enough files for as many sandboxes as the settings allow.
-
-    Raises:
-        InputError: the limit of open files is too low.
-    """
-    jobs, max_sandboxes = StageLimits.of_settings(settings).max_jobs_with_sandbox, sandboxes_allowed()
-    if jobs > max_sandboxes:
-        raise InputError(
-            f"{jobs} jobs with sandboxes at once need more files than a process may open here: "
-            f"the limit is enough for {max_sandboxes}",
-            hint="raise the hard limit (`ulimit -Hn`), or lower service.max_jobs_with_sandbox (or init, run, "
-            "eval)",
-        )
-
-
 def request_defaults(settings: Settings) -> dict[str, Defaults]:
     """Return the limits and the sampling that the configuration sets for each environment.
 
@@ -365,6 +298,7 @@ async def connect(
     name: str | None,
     api_key: str | None,
     earlier: EarlierModel | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Model:
     """Probe the user's model servers, and load the model's tokenizer.
 
@@ -375,6 +309,7 @@ async def connect(
         name: model name; None means the first model that the server lists.
         api_key: bearer token, if the servers need one.
         earlier: model of unfinished jobs, which wait if a server is unavailable.
+        note: called with a line for each unavailable server.
 
     Raises:
         InputError: a server is unavailable and no job is unfinished, a server does not support token ids, the
@@ -386,7 +321,7 @@ async def connect(
         if not report.ok and (earlier is None or not report.unavailable):
             raise InputError(report.problem, hint=report.hint)
         if not report.ok:
-            err.print(f"warning: {report.problem}; unfinished jobs wait for this server")
+            note(f"warning: {report.problem}; unfinished jobs wait for this server")
         name = name or report.model
     if earlier is not None:
         name, tokenizer = name or earlier.name or None, tokenizer or earlier.tokenizer or None

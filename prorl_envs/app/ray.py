@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from prorl_envs.app.compose import Model, absolute_tokenizer, node, servers_of
 from prorl_envs.app.logs import exporting_traces, set_up_logging
-from prorl_envs.app.run_loop import settled
+from prorl_envs.app.tuning import settled
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import NodeSettings, ServerSettings, ServiceSettings, Settings
 from prorl_envs.errors import InputError, NodeLost, ProrlError

@@ -1,1 +1,1 @@
-"""The command line: `prorl-envs --help`. Data goes to stdout, everything else to stderr."""
+"""The command line. Data goes to stdout, everything else to stderr. Begin with `main.py`."""

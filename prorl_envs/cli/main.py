@@ -141,6 +141,7 @@ def serve(
 
     from prorl_envs.app.compose import connect
     from prorl_envs.cli.commands.serve import serve
+    from prorl_envs.cli.output.console import err
 
     settings = settings_of(config)
     address: dict[str, object] = {
@@ -168,6 +169,7 @@ def serve(
             name=model or settings.model.name or None,
             api_key=api_key(),
             earlier=earlier,
+            note=err.print,
         )
 
     asyncio.run(serve(settings, connected))
@@ -181,8 +183,8 @@ def play(
     config: ConfigOption = None,
 ) -> None:
     """Solve a task yourself, in place of the model."""
-    from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.play import play
+    from prorl_envs.cli.run_loop import run
 
     run(play(settings_of(config), environment, task, data))
 

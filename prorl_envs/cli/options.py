@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from prorl_envs.catalog import Catalog
     from prorl_envs.config import Settings
 
 
@@ -74,9 +75,21 @@ def settings_of(config: Path | None) -> "Settings":
     return load_settings(config, os.environ)
 
 
+def catalog_without_harness(settings: "Settings", environment: str) -> "Catalog":
+    """Return a catalog with only one environment, without its harness; print a note if it has one."""
+    from prorl_envs.catalog import Catalog
+    from prorl_envs.cli.output.console import err
+    from prorl_envs.env.harness.family import harness_of
+
+    catalog = Catalog.of(settings)
+    if (harness := harness_of(catalog.family(environment))) is not None:
+        err.print(f"{environment}: runs without the harness {harness.name}, with the environment's own tools")
+    return catalog.without_harness(environment)
+
+
 def succeed(work: "Coroutine[Any, Any, bool]") -> None:
     """Run the work of a command; exit with status 1 if it returns False."""
-    from prorl_envs.app.run_loop import run
+    from prorl_envs.cli.run_loop import run
 
     if not run(work):
         raise typer.Exit(1)

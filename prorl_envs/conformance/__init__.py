@@ -1,1 +1,1 @@
-"""Test suite of the promises that every sandbox driver keeps, for any driver."""
+"""Test suite of the promises that every sandbox driver keeps, for any driver. Begin with `promise.py`."""

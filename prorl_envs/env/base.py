@@ -114,6 +114,8 @@ class Environment[TaskT: Task](ABC):
     options_type: ClassVar[type[BaseModel] | None] = None
     #: Whether the tasks or the grader rely on paths that only isolated sandboxes have: `/workspace`, mounts.
     needs_isolation: ClassVar[bool] = True
+    #: Whether the recorded tool calls and answers of an episode are enough to repeat its verdict.
+    repeatable: ClassVar[bool] = False
 
     def __init__(self, node: Node) -> None:
         self.node = node

@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from prorl_envs.env.search import SearchSettings
-from prorl_envs.env.search_index import IndexSearch
-from prorl_envs.env.web_search import WebSearch
 from prorl_envs.errors import InputError
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.dockerfile.build import DockerfileBuilder
@@ -73,7 +70,7 @@ class Node:
         driver: the sandbox driver of this machine. The node closes it.
         cache_dir: node-local directory for built trees and environments; kept after the process exits.
         warm_pool_size: maximum number of idle sandboxes in the warm pool; see `WarmPool`.
-        search: settings of the search back end; None uses the defaults.
+        search: settings of search tools; None uses the defaults.
         max_concurrent_starts: maximum number of sandboxes that start at once; None: four per processor.
         images: creates the image builder, given a progress callback; None keeps images in the cache
             directory.
@@ -98,8 +95,7 @@ class Node:
         self.limits = limits
         self._images = images
         self._dockerfiles = dockerfiles
-        self._search = search or SearchSettings()
-        self._backend: IndexSearch | WebSearch | None = None
+        self.search = search or SearchSettings()
         self.cache_dir = cache_dir
         starts = max_concurrent_starts or STARTS_PER_PROCESSOR * len(os.sched_getaffinity(0))
         self._pool = WarmPool(driver, limit=warm_pool_size, max_concurrent_starts=starts)
@@ -140,22 +136,6 @@ class Node:
         self._handed_out += 1
         self._seconds += time.monotonic() - asked
         return session
-
-    def search_backend(self, sample: Path) -> IndexSearch | WebSearch:
-        """Return the back end of search tools; all episodes share it.
-
-        Args:
-            sample: folder of texts to search if the settings name no folder.
-
-        Raises:
-            InputError: the settings name an unknown back end, or one of its settings is missing.
-        """
-        if self._backend is None:
-            if self._search.backend == "index":
-                self._backend = IndexSearch(self._search.corpus or sample, self.cache_dir)
-            else:
-                self._backend = WebSearch(self._search)
-        return self._backend
 
     def images(self, progress: Callable[[str], None] = lambda line: None) -> ImageBuilder:
         """Return the builder that pulls and builds images.
@@ -204,12 +184,7 @@ class Node:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
 

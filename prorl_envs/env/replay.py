@@ -14,6 +14,7 @@ from prorl_envs.env.base import Environment, Grade, Message, Task
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
+from prorl_envs.strict_json import encodable
 from prorl_envs.tools.types import ToolCall
 
 #: Part of the line that the agent loop writes in place of the text that it cut from an observation.
@@ -78,7 +79,7 @@ async def replay[TaskT: Task](
             calls_made += 1
             if call.name == environment.finish_tool and result.ok:
                 break
-            model_text = result.text.encode("utf-8", "replace").decode()
+            model_text = encodable(result.text)
             differing += observed is not None and observed != model_text and _CUT not in observed
         environment.on_transcript(tuple(messages))
         return Replayed(await environment.eval(), calls_made, differing)

@@ -1,34 +1,11 @@
-"""Search tool back ends: an index on this machine, or a web search service. Queries run on the host, never in
-a sandbox.
-
-`SearchSettings` select the back end; a new web service is one more `WebApi` in `web_search.py`.
-"""
+"""Settings of the back end of search tools. The `stem` environment has the back ends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
-from prorl_envs.errors import InputError, ToolError, expand_user
-
-
-class SearchFailed(ToolError):
-    """Error: the search back end did not answer, or refused the request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hit:
-    """Search result. Its text comes from unknown authors.
-
-    Args:
-        title: title of the document.
-        text: the passage, or a summary.
-        source: a file with a position in it, or a URL.
-    """
-
-    title: str
-    text: str
-    source: str
+from prorl_envs.errors import InputError, expand_user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Exports of results: tables (CSV, Parquet), Hugging Face datasets, chat messages for SFT, and ATIF."""
+"""Exports of results: tables, datasets, chat messages, ATIF trajectories. Begin with `formats.py`."""

@@ -1,14 +1,15 @@
-"""Columns of a table with one row per rollout, shared by CSV, Parquet and Hugging Face datasets."""
+"""Columns of a table with one row per rollout, and the conversion of results, shared by all formats."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import Result
-from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.runs.statistics import SOLVED
-from prorl_envs.viewer.summary import Summary
 
 type Value = str | int | float | bool | None
 
@@ -90,3 +91,34 @@ def row_of(result: Result) -> dict[str, Value]:
     """Return the row of a result, with a value for each column."""
     summary = summarise(result)
     return {column.name: column.value(result, summary) for column in COLUMNS}
+
+
+@dataclass(slots=True)
+class Written:
+    """Outcome of an export.
+
+    Args:
+        rollouts: number of written rollouts.
+        left_out: number of omitted rollouts, by reason.
+    """
+
+    rollouts: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+type Located = Iterable[tuple[str, Result]]
+
+
+def converted[T](results: Located, convert: Callable[[Result], T]) -> Iterator[tuple[str, Result, T]]:
+    """Yield each result with its conversion.
+
+    Raises:
+        InputError: the messages of a result are not chat messages. The error names the line.
+    """
+    for where, result in results:
+        try:
+            yield where, result, convert(result)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{where}: messages: not in the chat format: {error!r}", hint="correct or remove the line"
+            ) from error

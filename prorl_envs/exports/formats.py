@@ -2,9 +2,7 @@
 
 import csv
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
@@ -14,9 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from prorl_envs.errors import InputError
 from prorl_envs.exports.atif import atif_of
 from prorl_envs.exports.chat import training_messages
-from prorl_envs.exports.columns import COLUMNS, Value, as_json, row_of
+from prorl_envs.exports.columns import COLUMNS, Located, Value, Written, as_json, converted, row_of
 from prorl_envs.exports.target import new_file, new_folder
-from prorl_envs.rollout.api.types import JobId, Result
+from prorl_envs.rollout.api.types import JobId
 from prorl_envs.runs.folder import RunDescription
 
 
@@ -29,21 +27,6 @@ class ExportFormat(StrEnum):
     SFT = "sft"
     ATIF = "atif"
 
-
-@dataclass(slots=True)
-class Written:
-    """Outcome of an export.
-
-    Args:
-        rollouts: number of written rollouts.
-        left_out: number of omitted rollouts, by reason.
-    """
-
-    rollouts: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-type Located = Iterable[tuple[str, Result]]
 
 NO_REWARD, LOW_REWARD = "without a reward", "below --min-reward"
 NO_MESSAGES = "without a message of the model"
@@ -106,21 +89,6 @@ def _select(results: Located, written: Written, graded: bool, min_reward: float 
             written.left_out[LOW_REWARD] += 1
         else:
             yield where, result
-
-
-def converted[T](results: Located, convert: Callable[[Result], T]) -> Iterator[tuple[str, Result, T]]:
-    """Yield each result with its conversion.
-
-    Raises:
-        InputError: the messages of a result are not chat messages. The error names the line.
-    """
-    for where, result in results:
-        try:
-            yield where, result, convert(result)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{where}: messages: not in the chat format: {error!r}", hint="correct or remove the line"
-            ) from error
 
 
 def write_csv(results: Located, path: Path, written: Written) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from prorl_envs.errors import InputError
 from prorl_envs.exports.chat import arguments_of, message_of
-from prorl_envs.exports.columns import COLUMNS, as_json, row_of
-from prorl_envs.exports.formats import Located, Written, converted
+from prorl_envs.exports.columns import COLUMNS, Located, Written, as_json, converted, row_of
 from prorl_envs.extras import install_extras
 from prorl_envs.rollout.api.types import Result
 

@@ -16,9 +16,9 @@ from prorl_envs.env.base import Environment, Prompt, Task
 from prorl_envs.env.conversation import MessageLog
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node
+from prorl_envs.env.runner import Runner
 from prorl_envs.errors import InputError, RolloutFailure, StageTimeout, UnsupportedMachine, causes_of
 from prorl_envs.gym.actions import ActionError, parse_action
-from prorl_envs.gym.runner import Runner
 from prorl_envs.gym.spaces import UnicodeText
 from prorl_envs.tools.types import ToolResult
 

@@ -11,9 +11,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from prorl_envs.env.runner import Runner
 from prorl_envs.errors import InputError
 from prorl_envs.gym.env import Info, TaskEnv
-from prorl_envs.gym.runner import Runner
 
 type Rewards = NDArray[np.float64]
 type Flags = NDArray[np.bool_]

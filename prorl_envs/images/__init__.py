@@ -1,1 +1,1 @@
-"""Images of sandboxes: sources, builds, pulls and their store. Used by `env`, `nemo`, `app` and `cli`."""
+"""Images of sandboxes: sources, builds, pulls and their store. Begin with `builder.py`."""

@@ -1,1 +1,1 @@
-"""HTTP listener with bounded connections, for clients that are not authenticated yet."""
+"""HTTP listener with bounds for unauthenticated clients. Begin with `listener.py`."""

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from statistics import fmean
 
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.runs.statistics import RunSummary, Statistics, by_environment, statistics_of
-from prorl_envs.viewer.summary import Summary
 
 _TIMINGS = ("queued_s", "init_s", "run_s", "eval_s", "model_s", "tools_s")
 

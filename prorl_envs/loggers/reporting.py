@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from prorl_envs.loggers.base import LoggedRun, RunLogger
 from prorl_envs.loggers.metrics import run_metrics, sample_metrics, session_metrics
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.runs.statistics import RunSummary
-from prorl_envs.viewer.summary import Summary
 
 #: Minimum pause between two reports of the statistics of all results: in seconds, and as a multiple of the
 #: time that a report takes (0.1 s for 10,000 results).

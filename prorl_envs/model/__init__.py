@@ -1,1 +1,1 @@
-"""Clients of model servers, chat templates and tokens. Used by `rollout`, `app` and `cli`."""
+"""Clients of model servers, chat templates and tokens. Begin with `types.py`."""

@@ -33,6 +33,8 @@ NEMO_SERVERS = (
     "responses_api_models/vllm_model",
     "environment_servers/legacy_agent",
     "environment_servers/prorl_rollouts",
+    "environment_servers/single_agent_turn",
+    "environment_servers/single_agent_turn_legacy",
 )
 
 

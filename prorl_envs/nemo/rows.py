@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
+
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment
@@ -22,8 +24,10 @@ PREFIX = "prorl_"
 
 #: Fields of a row that solve its task.
 _SOLUTION = frozenset({"reference", "reference_answer"})
+#: Fields of a NeMo Gym row or request beside the task.
+_FRAMEWORK_KEYS = frozenset({"responses_create_params", "agent_ref", "task_source", "response"})
 #: Families that ship with a resources server.
-BUILT_IN = ("bash", "code", "ipython", "math", "stem", "swebench")
+BUILT_IN = ("bash", "code", "ipython", "math", "stem", "swebench", "terminal")
 
 
 def server_name(environment: str) -> str:
@@ -60,19 +64,48 @@ def nemo_row(environment: Environment[Any], row: Mapping[str, Any]) -> JsonObjec
 
 
 def task_row(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the task row of a request that carries a NeMo Gym row.
+    """Return the task row of a request.
+
+    Args:
+        body: a NeMo Gym row with `verifier_metadata.task`, alone or in the `task_data` of a typed seed (0.7).
+            There, the metadata may be merged into the row (`task`), and the task row may stand alone.
 
     Raises:
         InputError: the request has no task row.
     """
-    metadata = body.get("verifier_metadata")
-    row = metadata.get("task") if isinstance(metadata, Mapping) else None
-    if not isinstance(row, Mapping):
-        raise InputError(
-            "verifier_metadata.task: missing, or not an object",
-            hint="make the rows with `prorl-envs nemo rows`",
-        )
-    return row
+    content = body.get("task_data", body)
+    if isinstance(content, Mapping):
+        metadata = content.get("verifier_metadata", content)
+        row = metadata.get("task") if isinstance(metadata, Mapping) else None
+        if isinstance(row, Mapping):
+            return row
+        alone = {key: value for key, value in content.items() if not _is_framework_key(key)}
+        if metadata is content and row is None and alone:
+            return alone
+    raise InputError(
+        "verifier_metadata.task: missing, or not an object", hint="make the rows with `prorl-envs nemo rows`"
+    )
+
+
+def _is_framework_key(key: str) -> bool:
+    return key in _FRAMEWORK_KEYS or key.startswith("_ng_")
+
+
+def task_data(environment: str) -> type[BaseModel]:
+    """Return the schema of a family's rows, for the `task_data.py` of its server: NeMo Gym (0.7) validates
+    data sets with it. Rows are valid in each format that the family reads."""
+    chosen = family(environment)
+    # NeMo Gym reads this mark to place the field into today's rows.
+    place = Field(
+        description="Row of the family.", json_schema_extra={"legacy_location": "verifier_metadata"}
+    )
+    read = field_validator("task", mode="before")(lambda cls, row: chosen.load(row))
+    return create_model(
+        "TaskData",
+        __config__=ConfigDict(extra="allow"),
+        __validators__={"read": read},
+        task=(chosen.task_type, place),
+    )
 
 
 def response_tool(spec: ToolSpec) -> JsonObject:

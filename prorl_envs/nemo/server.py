@@ -14,8 +14,10 @@ it:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -27,18 +29,25 @@ from nemo_gym.openai_utils import NeMoGymResponse
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import PrivateAttr
 
+from prorl_envs.app.compose import node
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import load_settings
+from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
+from prorl_envs.env.runner import Runner
 from prorl_envs.errors import InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, http_status
 from prorl_envs.nemo.process import die_with_parent, live_within
-from prorl_envs.nemo.routes import separate_tool_calls
-from prorl_envs.nemo.rows import task_row
-from prorl_envs.nemo.sessions import SessionLimits, Sessions
+from prorl_envs.nemo.routes import CLOSE, separate_tool_calls
+from prorl_envs.nemo.rows import task_row, unstarted
+from prorl_envs.nemo.sessions import MAX_ARGUMENT_BYTES, SessionLimits, Sessions, parse_arguments
 from prorl_envs.nemo.wire import (
+    KNOWS_SESSIONS,
+    CloseRequest,
+    CloseResponse,
     EnvironmentServerConfig,
     ResetResponse,
+    SeededResponse,
     SeedRequest,
     SeedResponse,
     StepRequest,
@@ -49,15 +58,12 @@ from prorl_envs.nemo.wire import (
     graded,
     masked,
 )
-from prorl_envs.strict_json import STRICT_JSON
 from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 
 #: Header of the response if a tool could not execute the call, for example because of a wrong argument.
 REFUSED_HEADER = "x-prorl-refused"
-#: Maximum bytes of one tool call's arguments.
-MAX_ARGUMENT_BYTES = 8 * 2**20
 
 
 class EnvironmentServer(SimpleResourcesServer):
@@ -65,7 +71,12 @@ class EnvironmentServer(SimpleResourcesServer):
 
     ray_enabled: ClassVar[bool] = False
     config: EnvironmentServerConfig
+    _family: type[Environment[Any]] = PrivateAttr()
     _sessions: Sessions = PrivateAttr()
+    # The sessions have an event loop of their own: NeMo Gym's checks send each request from another one.
+    _runner: Runner = PrivateAttr()
+    _node: Node = PrivateAttr()
+    _expiring: asyncio.Task[None] | None = PrivateAttr(default=None)
 
     @classmethod
     def run_webserver(cls) -> FastAPI | None:
@@ -75,7 +86,24 @@ class EnvironmentServer(SimpleResourcesServer):
         return app
 
     def setup_webserver(self) -> FastAPI:
+        config = self.config
+        settings = load_settings(config.config, os.environ)
+        self._family = Catalog.of(settings).family(config.environment)
+        if "warm_pool_size" not in settings.sandbox.model_fields_set:  # one per server would take much memory
+            sandbox = settings.sandbox.model_copy(update={"warm_pool_size": 0})
+            settings = settings.model_copy(update={"sandbox": sandbox})
+        self._runner = Runner(partial(node, settings))
+        limits = SessionLimits(
+            open=config.max_sessions,
+            idle_s=config.idle_s,
+            queue_s=config.queue_s,
+            init_s=config.init_s,
+            eval_s=config.eval_s,
+        )
+        self._sessions = Sessions(lambda: self._family(self._node), limits)
         app: FastAPI = super().setup_webserver()
+        if not KNOWS_SESSIONS:
+            app.post(CLOSE)(self.close_resources_session)
         app.post("/reset")(self.reset)
         app.post("/step")(self.step)
         separate_tool_calls(
@@ -87,36 +115,53 @@ class EnvironmentServer(SimpleResourcesServer):
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
-        config = self.config
-        limits = SessionLimits(
-            open=config.max_sessions, idle_s=config.idle_s, init_s=config.init_s, eval_s=config.eval_s
-        )
-        family = Catalog.of(load_settings(config.config)).family(config.environment)
-        async with Node.local() as node:  # configured by environment variables: NeMo Gym passes no arguments
-            self._sessions = Sessions(lambda: family(node), limits)
-            async with asyncio.TaskGroup() as group:
-                expiring = group.create_task(self._sessions.keep_expiring())
-                try:
-                    yield
-                finally:
-                    expiring.cancel()
-                    await self._sessions.aclose()
+        await self._run(self._sessions.expire)  # creates the node, so that an error of it ends the start
+        try:
+            yield
+        finally:
+            await self._run(self._sessions.aclose)
+            self._expiring = None
+            await asyncio.to_thread(self._runner.close)
 
-    async def seed_session(self, request: Request, body: SeedRequest) -> SeedResponse:
-        """Start the episode.
+    async def _run[T](self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` in the event loop of the sessions."""
+
+        async def with_node(node: Node) -> T:
+            if self._expiring is None:
+                self._node = node
+                self._expiring = asyncio.create_task(self._sessions.keep_expiring())
+            return await work()
+
+        return await self._runner.run_from_loop(with_node)
+
+    async def seed_session(self, request: Request, body: SeedRequest) -> Any:
+        """Start the episode. Repeating a seed finds the same episode.
+
+        Returns:
+            The id that the request chose, or an empty response: the session's id is in the cookie.
 
         Raises:
             InputError: the row carries no valid task.
-            RolloutFailure: the episode did not start, and failures are configured as errors.
+            RolloutFailure: the episode did not start, and failures are configured as errors; or the caller
+                chose the session's id, and another attempt may succeed: NeMo Gym then tries again.
         """
+        chosen = body.resources_session_id
+        if chosen is not None:
+            request.session[SESSION_ID_KEY] = chosen
+        session_id, row = _session_id(request), task_row(body.model_dump(exclude_unset=True))
         try:
-            await self._sessions.open(_session_id(request), task_row(body.model_dump()))
+            await self._run(lambda: self._sessions.open(session_id, row))
         except RolloutFailure as failure:
             _log(failure, "seed_session")
-            if not self.config.masks:
+            if not self.config.masks or (chosen is not None and failure.retryable):
                 raise
             # The agent continues, every tool answers that the episode is over, and `verify` masks the sample.
-        return SeedResponse()
+        return SeedResponse() if chosen is None else SeededResponse(resources_session_id=chosen)
+
+    async def close_resources_session(self, body: CloseRequest) -> CloseResponse:
+        """Close a session that a typed seed opened, or may open later. Idempotent."""
+        await self._run(lambda: self._sessions.close(body.resources_session_id))
+        return CloseResponse(resources_session_id=body.resources_session_id)
 
     async def call_tool(self, request: Request, tool: str) -> Response:
         """Run a tool call; the body holds its arguments, and the response is the text for the model. The
@@ -128,7 +173,7 @@ class EnvironmentServer(SimpleResourcesServer):
 
     async def _call(self, session_id: str, call: ToolCall) -> Response:
         try:
-            result = await self._sessions.call(session_id, call)
+            result = await self._run(lambda: self._sessions.call(session_id, call))
         except ProrlError as error:
             _log(error, call.name)
             return PlainTextResponse(TOOL_UNAVAILABLE, status_code=http_status(error))
@@ -136,14 +181,23 @@ class EnvironmentServer(SimpleResourcesServer):
         return PlainTextResponse(result.text, headers={} if result.ok else {REFUSED_HEADER: "1"})
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
-        """Grade the episode and close its sandbox.
+        """Grade the episode and close its sandbox. A request without a cookie has no session: it grades
+        a stored rollout again (`gym eval reverify`), if the family's verdicts can be repeated.
 
         Raises:
             RolloutFailure: there is no reward, and failures are configured as errors.
         """
-        session_id = _session_id(request)
+        session_id, output = _session_id(request), _output(body.response)
+        again = not request.cookies and self._family.repeatable and not _was_disturbed(output)
+        row = task_row(body.model_dump(exclude_unset=True)) if again else {}
         try:
-            grade = await self._sessions.grade(session_id, _output(body.response))
+            grade = await self._run(
+                lambda: (
+                    self._sessions.regrade(session_id, row, output)
+                    if again
+                    else self._sessions.grade(session_id, output)
+                )
+            )
         except RolloutFailure as failure:
             _log(failure, "verify")
             if not self.config.masks:
@@ -169,8 +223,8 @@ class EnvironmentServer(SimpleResourcesServer):
             InputError: as `seed_session`.
             RolloutFailure: the episode did not start. The protocol has no masked response.
         """
-        row = task_row(body.model_dump())
-        await self._sessions.open(_session_id(request), row)
+        session_id, row = _session_id(request), task_row(body.model_dump(exclude_unset=True))
+        await self._run(lambda: self._sessions.open(session_id, row))
         return ResetResponse(info={"environment": self.config.environment})
 
     async def step(self, request: Request, body: StepRequest) -> StepResponse:
@@ -192,7 +246,8 @@ class EnvironmentServer(SimpleResourcesServer):
         info: JsonObject = {"tool_outputs": outputs}
         if not (terminated or truncated):
             return StepResponse(info=info)
-        grade = await self._sessions.grade(session_id, _output(body.response))
+        output = _output(body.response)
+        grade = await self._run(lambda: self._sessions.grade(session_id, output))
         return StepResponse(
             reward=grade.reward, terminated=terminated, truncated=truncated, info=info | details(grade)
         )
@@ -201,20 +256,24 @@ class EnvironmentServer(SimpleResourcesServer):
         arguments = parse_arguments(item.arguments)
         if isinstance(arguments, str):
             return arguments
-        return (await self._sessions.call(session_id, ToolCall(item.call_id, item.name, arguments))).text
+        call = ToolCall(item.call_id, item.name, arguments)
+        return (await self._run(lambda: self._sessions.call(session_id, call))).text
 
+    def mcp_tools(self, harvested: list[Any], catchall: Any) -> list[Any]:
+        """Return the family's tools for MCP, if the block has `expose_tools_over_mcp: true` (0.7)."""
+        return [
+            catchall.tool(tool.name, tool.parameters, tool.description)
+            for tool in unstarted(self._family).tools
+        ]
 
-def parse_arguments(text: str | bytes) -> JsonObject | str:
-    """Parse the arguments of a tool call; return an error message for the model if they are invalid."""
-    if len(text) > MAX_ARGUMENT_BYTES:
-        return f"The arguments are longer than {MAX_ARGUMENT_BYTES} bytes."
-    try:
-        arguments = STRICT_JSON.decode((text if isinstance(text, str) else text.decode()) or "{}")
-    except (ValueError, RecursionError) as error:
-        return f"The arguments are not valid JSON: {error}"
-    if not isinstance(arguments, dict):
-        return f"The arguments must be a JSON object, not a {type(arguments).__name__}."
-    return arguments
+    def mcp_allowed_tools_for_session(self, seed_body: JsonObject) -> list[str]:
+        """Return the names of the tools that the task of a seed offers."""
+        environment = unstarted(self._family)
+        return [tool.name for tool in environment.prompt(environment.load(task_row(seed_body))).tools]
+
+    async def get_reverify_mode(self) -> str:
+        """Return whether `gym eval reverify` (0.7) may grade stored rollouts again."""
+        return "stateless" if self._family.repeatable else "unsupported"
 
 
 async def _arguments(request: Request) -> JsonObject | str:
@@ -230,6 +289,11 @@ def _output(response: NeMoGymResponse) -> list[JsonObject]:
     """Return the model's output as JSON items of the Responses API."""
     output: list[JsonObject] = response.model_dump(mode="json")["output"]
     return output
+
+
+def _was_disturbed(output: Sequence[JsonObject]) -> bool:
+    """Return true if a failure ended the recorded episode, so that it has no verdict."""
+    return any(item.get("output") == TOOL_UNAVAILABLE for item in output)
 
 
 def _session_id(request: Request) -> str:

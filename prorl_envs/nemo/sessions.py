@@ -28,9 +28,13 @@ from prorl_envs.errors import (
     RolloutFailure,
     StageTimeout,
 )
-from prorl_envs.tools.types import ToolCall, ToolResult
+from prorl_envs.strict_json import STRICT_JSON
+from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 
 logger = logging.getLogger(__name__)
+
+#: Maximum bytes of one tool call's arguments.
+MAX_ARGUMENT_BYTES = 8 * 2**20
 
 type AnyEnvironment = Environment[Any]
 
@@ -58,7 +62,8 @@ class SessionLimits:
         open: maximum concurrent episodes, and so sandboxes; further seeds wait in order.
         waiting: maximum number of waiting seeds.
         remembered: maximum number of closed sessions whose outcomes are kept for repeated requests.
-        idle_s: seconds without a request after which a session is closed.
+        idle_s: seconds without a request after which a session is closed. While seeds wait, a sixth of them.
+        queue_s: seconds that a seed waits at most.
         init_s, eval_s: timeouts of the start and of the grader in seconds, without the wait in the queue.
     """
 
@@ -66,13 +71,15 @@ class SessionLimits:
     waiting: int = 4096
     remembered: int = 16_384
     idle_s: float = 1800.0
+    queue_s: float = 3600.0
     init_s: float = 600.0
     eval_s: float = 900.0
 
 
 @dataclass(slots=True, eq=False)
 class NemoSession:
-    """One open episode. `turns` counts model answers, for callers that step through them."""
+    """One open episode. `turns` counts model answers, for callers that step through them. `step` is the work
+    that runs now or ran last."""
 
     row_digest: str
     task: Task
@@ -81,6 +88,7 @@ class NemoSession:
     prompt: Prompt | None = None
     turns: int = 0
     has_slot: bool = False
+    step: asyncio.Task[Any] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -148,6 +156,11 @@ class Sessions:
         known = self._open.get(session_id) or self._ended.get(session_id)
         return known is None or known.row_digest == _digest(row)
 
+    def may_close(self, session_id: str, closed: object) -> bool:
+        """Return true if a request to close the session `closed` can be the agent's own. The model, whose
+        requests belong to an open session, does not know the session's id."""
+        return session_id not in self._open or session_id == closed
+
     async def open(self, session_id: str, row: Mapping[str, Any]) -> Prompt:
         """Start an episode of the task in `row`, in the order of requests. Repeating a seed returns the same
         session.
@@ -161,17 +174,15 @@ class Sessions:
         if (known := self._open.get(session_id)) is not None:
             return await self._reopened(session_id, known, row)
         environment = self._make()
-        session = NemoSession(_digest(row), environment.load(row), environment, self._clock())
+        try:
+            task = environment.load(row)
+        except InputError as error:
+            message = f"not a task of the environment {environment.name!r}: {error.message}"
+            raise InputError(message, hint=error.hint) from error
+        session = NemoSession(_digest(row), task, environment, self._clock())
         self._open[session_id] = session
         async with session.lock:
-            try:
-                await self._acquire_slot(session)
-                starting = environment.init(session.task)
-                session.prompt = await _with_timeout(starting, self._limits.init_s, "The start")
-            except BaseException as error:
-                await self._end(session_id, session, _failure(error))
-                raise
-            session.last_used = self._clock()
+            session.prompt = await self._step(session_id, session, self._start(session))
             return session.prompt
 
     async def call(self, session_id: str, call: ToolCall) -> ToolResult:
@@ -183,13 +194,7 @@ class Sessions:
         session = self.get(session_id)
         async with session.lock:
             self.get(session_id)
-            try:
-                return await session.environment.call(call)
-            except BaseException as error:
-                await self._end(session_id, session, _failure(error))
-                raise
-            finally:
-                session.last_used = self._clock()
+            return await self._step(session_id, session, session.environment.call(call))
 
     async def grade(self, session_id: str, output: Sequence[Mapping[str, Any]] = ()) -> Grade:
         """Grade the episode and close it. A repeated request gets the same answer.
@@ -205,24 +210,46 @@ class Sessions:
         async with session.lock:
             if session_id in self._ended:
                 return self._graded(session_id)
-            try:
-                _pass_transcript(session, output)
-                grade = await _with_timeout(session.environment.eval(), self._limits.eval_s, "The grader")
-            except BaseException as error:
-                await self._end(session_id, session, _failure(error))
-                raise
+            grade = await self._step(session_id, session, self._grade(session, output))
             await self._end(session_id, session, grade)
             return grade
 
+    async def regrade(
+        self, session_id: str, row: Mapping[str, Any], output: Sequence[Mapping[str, Any]]
+    ) -> Grade:
+        """Grade recorded answers again: repeat their tool calls in a new session.
+
+        Args:
+            session_id: id of the new session.
+            row: the task row.
+            output: as for `grade`. Calls whose arguments are not a JSON object had no effect and are omitted.
+
+        Raises:
+            InputError: the row is invalid.
+            RolloutFailure: there is no grade, for this reason.
+        """
+        try:
+            await self.open(session_id, row)
+            for item in output:
+                arguments = parse_arguments(item["arguments"]) if item.get("type") == "function_call" else ""
+                if isinstance(arguments, dict):
+                    await self.call(session_id, ToolCall(item["call_id"], item["name"], arguments))
+            return await self.grade(session_id, output)
+        finally:
+            await self.close(session_id)
+
     async def expire(self) -> int:
         """Close the sessions that were idle for longer than the limit, and return their number."""
-        oldest = self._clock() - self._limits.idle_s
-        reason = f"the session was idle for more than {self._limits.idle_s:g} s"
         closed = 0
-        for session_id, session in list(self._open.items()):
-            # Check each session just before closing it, because closing earlier sessions may have taken long.
-            if session.lock.locked() or session.last_used >= oldest or session_id not in self._open:
+        for session_id, session in sorted(self._open.items(), key=lambda item: item[1].last_used):
+            # Decide for each session just before its close, because earlier closes may have taken long.
+            waited_for = closed < self._waiting
+            limit = self._limits.idle_s / 6 if waited_for else self._limits.idle_s
+            idle = self._clock() - session.last_used
+            if session.lock.locked() or idle <= limit or session_id not in self._open:
                 continue
+            others = " while others waited" if waited_for else ""
+            reason = f"the session was idle for more than {limit:g} s{others}"
             async with session.lock:
                 await self._end(session_id, session, SessionExpired(reason))
             closed += 1
@@ -231,18 +258,22 @@ class Sessions:
     async def keep_expiring(self) -> None:
         """Call `expire` in an endless loop, at intervals that are short compared with the limit."""
         while True:
-            await asyncio.sleep(min(self._limits.idle_s / 4, 30.0))
+            await asyncio.sleep(min(self._limits.idle_s / 12, 30.0))
             await self.expire()
 
-    async def end(self, session_id: str) -> None:
-        """Close a session without a grade. Idempotent."""
+    async def close(self, session_id: str) -> None:
+        """Close a session without a grade, and stop its running step. If there is none, none can be opened
+        with this id any more. Idempotent."""
+        reason = Cancelled("the session was closed before it was graded")
         if (session := self._open.get(session_id)) is not None:
-            await self._end(session_id, session, Cancelled("the session was closed before it was graded"))
+            await self._end(session_id, session, reason)
+        elif session_id not in self._ended:
+            self._remember(session_id, SessionEnded("", "", reason))
 
     async def aclose(self) -> None:
         """Close every session."""
         for session_id in list(self._open):
-            await self.end(session_id)
+            await self.close(session_id)
 
     async def _reopened(self, session_id: str, known: NemoSession, row: Mapping[str, Any]) -> Prompt:
         if known.row_digest != _digest(row):
@@ -261,13 +292,51 @@ class Sessions:
         self.get(session_id)  # raises the failure
         raise SessionLost("no such session")
 
+    async def _step[T](self, session_id: str, session: NemoSession, work: Coroutine[Any, Any, T]) -> T:
+        """Run one step of an episode, under the session's lock. A failure closes the session.
+
+        Raises:
+            RolloutFailure: the step failed, or the session was closed meanwhile.
+        """
+        session.step = step = asyncio.create_task(work)
+        try:
+            return await step
+        except BaseException as error:
+            if session_id in self._ended and not self._cancelled():
+                self.get(session_id)  # raises the reason of the close
+            await self._end(session_id, session, _failure(error))
+            raise
+        finally:
+            session.last_used = self._clock()
+
+    @staticmethod
+    def _cancelled() -> bool:
+        """Return true if the request itself was cancelled."""
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+    async def _start(self, session: NemoSession) -> Prompt:
+        await self._acquire_slot(session)
+        starting = session.environment.init(session.task)
+        return await _with_timeout(starting, self._limits.init_s, "The start")
+
+    async def _grade(self, session: NemoSession, output: Sequence[Mapping[str, Any]]) -> Grade:
+        _pass_transcript(session, output)
+        return await _with_timeout(session.environment.eval(), self._limits.eval_s, "The grader")
+
     async def _acquire_slot(self, session: NemoSession) -> None:
-        if self._slots.locked() and self._waiting >= self._limits.waiting:
-            hint = "lower the concurrency, or raise max_sessions"
-            raise SessionsFull(f"{self._waiting} episodes wait already", hint=hint)
+        hint = "lower the concurrency, or raise max_sessions"
+        if self._slots.locked():
+            if self._waiting >= self._limits.waiting:
+                raise SessionsFull(f"{self._waiting} episodes wait already", hint=hint)
+            if not self._waiting:
+                logger.warning("all %d sandboxes are in use: episodes wait (%s)", self._limits.open, hint)
         self._waiting += 1
         try:
-            await self._slots.acquire()
+            async with asyncio.timeout(self._limits.queue_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise SessionsFull(f"no sandbox was free for {self._limits.queue_s:g} s", hint=hint) from None
         finally:
             self._waiting -= 1
         session.has_slot = True
@@ -276,9 +345,10 @@ class Sessions:
         """Record the outcome, then close, so that a repeated request never finds a half-closed session."""
         if self._open.pop(session_id, None) is None:
             return
-        self._ended[session_id] = SessionEnded(session.row_digest, session.task.id, outcome)
-        while len(self._ended) > self._limits.remembered:
-            self._ended.popitem(last=False)
+        self._remember(session_id, SessionEnded(session.row_digest, session.task.id, outcome))
+        if session.step is not None:
+            session.step.cancel()
+            await asyncio.wait([session.step])
         try:
             await session.environment.close()
         except ProrlError as error:
@@ -288,6 +358,24 @@ class Sessions:
         finally:
             if session.has_slot:
                 self._slots.release()
+
+    def _remember(self, session_id: str, ended: SessionEnded) -> None:
+        self._ended[session_id] = ended
+        while len(self._ended) > self._limits.remembered:
+            self._ended.popitem(last=False)
+
+
+def parse_arguments(text: str | bytes) -> JsonObject | str:
+    """Parse the arguments of a tool call; return an error message for the model if they are invalid."""
+    if len(text) > MAX_ARGUMENT_BYTES:
+        return f"The arguments are longer than {MAX_ARGUMENT_BYTES} bytes."
+    try:
+        arguments = STRICT_JSON.decode((text if isinstance(text, str) else text.decode()) or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"The arguments are not valid JSON: {error}"
+    if not isinstance(arguments, dict):
+        return f"The arguments must be a JSON object, not a {type(arguments).__name__}."
+    return arguments
 
 
 def _digest(row: object) -> str:

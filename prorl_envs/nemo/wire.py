@@ -4,15 +4,16 @@
 # NeMo Gym is an optional extra and ships no types.
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from nemo_gym import base_resources_server
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
     BaseVerifyRequest,
     BaseVerifyResponse,
 )
 from nemo_gym.openai_utils import NeMoGymResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prorl_envs.env.base import Grade
 from prorl_envs.errors import RolloutFailure
@@ -21,6 +22,14 @@ from prorl_envs.tools.types import JsonObject
 
 #: True if NeMo Gym itself excludes masked samples from its metrics (0.5 and later).
 KNOWS_MASKS = "mask_sample" in BaseVerifyResponse.model_fields
+
+#: Keys of a server's block that NeMo Gym reads itself.
+_FRAMEWORK_KEYS = frozenset(
+    {"description", "value", "verified", "verified_url", "datasets", "allowed_agents", "allowed_model_types"}
+    | {"skip_verification", "skip_verification_reward"}
+)
+#: True if NeMo Gym itself closes sessions (0.7).
+KNOWS_SESSIONS = hasattr(base_resources_server, "ResourcesCloseSessionRequest")
 
 #: Kind of response if there is no reward; see `EnvironmentServerConfig`.
 FailureMode = Literal["auto", "error", "mask"]
@@ -41,7 +50,8 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
             rollout. `mask`: a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder.
             `auto`: `mask` if NeMo Gym supports masks, else `error`.
         max_sessions: maximum concurrent sandboxes; further episodes wait.
-        idle_s: seconds without a request after which an episode is closed.
+        idle_s: seconds without a request after which an episode is closed; a sixth of them while others wait.
+        queue_s: seconds that an episode waits for a sandbox at most.
         init_s, eval_s: timeouts of the start and of the grader, in seconds.
         max_turns: answers after which `/step` grades and truncates. It must not exceed the agent's
             `max_steps`, after which the agent stops without a grade.
@@ -52,9 +62,19 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
     failures: FailureMode = "auto"
     max_sessions: int = Field(default=64, ge=1)
     idle_s: float = Field(default=1800.0, gt=0)
+    queue_s: float = Field(default=3600.0, gt=0)
     init_s: float = Field(default=600.0, gt=0)
     eval_s: float = Field(default=900.0, gt=0)
     max_turns: int = Field(default=30, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, block: Any) -> Any:
+        unknown = set(block) - set(cls.model_fields) - _FRAMEWORK_KEYS if isinstance(block, dict) else ()
+        if unknown:
+            own = ", ".join(sorted(EnvironmentServerConfig.__annotations__))
+            raise ValueError(f"no such setting: {', '.join(sorted(unknown))}; this server has {own}")
+        return block
 
     @field_validator("num_workers", check_fields=False)
     @classmethod
@@ -69,20 +89,44 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
 
 
 class SeedRequest(BaseModel):
-    """A whole NeMo Gym row, of which only the task is read."""
+    """A whole NeMo Gym row, of which only the task is read; or a typed seed (0.7), with the task in
+    `task_data` and the id of the session, which the caller chooses."""
 
     model_config = ConfigDict(extra="allow")
+    resources_session_id: str | None = Field(default=None, min_length=1)
+    task_data: JsonObject | None = None
+
+
+class _Seeded(BaseModel):
+    resources_session_id: str
+
+
+#: Response to a typed seed.
+SeededResponse = getattr(base_resources_server, "ResourcesSeedSessionResponse", _Seeded)
 
 
 class SeedResponse(BaseModel):
-    """Empty response: the session id is in the cookie."""
+    """Empty response to a seed without an id: the session id is in the cookie."""
+
+
+class CloseRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    resources_session_id: str
+
+
+class CloseResponse(BaseModel):
+    resources_session_id: str
 
 
 class VerifyRequest(BaseVerifyRequest):
     model_config = ConfigDict(extra="allow")
 
 
-class VerifyResponse(BaseVerifyResponse):
+#: Base of responses with components of the reward (0.7).
+_Verdict: Any = getattr(base_resources_server, "BaseMultiRewardVerifyResponse", BaseVerifyResponse)
+
+
+class VerifyResponse(_Verdict):
     """The verdict. `reward` is a placeholder if there is a `failure_kind`."""
 
     model_config = ConfigDict(extra="allow")

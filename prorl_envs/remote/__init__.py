@@ -1,1 +1,1 @@
-"""Environments of NeMo Gym resources servers that run elsewhere or are started here, over HTTP only."""
+"""NeMo Gym resources servers as environments, over HTTP alone. Begin with `environment.py`."""

@@ -1,13 +1,16 @@
 """NeMo Gym resources server as an environment: INIT seeds it, RUN calls its tools, EVAL requests its verdict.
 
 The protocol is that of NeMo Gym's `simple_agent`: `POST /seed_session` with the row, `POST /<tool>` with the
-arguments of a call, `POST /verify` with the row and the model's response. Cookies identify the episode. This
-module depends only on the protocol, and imports nothing from NeMo Gym.
+arguments of a call, `POST /verify` with the row and the model's response. Cookies identify the episode. If
+the server takes the typed seeds of NeMo Gym 0.7, the episode has an id, and ends with `POST /close_session`.
+This module depends only on the protocol, and imports nothing from NeMo Gym.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+from uuid import uuid4
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
@@ -23,6 +26,8 @@ from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 
 #: Maximum size in bytes of the response to a seed or verify request, which repeats the conversation.
 MAX_ANSWER_BYTES = 64 * 2**20
+#: Timeout in seconds of the questions that do not decide about an episode.
+ASIDE_S = 10.0
 #: Pauses in seconds before the retries of a seed request.
 SEED_PAUSES_S = (0.2, 1.0, 3.0)
 
@@ -39,6 +44,7 @@ class NemoEnvironment(Environment[NemoTask]):
         self._phase = Phase.NEW
         self._task: NemoTask | None = None
         self._connection: RemoteConnection | None = None
+        self._session: JsonObject = {}  # ids of a typed session
         self._transcript: Sequence[Message] = ()
         self._observations: list[str] = []
 
@@ -95,15 +101,24 @@ class NemoEnvironment(Environment[NemoTask]):
         self._phase = Phase.CLOSED
         connection, self._connection = self._connection, None
         if connection is not None:
+            if self._session:
+                await _aside(connection, "POST", "/close_session", self._session)
             await connection.aclose()
 
     async def _seed(self, connection: RemoteConnection, task: NemoTask) -> None:
-        """Start the session. Retries are safe: each starts a new session, and an earlier one is unused."""
-        problem = ""
+        """Start the session. Retries are safe: each finds the same typed session, or else starts a new one,
+        and an earlier one is unused."""
+        body, problem = task.row, ""
+        if await self._takes_typed_seeds(connection):
+            episode = uuid4().hex
+            self._session = {"resources_session_id": episode, "episode_id": {"rollout_id": episode}}
+            data = {key: value for key, value in task.row.items() if key != "responses_create_params"}
+            task_id = {"taskset": self.name, "task_id": task.id}
+            body = self._session | {"task_id": task_id, "task_data": data}
         for pause in (*SEED_PAUSES_S, None):
             try:
                 reply = await connection.post(
-                    "/seed_session", task.row, seconds=self.server.seed_s, max_bytes=MAX_ANSWER_BYTES
+                    "/seed_session", body, seconds=self.server.seed_s, max_bytes=MAX_ANSWER_BYTES
                 )
             except Unanswered as error:
                 problem = str(error)
@@ -118,6 +133,13 @@ class NemoEnvironment(Environment[NemoTask]):
                 connection.forget()
                 await self.clock.sleep(pause)
         raise RemoteUnavailable(f"the session cannot be opened: {problem}", hint="is the server running?")
+
+    async def _takes_typed_seeds(self, connection: RemoteConnection) -> bool:
+        """Return whether the server's description of its routes has a seed with a session's id. Asks once."""
+        if self.server.typed is None:
+            text = await _aside(connection, "GET", "/openapi.json", {})
+            self.server.typed = '"resources_session_id"' in text and '"task_data"' in text
+        return self.server.typed
 
     async def _call(self, call: ToolCall, seconds: float) -> ToolResult:
         names = [tool.name for tool in self.tools]
@@ -163,6 +185,14 @@ class NemoEnvironment(Environment[NemoTask]):
             raise EnvironmentFault(
                 f"{action}: the episode is {self._phase}", hint="init once, call, eval once, close"
             )
+
+
+async def _aside(connection: RemoteConnection, method: str, path: str, body: JsonObject) -> str:
+    """Send a request whose failure does not matter; return the answer, or "" if it failed."""
+    with contextlib.suppress(Unanswered, TimeoutError):
+        reply = await connection.request(method, path, body, seconds=ASIDE_S, max_bytes=MAX_ANSWER_BYTES)
+        return reply.text if reply.status < 400 else ""
+    return ""
 
 
 def _check_seed(reply: HttpReply) -> None:

@@ -85,9 +85,16 @@ class RemoteConnection:
         )
 
     async def post(self, path: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int) -> HttpReply:
-        """Post `body`.
+        """Post `body`; arguments and errors as for `request`."""
+        return await self.request("POST", path, body, seconds=seconds, max_bytes=max_bytes)
+
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int
+    ) -> HttpReply:
+        """Send a request.
 
         Args:
+            method: method of HTTP.
             path: path of the route.
             body: JSON-compatible values.
             seconds: timeout of the whole request in seconds.
@@ -100,15 +107,15 @@ class RemoteConnection:
         content = json.dumps(body).encode()  # ASCII, so that lone surrogates are sent as escapes
         try:
             async with self._clock.timeout(seconds):
-                return await self._post(path, content, max_bytes)
+                return await self._request(method, path, content, max_bytes)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise Unanswered(f"{self.url} cannot be reached: {error!r}") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Unanswered(f"{self.url} broke the connection: {error!r}") from error
 
-    async def _post(self, path: str, content: bytes, max_bytes: int) -> HttpReply:
+    async def _request(self, method: str, path: str, content: bytes, max_bytes: int) -> HttpReply:
         headers = {"Content-Type": "application/json"}
-        async with self._http.stream("POST", path, content=content, headers=headers) as response:
+        async with self._http.stream(method, path, content=content, headers=headers) as response:
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise Unanswered("the answer is compressed, which was not requested")
             if sum(len(c.name) + len(c.value or "") for c in self._http.cookies.jar) > MAX_COOKIE_BYTES:

@@ -62,6 +62,8 @@ class RunningServer:
     call_s: float = 60.0
     verify_s: float = 900.0
     tool_bytes: int = 64 * 1024
+    #: Whether the server takes typed seeds; None if it was not asked yet.
+    typed: bool | None = None
     _tls: Any = None
 
     async def connection(self, clock: Clock) -> RemoteConnection:

@@ -1,4 +1,4 @@
 """The rollout service, its HTTP interface and its clients.
 
-Trainers import only `rollout.api` and `rollout.client`.
+Trainers import only `rollout.api` and `rollout.client`. Begin with `api/types.py`.
 """

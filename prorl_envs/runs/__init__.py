@@ -1,1 +1,1 @@
-"""Run folders and their statistics."""
+"""Run folders and their statistics. Begin with `folder.py`."""

@@ -21,10 +21,9 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import Summary, summarise, summary_of
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, job_id
 from prorl_envs.rollout.client.result_files import GROUPS, RESULTS, lines_of, ready, write_results
-from prorl_envs.rollout.store.summaries import summarise
-from prorl_envs.viewer.summary import Summary, summary_of
 
 RUN, FAILED, SUMMARY = "run.json", "failed.jsonl", "summary.json"
 #: Seconds to wait for the lock of a folder, which a viewer holds for some microseconds (`views.is_running`).

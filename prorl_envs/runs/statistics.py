@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.rollout.api.types import WireModel
-from prorl_envs.viewer.summary import Summary
 
 #: A sample with at least this reward solved its task.
 SOLVED = 1.0

@@ -8,12 +8,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.rollout.api.types import GroupRequest, WireModel
 from prorl_envs.rollout.client.result_files import GROUPS, RESULTS
 from prorl_envs.runs.folder import RUN, SUMMARY, RunDescription, read_description, run_groups
 from prorl_envs.runs.statistics import RunSummary, Statistics, by_environment, statistics_of
 from prorl_envs.viewer.index import Index
-from prorl_envs.viewer.summary import Summary
 
 
 class RunOverview(WireModel):

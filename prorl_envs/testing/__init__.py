@@ -1,1 +1,1 @@
-"""Test doubles for users and tests: scripted model servers, a clock, a tokenizer."""
+"""Test doubles for users and tests: scripted model servers, a clock, a tokenizer. Begin with `server.py`."""

@@ -54,14 +54,7 @@ def face(tasks: Sequence[Task]) -> FastAPI:
     async def models() -> JsonObject:
         return {"object": "list", "data": [{"id": str(name), "object": "model"} for name in FakeBehaviour]}
 
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> JsonObject:
-        body = await _body(request)
-        conversation = body.get("input", [])
-        if isinstance(conversation, str):
-            conversation = [{"role": "user", "content": conversation}]
-        made = sum(1 for item in conversation if item.get("type") == "function_call_output")
-        return _response(body, _next_call(tasks, body, conversation, made), made)
+    add_responses(app, tasks)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> JsonObject:
@@ -71,6 +64,19 @@ def face(tasks: Sequence[Task]) -> FastAPI:
         return _chat_completion(body, _next_call(tasks, body, messages, made), made)
 
     return app
+
+
+def add_responses(app: FastAPI, tasks: Sequence[Task]) -> None:
+    """Add the route `POST /v1/responses`, with which NeMo Gym's `openai_model` calls a model."""
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> JsonObject:
+        body = await _body(request)
+        conversation = body.get("input", [])
+        if isinstance(conversation, str):
+            conversation = [{"role": "user", "content": conversation}]
+        made = sum(1 for item in conversation if item.get("type") == "function_call_output")
+        return _response(body, _next_call(tasks, body, conversation, made), made)
 
 
 @contextmanager

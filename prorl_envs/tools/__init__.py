@@ -1,1 +1,1 @@
-"""Tools that run inside a sandbox: a persistent shell, a Python session, files, and fresh processes."""
+"""Tools inside a sandbox: shell, Python session, files, processes. Begin with `types.py`."""

@@ -1,7 +1,10 @@
 """Calls and results of tools: shared by the host side, environments and agents."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
+
+from prorl_envs.strict_json import encodable
 
 type JsonObject = dict[str, Any]
 
@@ -35,6 +38,12 @@ class ToolCall:
     id: str
     name: str
     arguments: JsonObject
+
+    def to_openai(self) -> JsonObject:
+        """Return the call in the form of an OpenAI message."""
+        # ASCII escapes keep lone surrogates, which are valid in JSON but not in UTF-8.
+        function = {"name": encodable(self.name), "arguments": json.dumps(self.arguments)}
+        return {"id": encodable(self.id), "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from prorl_envs.errors import ProrlError
@@ -66,12 +65,7 @@ class Rollouts:
         self._reading = asyncio.create_task(self._router.keep_reading())
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -1,1 +1,1 @@
-"""Viewer of rollouts in a browser: the pages, an index of stored results, an offline server, an export."""
+"""Viewer of rollouts: pages, index, offline server, export. Begin with `episodes.py`."""

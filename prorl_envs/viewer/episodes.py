@@ -1,29 +1,13 @@
 """Interfaces of the pages to stored results, to the run of the results, and to a folder of runs."""
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from prorl_envs.errors import InputError
-from prorl_envs.viewer.summary import Summary
-
-#: Longest search text, in characters.
-MAX_QUERY = 1000
+from prorl_envs.rollout.api.summary import Found, Summary
 
 type Texts = Callable[[Sequence[int]], list[str]]
 """Decoder that returns the text of each token id."""
-
-
-class Found(NamedTuple):
-    """Outcome of one step of a search.
-
-    Args:
-        numbers: numbers of the results that contain the text.
-        next: number of the first result that has not been searched.
-    """
-
-    numbers: list[int]
-    next: int
 
 
 class EpisodeSource(Protocol):
@@ -137,14 +121,3 @@ def rows_of(result: Any) -> list[dict[str, Any]]:
     if not all(isinstance(row["ids"], list) and set(map(type, row["ids"])) <= {int} for row in rows):
         raise InputError("the token ids of this result are not numbers")
     return rows
-
-
-def needles(text: str) -> list[bytes]:
-    """Return the spellings of a text in JSON: with and without escapes for non-ASCII characters."""
-    spellings = (json.dumps(text, ensure_ascii=escaped)[1:-1] for escaped in (False, True))
-    return sorted({spelling.encode("utf-8", "replace") for spelling in spellings})
-
-
-def holds(line: bytes, needles: Sequence[bytes]) -> bool:
-    """Return whether the line contains at least one of the needles."""
-    return any(needle in line for needle in needles)

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import Summary, summary_of
 from prorl_envs.viewer.assets import SCRIPT, STYLE, assets, page
 from prorl_envs.viewer.episodes import RunInfo, Texts, rows_of
 from prorl_envs.viewer.markdown import markdown_of
-from prorl_envs.viewer.summary import Summary, summary_of
 
 
 def export_html(

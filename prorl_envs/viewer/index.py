@@ -6,8 +6,7 @@ import threading
 from pathlib import Path
 
 from prorl_envs.errors import InputError
-from prorl_envs.viewer.episodes import Found, holds, needles
-from prorl_envs.viewer.summary import Summary, summary_of
+from prorl_envs.rollout.api.summary import Found, Summary, holds, needles, summary_of
 
 #: Longest line that is accepted as a result, in bytes.
 MAX_LINE = 512 << 20

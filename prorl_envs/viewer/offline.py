@@ -17,10 +17,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import MAX_QUERY, Summary
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
-from prorl_envs.viewer.episodes import MAX_QUERY, EpisodeSource, RunInfo, Runs, Texts, rows_of
+from prorl_envs.viewer.episodes import EpisodeSource, RunInfo, Runs, Texts, rows_of
 from prorl_envs.viewer.markdown import markdown_of
-from prorl_envs.viewer.summary import Summary
 
 #: Bytes to read or search per request, and to read for the first request.
 STEP, FIRST = 64 << 20, 8 << 20

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from prorl_envs.cli.commands import show
 from prorl_envs.cli.output import console, progress, tables
 from prorl_envs.errors import FailureKind, GraderError, InputError, printable
+from prorl_envs.rollout.api.summary import summarise
 from prorl_envs.rollout.api.types import (
     Failure,
     JobState,
@@ -18,7 +19,6 @@ from prorl_envs.rollout.api.types import (
     StopReason,
     Timings,
 )
-from prorl_envs.rollout.store.summaries import summarise
 
 #: Window titles, the clipboard, a typed-back answer, reversed writing, a bell, an 8-bit escape.
 EVIL = "\x1b]0;x\x07\x1b]52;c;YQ==\x07\x1b[6n\x1b[2J\u202e\x07\x08\r\x9b31m\ud800\u2066"

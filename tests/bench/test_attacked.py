@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.attacked import measure, parser, summary
-from prorl_envs.app.run_loop import run
+from prorl_envs.cli.run_loop import run
 
 
 @pytest.mark.thorough

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.app.compose import Model, rollout_service
+from prorl_envs.app.compose import Model
+from prorl_envs.app.service import rollout_service
 from prorl_envs.config import LimitSettings, NodeSettings, SandboxSection, ServiceSettings, Settings
 from prorl_envs.errors import InputError
 from prorl_envs.extras import install_extras

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
+from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.client.result_files import read_results
 from tests.cli.conftest import SCRIPT, Cli
@@ -47,6 +49,14 @@ def test_a_run_with_the_scripted_server_has_the_scripted_rewards(cli: Cli, tmp_p
     assert [r.failure.kind for r in results if r.failure] == [FailureKind.MODEL]
     assert "model in run x1: " in done.stderr and "because of the behaviour" in done.stderr
     assert process.returncode == 0 and ", 0 violations of the token ledger" in said
+
+
+def test_nemo_gym_can_use_the_scripted_server(tmp_path: Path) -> None:
+    (task, *_) = load_tasks("bash", example_path("bash"))
+    with scripted(tmp_path, "bash") as (_, options):
+        body = {"model": "reference", "input": task.instruction}
+        reply = httpx.post(f"{options[1]}/responses", json=body).raise_for_status().json()
+    assert [item["name"] for item in reply["output"]] == [task.reference[0].tool]
 
 
 def test_a_port_in_use_is_a_clear_error(cli: Cli, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from prorl_envs.cli.output import tables
 from prorl_envs.cli.output.fitted_table import FittedTable
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.runs.statistics import RunSummary, by_environment, statistics_of
-from prorl_envs.viewer.summary import Summary
 
 LONG_NAME = "an-environment-with-a-long-name@and-an-agent"
 

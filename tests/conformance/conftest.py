@@ -11,6 +11,7 @@ from prorl_envs.conformance.subject import DRIVERS, Subject
 from prorl_envs.conformance.suite import PROMISES
 from prorl_envs.sandbox.template.template import TEMPLATES
 from tests.conformance.images import write_image
+from tests.conftest import existing_driver
 from tests.sandbox.rootfs import build_sif, missing_for_sif
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
@@ -53,6 +54,7 @@ def outcomes(image: Callable[[str], Path | None], run_dir: Path) -> Outcomes:
     def get(name: str) -> list[PromiseOutcome]:
         if name not in known:
             driver, kind = SUBJECTS[name]
+            existing_driver(driver)
             templates = TEMPLATES if driver == "bubblewrap" else LIGHT_TEMPLATES
             subject = Subject(
                 driver=driver,

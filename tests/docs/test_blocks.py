@@ -22,10 +22,10 @@ from prorl_envs.env.node import Node
 from prorl_envs.loggers.base import LoggedRun, RunLogger
 from prorl_envs.loggers.reporting import RunReport
 from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.rollout.api.summary import summarise
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.build import build_service
-from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolCall
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, pages, parametrize

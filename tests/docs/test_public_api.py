@@ -13,7 +13,7 @@ import prorl_envs
 
 ROOT = Path(prorl_envs.__file__).resolve().parent.parent
 #: Integrations with NeMo Gym, gymnasium and trainers have modules of their own.
-INTEGRATION = re.compile(r"prorl_envs\.(gym|nemo\.(server|fixture)|trainers(\.\w+)?)")
+INTEGRATION = re.compile(r"prorl_envs\.(gym|nemo\.(server|fixture|rows)|trainers(\.\w+)?)")
 IMPORT = re.compile(r"^\s*from (prorl_envs[\w.]*) import|^\s*import (prorl_envs[\w.]*)", re.MULTILINE)
 #: Documents, examples and templates of new environments.
 READ = ("README.md", "docs/*.md", "examples/**/*.py", "envs/*/README.md", "prorl_envs/cli/scaffold/**/*.txt")

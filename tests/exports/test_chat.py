@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.exports.formats import LOW_REWARD, NO_MESSAGES, NO_REWARD, ExportFormat, Written, export
+from prorl_envs.exports.columns import Written
+from prorl_envs.exports.formats import LOW_REWARD, NO_MESSAGES, NO_REWARD, ExportFormat, export
 from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.client.result_files import located_results
 from tests.exports.conftest import TOOLS

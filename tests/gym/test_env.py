@@ -16,10 +16,10 @@ from gymnasium.utils.env_checker import check_env
 
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.env.runner import Runner
 from prorl_envs.errors import InputError, SandboxError, UnsupportedMachine
 from prorl_envs.gym.env import TaskEnv
 from prorl_envs.gym.registration import IDS
-from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.serving import served

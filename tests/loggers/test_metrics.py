@@ -11,9 +11,8 @@ from prorl_envs.loggers import reporting
 from prorl_envs.loggers.base import LoggedRun
 from prorl_envs.loggers.metrics import run_metrics, sample_metrics, session_metrics
 from prorl_envs.loggers.reporting import RunReport
-from prorl_envs.rollout.store.summaries import summarise
+from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.runs.statistics import RunSummary, statistics_of
-from prorl_envs.viewer.summary import Summary
 from tests.viewer.conftest import result
 
 FAILURE = {"kind": "sandbox", "stage": "init", "message": "no"}

@@ -1,5 +1,6 @@
 """Fixtures for the tests of NeMo Gym's servers."""
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.sandbox.rootfs import PROGRAMS, write_rootfs
 
 COMMAND = Path(sys.executable).with_name("prorl-envs")
 SERVICE_TOKEN = "a-token-of-sixteen-characters"
@@ -66,6 +69,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         arguments = ["serve", *options.split(), "--port", port, "--store", "memory"]
         with command("Ctrl-C stops it", *arguments, **environ):
             yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def base_image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Base image of the terminal family's examples, made from this machine's own programs."""
+    root = write_rootfs(tmp_path_factory.mktemp("base") / "root", (*PROGRAMS, "base64"))
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("PRORL_IMAGES__BASES", json.dumps({"debian:12-slim": str(root)}))
+        yield
 
 
 @pytest.fixture(scope="module")

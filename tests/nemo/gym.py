@@ -18,6 +18,8 @@ SITE = Path(sysconfig.get_path("purelib"))
 GYM = Path(sys.executable).with_name("gym")
 #: Set by scripts/nemo-examples.sh: the example files are rewritten, not compared.
 RECORDING = bool(os.environ.get("RECORD_EXAMPLES"))
+#: 0.7 has environment servers and schemas of tasks.
+HAS_ENVIRONMENT_SERVERS = (SITE / "environment_servers" / "single_agent_turn_legacy").is_dir()
 #: 0.7 has manifests and commands for them.
 HAS_MANIFESTS = (SITE / "nemo_gym" / "environment" / "manifest.py").is_file()
 

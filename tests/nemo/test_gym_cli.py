@@ -38,7 +38,7 @@ from prorl_envs.testing.openai_face import FakeBehaviour, scripted_openai
 from tests.nemo.gym import (
     CHECKOUT,
     GYM,
-    HAS_MANIFESTS,
+    HAS_ENVIRONMENT_SERVERS,
     RECORDING,
     SCAFFOLD,
     SITE,
@@ -61,7 +61,7 @@ READY = "servers ready!"
 #: YAML file of our installed agent; from 0.7 on, of our environment server, which adds itself to the agent.
 AGENT = SITE / (
     "environment_servers/prorl_rollouts/configs/prorl_rollouts.yaml"
-    if HAS_MANIFESTS
+    if HAS_ENVIRONMENT_SERVERS
     else "responses_api_agents/prorl_agent/configs/prorl_agent.yaml"
 )
 #: Sends rows with this task set to our environment server.
@@ -172,11 +172,13 @@ def installed_tasks(root: GymRoot, name: str) -> list[Task]:
 
 @pytest.fixture(scope="module")
 def running(
-    root: GymRoot, model_url: str, service: str, tmp_path_factory: pytest.TempPathFactory
+    root: GymRoot, model_url: str, service: str, base_image: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gym]:
     """NeMo Gym with all families, the shell tasks again for an agent that steps, and the rollout service's
     agent."""
-    configs = [config(root, name, f"prorl_{name}") for name in (*FAMILIES, *NEW)]
+    flavour = "single_agent_turn" if HAS_ENVIRONMENT_SERVERS else "prorl_{}"
+    configs = [config(root, name, flavour.format(name)) for name in FAMILIES]
+    configs += [config(root, name, f"prorl_{name}") for name in NEW]
     configs += [config(root, "bash", "gymnasium"), AGENT]
     selection = [flag for path in configs for flag in ("--config", str(path))]
     with (tmp_path_factory.mktemp("log") / "gym.log").open("w") as log:
@@ -214,15 +216,19 @@ def example_rows(root: GymRoot, name: str) -> list[dict[str, Any]]:
     return read_jsonl(server_folder(root, name) / EXAMPLE)[: ROWS.get(name, COUNT)]
 
 
-@pytest.mark.parametrize("flavour", ["", "/gymnasium"])
+@pytest.mark.parametrize("flavour", ["", "/gymnasium", "/single_agent_turn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_configuration_is_valid(root: GymRoot, name: str, flavour: str) -> None:
     selection = ["--resources-server", f"prorl_{name}{flavour}", "--model-type", "openai_model"]
+    if flavour == "/single_agent_turn":
+        if not HAS_ENVIRONMENT_SERVERS:
+            pytest.skip("NeMo Gym 0.7 has environment servers")
+        selection.append("+error_on_agent_without_environment_server=true")
     done = gym(root, "env", "validate", *selection)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not HAS_MANIFESTS, reason="NeMo Gym 0.4 has no environment servers")
+@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 has no environment servers")
 def test_the_environment_servers_configuration_is_strictly_valid(root: GymRoot) -> None:
     done = gym(
         root, "env", "validate", "--config", str(AGENT), "+error_on_agent_without_environment_server=true"
@@ -329,6 +335,13 @@ def test_the_example_metrics_match_the_examples(root: GymRoot, name: str) -> Non
         recorded_file(root, name, METRICS).write_text(stored + "\n")
 
 
+@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.7 has schemas")
+@pytest.mark.parametrize("name", [*FAMILIES, *NEW])
+def test_the_schema_of_the_tasks(root: GymRoot, name: str) -> None:
+    shown = gym(root, "env", "schema", "--resources-server", server_name(name))
+    assert shown.returncode == 0 and '"task"' in shown.stdout, shown.stdout[-3000:] + shown.stderr[-3000:]
+
+
 def test_the_reference_reaches_reward_1_stepped(running: Gym, tmp_path: Path) -> None:
     rows = example_rows(running.root, "bash")
     results = evaluate(running, "prorl_bash_gymnasium_agent", rows, tmp_path / "rollouts.jsonl")
@@ -345,7 +358,7 @@ def test_a_row_is_a_rollout_of_the_service(running: Gym, tmp_path: Path) -> None
         assert any("generation_token_ids" in item for item in result["response"]["output"])
 
 
-@pytest.mark.skipif(not HAS_MANIFESTS, reason="NeMo Gym 0.4 has no environment servers")
+@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 has no environment servers")
 def test_the_environment_server_runs_materialized_rows(running: Gym, tmp_path: Path) -> None:
     from nemo_gym.task_materialization import materialize_task
 

@@ -15,6 +15,7 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxStatus
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.drivers.local import NoIsolationWarning
+from tests.conftest import existing_driver
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
 
@@ -91,6 +92,7 @@ async def test_unenforced_limits_are_logged_or_refused(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("driver", ["auto", "bubblewrap", "apptainer"])
 async def test_a_driver_is_chosen_by_its_name(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    existing_driver(driver)
     async with sandbox({"driver": driver}) as box:
         await box.start()
         assert (await box.exec("id -u")).stdout == "0\n"

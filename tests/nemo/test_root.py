@@ -7,8 +7,9 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.root import gym_root
+from prorl_envs.nemo.rows import BUILT_IN
 
-FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
+FAMILIES = BUILT_IN
 
 
 @pytest.fixture

@@ -46,6 +46,11 @@ async def serving(root: Path) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
 
     for name in OWN:
         add(name)
+
+    @app.post("/close_session")
+    async def close(body: dict[str, str]) -> str:
+        return f"own: close {body['resources_session_id']}"
+
     separate_tool_calls(
         app,
         sessions=lambda: house.sessions,
@@ -88,6 +93,23 @@ async def test_the_agents_own_requests_reach_their_routes(tmp_path: Path, name: 
             assert (await agent.post(f"/{name}", json=body)).json() == f"own: {name}, alpha"
         await house.sessions.grade("s")
         assert (await agent.post(f"/{name}", json=BODY)).json() == f"own: {name}, alpha"  # repeated
+
+
+async def test_only_an_own_close_reaches_its_route(tmp_path: Path) -> None:
+    """The model's requests belong to an open session, and the model does not know the session's id."""
+
+    async def close(agent: httpx.AsyncClient, body: Any) -> str:
+        return (await agent.post("/close_session", json=body)).text
+
+    async with serving(tmp_path) as (house, agent):
+        assert await close(agent, {"resources_session_id": "other"}) == '"own: close other"'
+        await house.sessions.open("s", ROW)
+        others: list[Any] = [{}, [], BODY, {"resources_session_id": "other"}, {"resources_session_id": ["s"]}]
+        for forged in others:
+            assert (await close(agent, forged)).startswith("tool: close_session, ")
+        assert await close(agent, {"resources_session_id": "s"}) == '"own: close s"'
+        await house.sessions.close("s")
+        assert await close(agent, {"resources_session_id": "other"}) == '"own: close other"'
 
 
 @pytest.mark.parametrize(

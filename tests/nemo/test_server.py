@@ -1,14 +1,16 @@
 """The bash family behind NeMo Gym's routes: a real server, real sandboxes, real HTTP."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
@@ -21,11 +23,14 @@ from responses_api_agents.simple_agent.app import SimpleAgent, SimpleAgentConfig
 
 from prorl_envs.env.base import ReferenceCall
 from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.nemo.examples import EXAMPLE, read_jsonl
+from prorl_envs.nemo.failures import TOOL_UNAVAILABLE
 from prorl_envs.nemo.process import live_within
-from prorl_envs.nemo.rows import blank, nemo_row, write_rows
+from prorl_envs.nemo.rows import BUILT_IN, blank, nemo_row, write_rows
 from prorl_envs.nemo.server import EnvironmentServer
-from prorl_envs.nemo.wire import KNOWS_MASKS, EnvironmentServerConfig
+from prorl_envs.nemo.wire import KNOWS_MASKS, KNOWS_SESSIONS, EnvironmentServerConfig
 from prorl_envs.testing.serving import served
+from tests.nemo.gym import CHECKOUT
 from tests.support.kernel import ROW, write_kernel_files
 
 pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("loops_own_pipe")]
@@ -39,11 +44,7 @@ EASY = TASK | {"id": "easy", "checks": [{"type": "file_absent", "path": "nothing
 SOLVE = "printf hello > greeting.txt"
 
 
-FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
-
-
-@contextmanager
-def serving(environment: str = "bash", **settings: Any) -> Iterator[str]:
+def server_of(environment: str = "bash", **settings: Any) -> EnvironmentServer:
     head = BaseServerConfig(host="127.0.0.1", port=0)
     config = EnvironmentServerConfig(
         name=f"prorl_{environment}",
@@ -55,8 +56,12 @@ def serving(environment: str = "bash", **settings: Any) -> Iterator[str]:
         **settings,
     )
     client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
-    server = EnvironmentServer(config=config, server_client=client)
-    with served(server.setup_webserver()) as url:
+    return EnvironmentServer(config=config, server_client=client)
+
+
+@contextmanager
+def serving(environment: str = "bash", **settings: Any) -> Iterator[str]:
+    with served(server_of(environment, **settings).setup_webserver()) as url:
         yield url
 
 
@@ -65,6 +70,11 @@ def client(**settings: Any) -> Iterator[httpx.Client]:
     """Client like an agent's; it keeps the cookies."""
     with serving(**settings) as url, httpx.Client(base_url=url, timeout=60) as agent:
         yield agent
+
+
+def example(name: str) -> dict[str, Any]:
+    """Return the first example row of a family's server."""
+    return read_jsonl(CHECKOUT / "envs" / name / "nemo" / "server" / EXAMPLE)[0]
 
 
 def row(task: dict[str, Any]) -> dict[str, Any]:
@@ -135,11 +145,12 @@ def test_a_jupyter_kernel_of_the_settings(tmp_path: Path) -> None:
     assert (verdict["reward"], verdict["environment"]) == (1.0, "kernel")
 
 
+@pytest.mark.usefixtures("base_image")
 @pytest.mark.timeout(300)  # swebench builds its instance
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_the_verifier_of_each_family(name: str) -> None:
     """Solved, solved again, unsolved, and malformed."""
-    asked = nemo_row(blank(name), json.loads(example_path(name).read_text().splitlines()[0]))
+    asked = example(name)
     reference = load_tasks(name, example_path(name))[0].reference
     nonsense = answer((reference[0].tool, "{no JSON"), ("no_such_tool", "[]"))
 
@@ -188,7 +199,135 @@ def test_mistakes_of_the_model_are_reported_to_the_model(tool: str, content: byt
         assert verify(agent).json()["reward"] == 1.0
 
 
-OWN_ROUTES = ("verify", "reset", "step", "seed_session", "aggregate_metrics")
+def typed_seed(session: str, task_data: dict[str, Any]) -> dict[str, Any]:
+    """Return the seed that an environment server of NeMo Gym 0.7 sends."""
+    episode = {"rollout_id": "0-0", "attempt": 0}
+    task = {"taskset": "examples", "task_id": "t"}
+    return {"resources_session_id": session, "episode_id": episode, "task_id": task, "task_data": task_data}
+
+
+def typed_close(session: str) -> dict[str, Any]:
+    return {"resources_session_id": session, "episode_id": {"rollout_id": "0-0", "attempt": 0}}
+
+
+@pytest.mark.usefixtures("base_image")
+@pytest.mark.timeout(300)  # swebench builds its instance
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_session_contract_of_nemo_gym_holds(name: str) -> None:
+    """With and without the server's lifespan; the check sends each request from another event loop."""
+    contract = pytest.importorskip("nemo_gym.testing.session_conformance", reason="NeMo Gym 0.7 has it")
+    from nemo_gym.base_resources_server import ResourcesSeedSessionRequest
+
+    metadata = example(name)["verifier_metadata"]
+    app = server_of(name).setup_webserver()
+    for number, data in enumerate(({"verifier_metadata": metadata}, metadata, metadata["task"])):
+        seed = ResourcesSeedSessionRequest(**typed_seed(f"s{number}", data))
+        with TestClient(app) if number else nullcontext():
+            contract.check_resources_session_contract(app, seed, keeps_state=True)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_episode_with_a_typed_seed(wrapped: bool) -> None:
+    data = {"verifier_metadata": {"task": TASK}} if wrapped else TASK
+    with client() as agent:
+        for _ in range(2):  # a repeated seed finds the same episode
+            seeded = agent.post("/seed_session", json=typed_seed("s", data))
+            assert (seeded.status_code, seeded.json()["resources_session_id"]) == (200, "s")
+        agent.post("/bash", json={"command": SOLVE})
+        verdict = agent.post("/verify", json=data | asked_and_answered())
+        assert (verdict.json()["reward"], verdict.json()["task_id"]) == (1.0, "greet")
+        assert agent.post("/close_session", json=typed_close("s")).status_code == 200
+
+
+def asked_and_answered() -> dict[str, Any]:
+    return {"responses_create_params": row(TASK)["responses_create_params"], "response": answer()}
+
+
+def test_a_close_ends_the_sandbox_at_once() -> None:
+    with serving(max_sessions=1) as url, httpx.Client(base_url=url, timeout=60) as agent:
+        agent.post("/seed_session", json=typed_seed("one", {"task": TASK}))
+        assert httpx.post(f"{url}/close_session", json=typed_close("one")).status_code == 200
+        assert agent.post("/bash", json={"command": "ls"}).status_code == 500
+        assert agent.post("/seed_session", json=typed_seed("one", {"task": TASK})).status_code == 422
+        agent.cookies.clear()
+        assert agent.post("/seed_session", json=typed_seed("two", {"task": TASK})).status_code == 200
+
+
+def test_a_typed_seed_that_may_succeed_later_is_an_error_also_with_masks() -> None:
+    with client(failures="mask", max_sessions=1, queue_s=0.1) as agent:
+        for session, task, status in (("one", TASK, 200), ("two", TASK, 503)):
+            agent.cookies.clear()
+            assert agent.post("/seed_session", json=typed_seed(session, {"task": task})).status_code == status
+        agent.post("/close_session", json=typed_close("one"))
+        agent.cookies.clear()
+        assert agent.post("/seed_session", json=typed_seed("three", {"task": BROKEN})).status_code == 200
+        assert verify(agent, BROKEN).json()["failure_kind"] == "prorl:environment"
+
+
+def test_a_row_of_another_family_names_both() -> None:
+    with client() as agent:
+        told = agent.post("/seed_session", json={"verifier_metadata": {"task": {"id": "m", "answer": "4"}}})
+        assert told.status_code == 422
+        assert "not a task of the environment 'bash': instruction" in told.json()["error"]["message"]
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no such setting: max_session; this server has .*max_sessions"):
+        server_of(max_session=3)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("math", "stateless"), ("bash", "unsupported")])
+def test_a_stored_rollout_is_verified_again_if_its_verdict_can_be_repeated(name: str, mode: str) -> None:
+    asked = example(name)
+    reference = load_tasks(name, example_path(name))[0].reference
+    said = answer(*((call.tool, json.dumps(call.arguments)) for call in reference))
+    lost = {"type": "function_call_output", "call_id": "c0", "output": TOOL_UNAVAILABLE}
+    with serving(name, failures="mask") as url:
+        if KNOWS_SESSIONS:
+            assert httpx.get(f"{url}/reverify_mode").json() == mode
+        verdict = httpx.post(f"{url}/verify", json=asked | {"response": said}, timeout=60).json()
+        if mode == "stateless":
+            assert (verdict["reward"], verdict["mask_sample"]) == (1.0, False)
+            assert verdict["task_id"] == asked["verifier_metadata"]["task"]["id"]
+            wrong = httpx.post(f"{url}/verify", json=asked | {"response": answer()}, timeout=60).json()
+            assert (wrong["reward"], wrong["mask_sample"]) == (0.0, False)
+            said["output"].append(lost)
+            verdict = httpx.post(f"{url}/verify", json=asked | {"response": said}, timeout=60).json()
+        assert (verdict["mask_sample"], verdict["failure_kind"]) == (True, "session_lost")
+
+
+def test_the_tools_over_mcp() -> None:
+    exposure = pytest.importorskip("nemo_gym.mcp_auto_exposure", reason="NeMo Gym 0.7 has it")
+    server = server_of(expose_tools_over_mcp=True)
+    app = server.setup_webserver()
+    exposure.maybe_auto_expose(server, app)
+
+    async def episode(url: str, access: dict[str, Any]) -> tuple[list[str], str]:
+        from mcp import ClientSession
+        from mcp.client.streamable_http import streamable_http_client
+
+        address = url + access["url_path"]
+        async with (
+            httpx.AsyncClient(headers=access["headers"]) as connection,
+            streamable_http_client(address, http_client=connection) as streams,
+            ClientSession(*streams[:2]) as session,
+        ):
+            await session.initialize()
+            names = [tool.name for tool in (await session.list_tools()).tools]
+            result = await session.call_tool("bash", {"command": f"{SOLVE}; echo done"})
+            return names, result.content[0].text
+
+    with served(app) as url, httpx.Client(base_url=url, timeout=60) as agent:
+        access = agent.post("/seed_session", json=typed_seed("s", {"task": TASK})).json()["resources_tools"]
+        names, output = asyncio.run(episode(url, access))
+        assert names == [tool.name for tool in blank("bash").tools]
+        assert output.strip() == "done"
+        for route in ("verify", "seed_session"):  # NeMo Gym replaced these routes
+            assert f"no tool '{route}'" in agent.post(f"/{route}", json=row(EASY)).text
+        assert verify(agent).json()["reward"] == 1.0
+
+
+OWN_ROUTES = ("verify", "reset", "step", "seed_session", "close_session", "aggregate_metrics")
 
 
 @pytest.mark.parametrize("route", OWN_ROUTES)

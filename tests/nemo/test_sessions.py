@@ -283,6 +283,73 @@ async def test_a_call_during_the_close_of_an_idle_session_is_refused(tmp_path: P
     assert await sweep == 1
 
 
+@pytest.mark.parametrize("step", ["init", "call", "eval"])
+async def test_a_close_stops_the_running_step_at_once(tmp_path: Path, step: str) -> None:
+    house = House(tmp_path)
+    row = ROW | {"fault": f"{step}-hangs"}
+    opening = asyncio.create_task(house.sessions.open("s", row))
+    await until(lambda: house.open_episodes == 1)
+    running: asyncio.Task[Any] = opening
+    if step != "init":
+        await opening
+        work = house.write("s", "alpha") if step == "call" else house.sessions.grade("s")
+        running = asyncio.create_task(work)
+        await asyncio.sleep(0)
+    await house.sessions.close("s")
+    assert house.open_episodes == 0
+    with pytest.raises(Cancelled, match="closed before it was graded"):
+        await running
+    await house.sessions.close("s")
+    with pytest.raises(InputError, match="has ended"):
+        await house.sessions.open("s", ROW)
+
+
+async def test_a_close_prevents_a_later_seed(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    await house.sessions.close("never seeded")
+    with pytest.raises(InputError, match="has ended"):
+        await house.sessions.open("never seeded", ROW)
+    assert house.open_episodes == 0
+
+
+async def test_a_waiting_seed_shortens_the_time_that_others_may_be_idle(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = House(tmp_path, open=2, idle_s=60)
+    for name in ("oldest", "older"):
+        await house.sessions.open(name, ROW)
+        house.now += 5
+    house.now += 6
+    assert await house.sessions.expire() == 0
+    waiting = asyncio.create_task(house.sessions.open("new", ROW))
+    await until(lambda: "all 2 sandboxes are in use" in caplog.text)
+    assert await house.sessions.expire() == 1  # the other one is not idle for long enough
+    await waiting
+    with pytest.raises(SessionExpired, match="more than 10 s while others waited"):
+        await house.sessions.grade("oldest")
+    await house.write("older", "alpha")
+    await house.sessions.aclose()
+
+
+async def test_a_seed_does_not_wait_forever(tmp_path: Path) -> None:
+    house = House(tmp_path, open=1, queue_s=0.01)
+    await house.sessions.open("first", ROW)
+    with pytest.raises(SessionsFull, match=r"no sandbox was free for 0\.01 s"):
+        await house.sessions.open("second", ROW)
+    await house.sessions.aclose()
+
+
+async def test_recorded_answers_are_graded_again(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    call = {"type": "function_call", "call_id": "c", "name": "write", "arguments": '{"text": "alpha"}'}
+    broken = call | {"arguments": "{"}
+    for name, output, reward in (("s", [broken, call], 1.0), ("t", [broken], 0.0)):
+        assert (await house.sessions.regrade(name, ROW, output)).reward == reward
+    with pytest.raises(SandboxError):
+        await house.sessions.regrade("u", ROW | {"fault": "init"}, [call])
+    assert house.open_episodes == 0
+
+
 async def test_episodes_wait_for_a_place_in_order(tmp_path: Path) -> None:
     house = House(tmp_path, open=1)
     await house.sessions.open("first", ROW)

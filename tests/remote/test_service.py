@@ -213,6 +213,19 @@ async def hangs(request: Request) -> Response:
     raise AssertionError
 
 
+@pytest.mark.parametrize(("route", "reward"), [("", 1.0), ("add", None), ("verify", None)])
+async def test_a_typed_session_is_closed_whatever_happens(
+    desk: ResourcesDesk, roll: Roll, route: str, reward: float | None
+) -> None:
+    desk.typed = []
+    if route:
+        desk.misbehave(route, broken_off, times=10)
+    (result,) = await roll(desk_row(say="three"))
+    assert result.reward == reward
+    assert desk.asked["seed_session"] == desk.asked["close_session"] >= 1 and desk.typed == []
+    assert not any("task_data" in body or "resources_session_id" in body for body in desk.verified)
+
+
 async def test_an_interrupted_tool_call_fails_the_attempt_and_is_not_repeated(
     desk: ResourcesDesk, roll: Roll
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments, example_path
+from prorl_envs.env.runner import Runner
 from prorl_envs.gym.env import TaskEnv
-from prorl_envs.gym.runner import Runner
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.tokens.rendering import TemplateRenderer

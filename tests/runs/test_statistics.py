@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.runs.statistics import (
     by_environment,
     clustered_error,
@@ -16,7 +17,6 @@ from prorl_envs.runs.statistics import (
     sign_test,
     statistics_of,
 )
-from prorl_envs.viewer.summary import Summary
 
 
 def sample(task: str, reward: float | None, environment: str = "bash", **changes: object) -> Summary:

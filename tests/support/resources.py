@@ -60,6 +60,7 @@ class ResourcesDesk:
         asked: requests, by route.
         counts: by session.
         verified: bodies of the verify requests.
+        typed: ids of the open sessions, of a server that takes typed seeds; else None.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class ResourcesDesk:
         self.asked: Counter[str] = Counter()
         self.counts: dict[str, int] = {}
         self.verified: list[dict[str, Any]] = []
+        self.typed: list[str] | None = None  # of a server with typed seeds: its open sessions
 
     def misbehave(self, route: str, *answers: Misbehaviour, times: int = 1) -> None:
         """Replace the next requests of a route by `answers`, repeated `times` times."""
@@ -74,13 +76,18 @@ class ResourcesDesk:
 
     def app(self) -> Starlette:
         """Application of the server."""
-        return Starlette(routes=[Route("/{route:path}", self._answer, methods=["POST"])])
+        described = Route("/openapi.json", self._describe)
+        return Starlette(routes=[described, Route("/{route:path}", self._answer, methods=["POST"])])
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         """Serve on a free loopback port; yields the base URL."""
         async with answering(self.app(), last_requests_s=0, log_level="critical") as url:
             yield url
+
+    async def _describe(self, request: Request) -> Response:
+        fields = ["start"] if self.typed is None else ["resources_session_id", "task_data"]
+        return JSONResponse({"components": {"schemas": {"Seed": {"properties": dict.fromkeys(fields)}}}})
 
     async def _answer(self, request: Request) -> Response:
         route = request.path_params["route"]
@@ -94,11 +101,17 @@ class ResourcesDesk:
                 return await self._tool(request, route)
             case "verify":
                 return await self._verify(request)
+            case "close_session" if self.typed is not None:
+                self.typed.remove((await request.json())["resources_session_id"])
+                return JSONResponse({})
         return JSONResponse({"detail": "Not Found"}, status_code=404)
 
     async def _seed(self, request: Request) -> Response:
-        session = request.cookies.get(_COOKIE) or uuid4().hex
-        self.counts.setdefault(session, (await request.json())["start"])
+        body, session = await request.json(), request.cookies.get(_COOKIE) or uuid4().hex
+        if self.typed is not None:
+            session, body = body["resources_session_id"], body["task_data"]
+            self.typed.append(session)
+        self.counts.setdefault(session, body["start"])
         answer = JSONResponse({})
         answer.set_cookie(_COOKIE, session)
         return answer

@@ -13,7 +13,8 @@ import pytest
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask
 from prorl_envs.rollout.api.types import GroupRequest, JobState
-from prorl_envs.rollout.batches.leases import TICK_S, Leases, named_items
+from prorl_envs.rollout.http.middleware import named_items
+from prorl_envs.rollout.service.leases import TICK_S, Leases
 from prorl_envs.trainers.asking import LEASE, GroupTemplate, connect_sync
 from tests.support.clock import FakeClock
 from tests.trainers.conftest import ToyService, task

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import body_of, summarise, summary_of, summary_of_body
 from prorl_envs.rollout.api.types import Result, Trajectory
-from prorl_envs.rollout.store.summaries import body_of, summarise
 from prorl_envs.viewer.index import MAX_NAMED, Index
-from prorl_envs.viewer.summary import summary_of, summary_of_body
 from tests.viewer.conftest import result, written
 
 

@@ -1,1 +1,1 @@
-"""One module per command."""
+"""One module per command. Begin with `run.py`."""

@@ -14,8 +14,8 @@ from prorl_envs.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from prorl_envs.rollout.api.summary import Summary
     from prorl_envs.runs.statistics import Comparison
-    from prorl_envs.viewer.summary import Summary
 
 
 def compare(

@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from prorl_envs.app.compose import Model, request_defaults, rollout_service
+from prorl_envs.app.compose import Model, request_defaults
+from prorl_envs.app.service import rollout_service
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.commands.view import write_html
 from prorl_envs.cli.output.console import err, out, print_by_reason, program

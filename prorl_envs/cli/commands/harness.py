@@ -48,7 +48,7 @@ def install_harnesses(
 ) -> None:
     """Install harnesses, once per machine. Scripts of npm packages are not run. Run it again to
     resume: downloads are kept until the installation is complete."""
-    from prorl_envs.app.run_loop import run
+    from prorl_envs.cli.run_loop import run
     from prorl_envs.env.harness.install import install
 
     settings = settings_of(config)

@@ -77,7 +77,7 @@ def _layers(config: Path | None) -> "LayerStore":
 
 
 def _resolve(config: Path | None, source: "str | ImageTemplate", mode: ImageMode) -> None:
-    from prorl_envs.app.run_loop import run
+    from prorl_envs.cli.run_loop import run
 
     with _builder(config) as builder:
         found = run(builder.resolve(source, mode))
@@ -127,8 +127,8 @@ def build(
     if file is None and path.name.lower().startswith("dockerfile") and path.is_file():
         path, file = path.parent, path
     if file is not None or (path / "Dockerfile").is_file():
-        from prorl_envs.app.run_loop import run
         from prorl_envs.cli.commands.dockerfile_build import build_dockerfile
+        from prorl_envs.cli.run_loop import run
 
         work = build_dockerfile(
             settings_of(config),

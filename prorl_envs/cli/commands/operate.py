@@ -70,7 +70,7 @@ def _named(service: str | None) -> tuple[str, str | None]:
 
 def _on[T](service: str | None, work: "Callable[[RolloutClient], Awaitable[T]]") -> T:
     """Run `work` with a client of a service, which is selected as in `_named`."""
-    from prorl_envs.app.run_loop import run
+    from prorl_envs.cli.run_loop import run
     from prorl_envs.rollout.api.errors import Unauthorized
     from prorl_envs.rollout.client.client import RolloutClient
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.app.compose import node, without_harness
-from prorl_envs.catalog import Catalog
+from prorl_envs.app.compose import node
 from prorl_envs.cli.commands.show import message_panel
+from prorl_envs.cli.options import catalog_without_harness
 from prorl_envs.cli.output.console import err, out, plain
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Environment, Prompt
@@ -66,7 +66,7 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
     Raises:
         InputError: no such family or task.
     """
-    catalog = without_harness(Catalog.of(settings), environment)
+    catalog = catalog_without_harness(settings, environment)
     chosen = catalog.family(environment)
     tasks = catalog.tasks(environment, data)
     task = next((task for task in tasks if task_id in (None, task.id)), None)

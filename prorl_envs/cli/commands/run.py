@@ -67,8 +67,8 @@ def run(
     config: ConfigOption = None,
 ) -> None:
     """Run episodes of an environment with your model, here or on a running service."""
-    from prorl_envs.app.run_loop import run as run_coroutine
     from prorl_envs.cli.commands import run_episodes as runs
+    from prorl_envs.cli.run_loop import run as run_coroutine
     from prorl_envs.loggers.registry import logger_of
     from prorl_envs.rollout.api.types import AgentLimits
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prorl_envs.app.compose import connect, request_defaults, rollout_service
+from prorl_envs.app.compose import connect, request_defaults
+from prorl_envs.app.service import rollout_service
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err
 from prorl_envs.cli.output.run_groups import run_groups

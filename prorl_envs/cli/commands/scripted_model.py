@@ -3,18 +3,22 @@
 import asyncio
 from pathlib import Path
 
+from fastapi import FastAPI
+
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.commands.demo import Chosen, script, scripted_tokenizer
 from prorl_envs.cli.output.console import err, out
 from prorl_envs.config import Settings
 from prorl_envs.errors import InputError
 from prorl_envs.stop_signals import on_stop
-from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
+from prorl_envs.testing.openai_face import add_responses
+from prorl_envs.testing.scripted import Behaviour, Mix
+from prorl_envs.testing.scripted_app import ScriptedService, add_vllm
 from prorl_envs.testing.server import ScriptedServer
 
 
-def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBook:
-    """Read the reference solutions of a data file.
+def read_solved(catalog: Catalog, environment: str, data: Path | None) -> list[Chosen]:
+    """Read the tasks of a data file that have reference solutions.
 
     Raises:
         InputError: no such environment, a row is wrong, or no row has a reference.
@@ -24,7 +28,7 @@ def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBo
     if not chosen:
         where = catalog.data(environment, data)
         raise InputError(f"{where}: no task has a reference", hint="add `reference` to the rows")
-    return script(chosen)
+    return chosen
 
 
 async def serve_script(
@@ -43,13 +47,21 @@ async def serve_script(
     Raises:
         InputError: no task of the data has a reference, or the port is taken.
     """
-    book, folder = read_book(Catalog.of(settings), environment, data), scripted_tokenizer(settings)
+    chosen, folder = read_solved(Catalog.of(settings), environment, data), scripted_tokenizer(settings)
+
+    def interface(app: FastAPI, service: ScriptedService) -> None:
+        add_vllm(app, service)
+        add_responses(app, [one.task for one in chosen])
+
     stopped = asyncio.Event()
-    scripted = ScriptedServer(book, port=port, mix=mix, seed=seed, unknown=Behaviour.SOLVE)
+    scripted = ScriptedServer(
+        script(chosen), interface=interface, port=port, mix=mix, seed=seed, unknown=Behaviour.SOLVE
+    )
     with on_stop(lambda _: stopped.set()):
         async with scripted as server:
+            err.print(f"plays the reference solutions of {len(chosen)} {environment} tasks, without a model")
             err.print(
-                f"plays the reference solutions of {len(book.scripts)} {environment} tasks, without a model"
+                f"NeMo Gym uses it with --model reference --model-url {server.url}/v1 --model-api-key none"
             )
             err.print("Ctrl-C stops it. Use it like a model server, with these options of `run` or `serve`:")
             out.print(f"--llm {server.url}/v1 --tokenizer {folder}", soft_wrap=True)

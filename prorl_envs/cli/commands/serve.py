@@ -7,16 +7,15 @@ from socket import socket
 from prorl_envs.app.compose import (
     EarlierModel,
     Model,
-    check_capacity,
     earlier_model,
     keep_model,
     node,
     open_store,
     request_defaults,
-    rollout_service,
 )
 from prorl_envs.app.logs import exporting_traces, set_up_logging
-from prorl_envs.app.run_loop import settled
+from prorl_envs.app.service import check_capacity, rollout_service
+from prorl_envs.app.tuning import settled
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err
 from prorl_envs.config import ServerSettings, Settings

@@ -15,9 +15,8 @@ from prorl_envs.cli.output.console import out, plain, print_json, print_json_lin
 from prorl_envs.cli.output.tables import outcome_cell, samples_table, tokens_of
 from prorl_envs.cli.sources import check_lines, open_episodes
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import Result
-from prorl_envs.rollout.store.summaries import summarise
-from prorl_envs.viewer.summary import Summary
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 

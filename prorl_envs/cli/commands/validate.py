@@ -7,8 +7,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from prorl_envs.app.compose import node, without_harness
-from prorl_envs.catalog import Catalog
+from prorl_envs.app.compose import node
+from prorl_envs.cli.options import catalog_without_harness
 from prorl_envs.cli.output.console import err, out, print_by_reason, print_json
 from prorl_envs.config import Settings
 from prorl_envs.env.validate import ValidationVerdict, validate
@@ -61,7 +61,7 @@ async def validate_file(
     Raises:
         InputError: no such environment, a row is wrong, or no task can run here.
     """
-    catalog = without_harness(Catalog.of(settings), environment)
+    catalog = catalog_without_harness(settings, environment)
     chosen = catalog.family(environment)
     tasks, left_out = [], list[tuple[str, str]]()
     for task in catalog.tasks(environment, data):

@@ -15,8 +15,8 @@ from prorl_envs.errors import InputError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from prorl_envs.rollout.api.summary import Summary
     from prorl_envs.viewer.episodes import EpisodeSource, RunInfo, Texts
-    from prorl_envs.viewer.summary import Summary
 
 #: Name of the scripted model's tokenizer, which the demo uses.
 SCRIPTED = "scripted"
@@ -43,7 +43,7 @@ def view(
     browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser here.")] = False,
 ) -> None:
     """Browse stored episodes: conversations, tokens, times, rewards, and samples side by side."""
-    from prorl_envs.app.run_loop import run
+    from prorl_envs.cli.run_loop import run
 
     if only and html is None:
         raise InputError("--job needs --html", hint="without --html, use the filter on the page")

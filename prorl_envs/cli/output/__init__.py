@@ -1,1 +1,1 @@
-"""Tables, progress and errors on the terminal."""
+"""Tables, progress and errors on the terminal. Begin with `console.py`."""

@@ -14,11 +14,10 @@ from rich.text import Text
 
 from prorl_envs.cli.output.console import err, plain
 from prorl_envs.cli.output.tables import outcome_cell
+from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import Result, Stage
 from prorl_envs.rollout.api.views import StatusView
 from prorl_envs.rollout.client.client import RolloutClient
-from prorl_envs.rollout.store.summaries import summarise
-from prorl_envs.viewer.summary import Summary
 
 _POLL_S = 0.25
 #: Seconds between lines if the output is not a terminal.

@@ -31,7 +31,6 @@ _NESTED: dict[tuple[type[BaseModel], str], tuple[type[BaseModel], str]] = {
 }
 _ENTRY = re.compile(r"    ([a-z_]+(?:, [a-z_]+)*): (.*)")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-_ROW = re.compile(r"^\| `([a-z_.]+)` \| .* \|$", re.MULTILINE)
 
 
 class SettingRow(NamedTuple):
@@ -79,17 +78,6 @@ def settings_schema() -> dict[str, Any]:
         for name, meaning in meanings_of(model).items():
             described["properties"][name]["description"] = meaning
     return schema
-
-
-def updated_page(page: str) -> str:
-    """Return the text of docs/settings.md, with defaults and meanings in its tables updated."""
-    rows = {row.name: row for row in setting_rows()}
-
-    def updated_row(found: re.Match[str]) -> str:
-        row = rows.get(found[1])
-        return f"| `{row.name}` | {row.default + ' ' if row.default else ''}| {row.meaning} |" if row else ""
-
-    return _ROW.sub(updated_row, page)
 
 
 def settings_table(rows: Iterable[SettingRow]) -> FittedTable:

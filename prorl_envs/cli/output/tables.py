@@ -8,9 +8,9 @@ from rich.text import Text
 
 from prorl_envs.cli.output.console import plain
 from prorl_envs.cli.output.fitted_table import FittedTable, plain_table
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.rollout.api.types import Result
 from prorl_envs.runs.statistics import RunSummary, Statistics
-from prorl_envs.viewer.summary import Summary
 
 
 def tokens_of(result: Result) -> tuple[int, int]:

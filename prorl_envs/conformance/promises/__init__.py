@@ -1,1 +1,1 @@
-"""The promises: one module per theme."""
+"""The promises: one module per theme. Begin with `start.py`."""

@@ -1,14 +1,11 @@
-"""Promises about file transfers and the editor."""
+"""Promises about file transfers."""
 
 import asyncio
 from collections.abc import Awaitable
 
 from prorl_envs.conformance.box import Probe
-from prorl_envs.conformance.promise import NO_IMAGE, NOT_LOCAL, PromiseBroken, Promises, expect, raises, same
+from prorl_envs.conformance.promise import NO_IMAGE, NOT_LOCAL, PromiseBroken, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
-from prorl_envs.errors import InputError
-from prorl_envs.tools.protocol.messages import CONTENT_LIMIT
-from prorl_envs.tools.types import ToolResult
 
 promises = Promises("files")
 
@@ -24,23 +21,12 @@ async def fails(call: Awaitable[object]) -> OSError:
     raise PromiseBroken(f"it gave {result!r}"[:200])
 
 
-async def edit(box: Probe, command: str, path: str, **arguments: object) -> ToolResult:
-    """Run one command of the editor."""
-    return await box.tools.edit({"command": command, "path": path, **arguments})
-
-
 @promises.fresh("FILE-001", "Bytes are read as they were written, even none or very many.")
 async def round_trip(box: Probe) -> None:
     path = await box.path("file")
     for data in (_ANY_BYTES, b"", bytes(8_000_000)):
         await box.tools.write(path, data)
         expect(await box.tools.read(path) == data, f"{len(data)} bytes came back changed")
-
-
-@promises.fresh("FILE-002", "Missing folders are created.")
-async def folders(box: Probe) -> None:
-    await box.tools.write(await box.path("a/b/c"), b"x")
-    same(await box.sh("read -r x < a/b/c; echo $x"), "x")
 
 
 @promises.fresh("FILE-003", "A file has the requested mode.", needs=("ls",))
@@ -103,12 +89,6 @@ async def limit(box: Probe) -> None:
     expect(b"MemTotal" in await box.tools.read("/proc/meminfo"), "a file of /proc is empty")
 
 
-@promises.add("FILE-009", "Content that is too large for one transfer is refused before it is sent.")
-async def too_much(world: PromiseContext) -> None:
-    with raises(InputError, "it was taken"):
-        await world.box.tools.write("/tmp/much", bytes(CONTENT_LIMIT + 1))
-
-
 @promises.add(
     "FILE-010",
     "The system, and files without write permission, cannot be written.",
@@ -119,59 +99,3 @@ async def too_much(world: PromiseContext) -> None:
 async def not_writable(world: PromiseContext) -> None:
     for path in ("/usr/bin/env", "/etc/passwd", "/proc/self/comm-x", "/x"):
         await fails(world.box.tools.write(path, b"x"))
-
-
-@promises.fresh("FILE-011", "The editor creates, shows, replaces, inserts and undoes.")
-async def editor(box: Probe) -> None:
-    path = await box.path("file.txt")
-    expect((await edit(box, "create", path, file_text="one\ntwo\n")).ok, "create failed")
-    expect((await edit(box, "str_replace", path, old_str="two", new_str="2")).ok, "str_replace failed")
-    expect((await edit(box, "insert", path, insert_line=0, new_str="zero")).ok, "insert failed")
-    same(await box.tools.read(path), b"zero\none\n2\n")
-    shown = await edit(box, "view", path, view_range=[2, 3])
-    expect("one" in shown.text and "zero" not in shown.text, f"it showed {shown.text!r}")
-    for left in (b"one\n2\n", b"one\ntwo\n"):
-        expect((await edit(box, "undo_edit", path)).ok, "undo failed")
-        same(await box.tools.read(path), left)
-
-
-@promises.fresh("FILE-012", "An edit that does not match exactly one place changes nothing, and reports why.")
-async def ambiguous(box: Probe) -> None:
-    path = await box.path("file.txt")
-    await box.tools.write(path, b"a\nb\na\n")
-    for old in ("a", "absent", ""):
-        result = await edit(box, "str_replace", path, old_str=old, new_str="x")
-        expect(not result.ok and bool(result.text), f"{old!r} gave {result.text!r}")
-    expect(not (await edit(box, "create", path, file_text="x")).ok, "create overwrote a file")
-    same(await box.tools.read(path), b"a\nb\na\n")
-
-
-@promises.fresh(
-    "FILE-013", "Line ends, odd bytes, a missing last line end and the mode survive an edit.", needs=("ls",)
-)
-async def kept(box: Probe) -> None:
-    path = await box.path("file.txt")
-    await box.tools.write(path, b"a1\r\n\xff b\r\nlast", mode=0o755)
-    expect((await edit(box, "str_replace", path, old_str="a1", new_str="A")).ok, "the edit failed")
-    same(await box.tools.read(path), b"A\r\n\xff b\r\nlast")
-    expect((await box.sh("ls -l file.txt")).startswith("-rwxr-xr-x"), "the mode changed")
-
-
-@promises.fresh("FILE-014", "Binary, huge and special files are refused with a message.", needs=("mkfifo",))
-async def no_text(box: Probe) -> None:
-    await box.tools.write(await box.path("binary"), bytes(100))
-    await box.tools.write(await box.path("huge"), b"x" * 17_000_000)
-    await box.sh("mkfifo pipe")
-    for name in ("binary", "huge", "pipe", "absent"):
-        result = await edit(box, "view", await box.path(name))
-        expect(not result.ok and len(result.text) < 1000, f"{name} gave {result.text[:100]!r}")
-
-
-@promises.fresh("FILE-015", "A directory is listed, and a long answer is bounded.")
-async def listing(box: Probe) -> None:
-    await box.sh(": > here; i=0; while [ $i -lt 3000 ]; do : > many-$i; i=$((i+1)); done")
-    result = await edit(box, "view", await box.path("."))
-    expect(result.ok and len(result.text) < 200_000, f"{len(result.text)} characters")
-    await box.tools.write(await box.path("long"), b"x" * 1_000_000)
-    shown = await edit(box, "view", await box.path("long"))
-    expect(len(shown.text) < box.tools.limits.output_bytes + 500 and shown.truncated_bytes > 0, "not bounded")

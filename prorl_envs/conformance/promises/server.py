@@ -5,50 +5,14 @@ import sysconfig
 
 from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.host import eventually, marked
-from prorl_envs.conformance.promise import NOT_LOCAL, Promises, expect, raises, same
+from prorl_envs.conformance.promise import NOT_LOCAL, Promises, expect, same
 from prorl_envs.conformance.state import PLANTED
 from prorl_envs.conformance.ways import tool_server
 from prorl_envs.conformance.world import PromiseContext
-from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Mount
-from prorl_envs.tools.types import JsonObject, ToolCall
 
 promises = Promises("tool server")
-
-#: Malformed calls that a model might make.
-_HOSTILE: tuple[tuple[str, JsonObject], ...] = (
-    ("bash", {}),
-    ("bash", {"command": 1}),
-    ("bash", {"command": "x", "more": 1}),
-    ("bash", {"command": "\ud800"}),
-    ("bash", {"command": "a\0b"}),
-    ("no such tool", {}),
-    ("", {}),
-    ("bash", {"command": ["ls"]}),
-    ("str_replace_editor", {"command": "view"}),
-    ("str_replace_editor", {"command": "delete", "path": "/x"}),
-    ("str_replace_editor", {"command": "view", "path": "relative"}),
-    ("str_replace_editor", {"command": "view", "path": "/x", "view_range": [2**70, -1]}),
-)
-
-
-@promises.add("SRV-001", "A model's malformed calls get an answer, and raise no error.")
-async def hostile_calls(world: PromiseContext) -> None:
-    for name, arguments in _HOSTILE:
-        result = await world.box.tools.call(ToolCall("1", name, arguments), timeout_s=10)
-        expect(not result.ok and bool(result.text), f"{name} {arguments} gave {result.text!r}")
-
-
-@promises.add("SRV-002", "A closed toolbox raises ToolError, and another can be opened on the same sandbox.")
-async def reopened(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        await box.sh("echo kept > file")
-        await box.tools.aclose()
-        await box.tools.aclose()
-        with raises(ToolError, "a closed toolbox answered"):
-            await box.run("true")
-        async with world.tools(box.sandbox) as tools:
-            same(await Probe(box.sandbox, tools).sh("read -r x < file; echo $x"), "kept")
 
 
 @promises.add("SRV-003", "Closing a toolbox ends its shells and its commands.", needs=("bash", "sleep"))
@@ -58,13 +22,6 @@ async def close_ends(world: PromiseContext) -> None:
             await box.tools.aclose()
             expect(await eventually(lambda: not marked(mark)), "a command lives on")
         expect(box.sandbox.alive, "the sandbox ended with it")
-
-
-@promises.add("SRV-004", "Two toolboxes on a sandbox work side by side and see the same files.")
-async def two(world: PromiseContext) -> None:
-    async with world.shell() as one, world.shell() as two_:
-        await one.sh('echo one > "$HOME/two"')
-        same(await two_.sh('read -r x < "$HOME/two"; echo $x'), "one")
 
 
 @promises.add(
@@ -116,19 +73,6 @@ async def imports(world: PromiseContext) -> None:
         same(await box.sh(f"[ -e {library}/{PLANTED}.py ] && echo there"), "there")
         found = await tool_server(box)
     expect(not found["imports"], f"it imported a module of the sandbox's by {found['finders']}")
-
-
-@promises.add("SRV-010", "Invalid timeouts are refused.")
-async def bad_timeouts(world: PromiseContext) -> None:
-    for timeout_s in (0.0, -1.0, float("nan"), float("inf")):
-        with raises(InputError, f"{timeout_s} s was taken"):
-            await world.box.tools.run(["/bin/sh", "-c", ":"], timeout_s=timeout_s)
-
-
-@promises.add("SRV-011", "A toolbox without a Python session reports that.")
-async def no_session(world: PromiseContext) -> None:
-    with raises(InputError, "it ran a cell"):
-        await world.box.tools.python("1", timeout_s=5)
 
 
 @promises.add("SRV-012", "If the image has no bash, the bash tool gives an answer or a typed error.")

@@ -1,1 +1,1 @@
-"""Third-party agents that run in the task's sandbox: recipes, installation, execution."""
+"""Third-party agents in the task's sandbox: recipes, installation. Begin with `recipe.py`."""

@@ -1,1 +1,1 @@
-"""Builds of Dockerfiles into layered images, in sandboxes, without Docker and without privileges."""
+"""Builds of Dockerfiles into layers, in sandboxes, without Docker. Begin with `build.py`."""

@@ -1,1 +1,1 @@
-"""Pulls of OCI images from registries, without another program."""
+"""Pulls of OCI images from registries, without another program. Begin with `client.py`."""

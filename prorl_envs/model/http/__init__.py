@@ -1,1 +1,1 @@
-"""HTTP client for model servers."""
+"""HTTP client for model servers. Begin with `client.py`."""

@@ -1,1 +1,1 @@
-"""Load balancing, session affinity and pausing over several model servers."""
+"""Balance, session affinity and pausing over several model servers. Begin with `pool.py`."""

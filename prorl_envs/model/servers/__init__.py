@@ -1,1 +1,1 @@
-"""One client per kind of model server, and their checks."""
+"""One client per kind of model server, and their checks. Begin with `base.py`."""

@@ -1,1 +1,1 @@
-"""Chat templates, tokenizers and the tokens of a rollout."""
+"""Chat templates, tokenizers and the tokens of a rollout. Begin with `rendering.py`."""

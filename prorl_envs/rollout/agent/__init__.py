@@ -1,1 +1,1 @@
-"""Agent loop of one job, with its limits and its token ledger."""
+"""Agent loop of one job, with its limits and its token ledger. Begin with `agent_loop.py`."""

@@ -6,7 +6,6 @@ parses sampled text to find tool calls, and never tokenises this text again.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +31,7 @@ from prorl_envs.rollout.agent import loop_limits, tracing
 from prorl_envs.rollout.agent.fair_yield import LoopFairness
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import AgentLimits, StopReason, Trajectory
+from prorl_envs.strict_json import encodable
 from prorl_envs.tools.types import ToolCall, ToolSpec
 
 _CUT = (
@@ -348,7 +348,7 @@ class AgentLoop:
             self.ledger.tools_took(self.agent.clock.monotonic() - started)
             if call.name == self.environment.finish_tool and result.ok:
                 return StopReason.FINISHED
-            text = unicode(
+            text = encodable(
                 loop_limits.cut(result.text, self.limits.max_observation_chars or len(result.text))
             )
             observations.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
@@ -442,27 +442,11 @@ def assistant_message(renderer: Renderer, answer: AssistantTurn, sampled: Sample
     if answer.malformed:  # the sampled text contains more than its readable part
         return {
             "role": "assistant",
-            "content": unicode(renderer.decode(renderer.without_stop(sampled.ids))),
+            "content": encodable(renderer.decode(renderer.without_stop(sampled.ids))),
         }
-    message: dict[str, Any] = {"role": "assistant", "content": unicode(answer.content)}
+    message: dict[str, Any] = {"role": "assistant", "content": encodable(answer.content)}
     if answer.reasoning:
-        message["reasoning_content"] = unicode(answer.reasoning)
+        message["reasoning_content"] = encodable(answer.reasoning)
     if answer.tool_calls:
-        message["tool_calls"] = [openai_call(call) for call in answer.tool_calls]
+        message["tool_calls"] = [call.to_openai() for call in answer.tool_calls]
     return message
-
-
-def openai_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in the form of an OpenAI message."""
-    # ASCII escapes keep lone surrogates, which are valid in JSON but not in UTF-8.
-    arguments = json.dumps(call.arguments)
-    return {
-        "id": unicode(call.id),
-        "type": "function",
-        "function": {"name": unicode(call.name), "arguments": arguments},
-    }
-
-
-def unicode(text: str) -> str:
-    """Replace characters that UTF-8 cannot encode. Model output may contain them; results are UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,1 +1,1 @@
-"""Types of the HTTP interface. Imports nothing else of `rollout`."""
+"""Types of the HTTP interface. Imports nothing else of `rollout`. Begin with `types.py`."""

@@ -5,9 +5,9 @@ from typing import Any
 from pydantic import Field
 
 from prorl_envs.rollout.api.batches import BatchView
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.rollout.api.types import JobState, WireModel
 from prorl_envs.rollout.api.views import NodeView, StatusView
-from prorl_envs.viewer.summary import Summary
 
 
 class SummaryPage(WireModel):

@@ -1,1 +1,1 @@
-"""Batches: dynamic sampling over groups."""
+"""Batches: dynamic sampling over groups. Begin with `dynamic_sampling.py`."""

@@ -1,1 +1,1 @@
-"""Clients of the rollout service."""
+"""Clients of the rollout service. Begin with `client.py`."""

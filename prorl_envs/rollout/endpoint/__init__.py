@@ -1,1 +1,1 @@
-"""Model endpoint of a rollout: OpenAI's and Anthropic's interfaces over the token protocol, recorded."""
+"""Model endpoint of a rollout: OpenAI's and Anthropic's interfaces. Begin with `app.py`."""

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from prorl_envs.env.base import Message
-from prorl_envs.rollout.agent.agent_loop import openai_call
 from prorl_envs.rollout.endpoint.types import (
     EndpointAnswer,
     EndpointRequest,
@@ -71,7 +70,7 @@ class ChatCompletions:
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if turn.tool_calls:
-            message["tool_calls"] = [openai_call(call) for call in turn.tool_calls]
+            message["tool_calls"] = [call.to_openai() for call in turn.tool_calls]
         else:
             message["content"] = turn.content
         choice = {"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}
@@ -104,7 +103,7 @@ class ChatStream:
     def end(self, answer: EndpointAnswer) -> bytes:
         events = b""
         if answer.turn.tool_calls:
-            calls = [{"index": i, **openai_call(call)} for i, call in enumerate(answer.turn.tool_calls)]
+            calls = [{"index": i, **call.to_openai()} for i, call in enumerate(answer.turn.tool_calls)]
             events = self._chunk({"tool_calls": calls})
         events += self._chunk({}, _finish(answer))
         if self._request.usage:

@@ -15,7 +15,7 @@ from prorl_envs.env.base import Message
 from prorl_envs.errors import InputError
 from prorl_envs.model.tokens.continuation import Append, next_prompt
 from prorl_envs.model.types import AssistantTurn, Reasoning, Renderer, Sampled
-from prorl_envs.rollout.agent.agent_loop import PROMPT_END, assistant_message, openai_call
+from prorl_envs.rollout.agent.agent_loop import PROMPT_END, assistant_message
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import Trajectory
 from prorl_envs.rollout.endpoint.conversation_key import key_of, key_of_tools, keys_of
@@ -137,7 +137,7 @@ class Recording:
         turn = self.renderer.parse(sampled.ids, pending.tools, prompt_ids=pending.ids[-PROMPT_END:])
         message = assistant_message(self.renderer, turn, sampled)
         if turn.malformed and turn.tool_calls:
-            message = {**message, "tool_calls": [openai_call(call) for call in turn.tool_calls]}
+            message = {**message, "tool_calls": [call.to_openai() for call in turn.tool_calls]}
         messages = [*pending.messages, message]
         key = pending.tools_key + key_of(pending.key, message)
         self._states[key] = _State(row, len(row.ledger), sampled, messages, now)

@@ -1,1 +1,1 @@
-"""One job: the agent loop, its stages and its tokens."""
+"""One job: the agent loop, its stages and its tokens. Begin with `engine.py`."""

@@ -4,7 +4,7 @@ from prorl_envs.env.base import Message
 from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.model.types import Sampled
-from prorl_envs.rollout.agent.agent_loop import Agent, AgentLoop, openai_call, unicode
+from prorl_envs.rollout.agent.agent_loop import Agent, AgentLoop
 from prorl_envs.rollout.api.interactive import (
     AgentStep,
     CallStep,
@@ -16,6 +16,7 @@ from prorl_envs.rollout.api.interactive import (
 from prorl_envs.rollout.api.types import StopReason
 from prorl_envs.rollout.episode import stages
 from prorl_envs.rollout.episode.job import Job, StepProgress
+from prorl_envs.strict_json import encodable
 from prorl_envs.tools.types import ToolCall
 
 
@@ -71,8 +72,8 @@ async def _call(job: Job, loop: AgentLoop, request: CallStep, number: int) -> St
     ]
     answer: Message = {
         "role": "assistant",
-        "content": unicode(request.content),
-        "tool_calls": [openai_call(call) for call in calls],
+        "content": encodable(request.content),
+        "tool_calls": [call.to_openai() for call in calls],
     }
     messages = job.attempt.transcript.messages
     messages.append(answer)

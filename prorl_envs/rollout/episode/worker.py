@@ -13,11 +13,12 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.node import Node
 from prorl_envs.errors import FailureKind, ProrlError, RolloutFailure, printable
 from prorl_envs.model.routing.pause_gate import ActiveTimeout
-from prorl_envs.rollout.agent.agent_loop import Agent, unicode
+from prorl_envs.rollout.agent.agent_loop import Agent
 from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.rollout.episode import caller_steps, stages
 from prorl_envs.rollout.episode.job import Job
+from prorl_envs.strict_json import encodable
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def _failure(job: Job, stage: Stage, error: Exception) -> Failure:
     return Failure(
         kind=kind,
         stage=stage,
-        message=unicode(error.message[:MAX_MESSAGE]),
-        hint=unicode(error.hint[:MAX_MESSAGE]),
+        message=encodable(error.message[:MAX_MESSAGE]),
+        hint=encodable(error.hint[:MAX_MESSAGE]),
         retryable=retryable,
     )

@@ -1,1 +1,1 @@
-"""The HTTP server: application, authentication, middleware."""
+"""The HTTP server: application, authentication, middleware. Begin with `app.py`."""

@@ -33,10 +33,9 @@ from prorl_envs.rollout.api.views import (
     JobView,
     StatusView,
 )
-from prorl_envs.rollout.batches.leases import LeaseMiddleware
 from prorl_envs.rollout.http.auth import CurrentCaller, TokenStore, authorize, require_token
 from prorl_envs.rollout.http.logins import Logins
-from prorl_envs.rollout.http.middleware import BodyLimit, TokenGuard, error_response
+from prorl_envs.rollout.http.middleware import BodyLimit, LeaseMiddleware, TokenGuard, error_response
 from prorl_envs.rollout.http.routes.batches import add_batches
 from prorl_envs.rollout.http.routes.dashboard import add_dashboard
 from prorl_envs.rollout.http.routes.endpoint import add_endpoint
@@ -82,7 +81,7 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
         if path.startswith("/v1/") and path != "/v1/status":
             service.guard.check_started()
 
-    service.groups.admission.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
+    service.groups.limit_tenants({name: tenant.jobs for name, tenant in settings.tenants.items()})
     # This declares the token in the OpenAPI schema; `TokenGuard` checks it, before the body is read.
     declared = [Depends(HTTPBearer(auto_error=False))] if tokens.locked else []
     app = FastAPI(

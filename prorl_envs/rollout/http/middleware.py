@@ -1,12 +1,13 @@
-"""Middleware in front of all routes: authentication, and a check of bodies.
+"""Middleware in front of all routes: authentication, a check of bodies, and the renewal of leases.
 
-Both are plain ASGI applications, because they must act before the first byte of the body is read.
+All are plain ASGI applications: the first two must act before the first byte of the body is read.
 """
 
 import ipaddress
 import math
 import re
 from http import HTTPStatus
+from urllib.parse import parse_qsl
 
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
@@ -14,7 +15,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.rollout.agent.agent_loop import unicode
 from prorl_envs.rollout.api.caller import OPERATOR, Caller
 from prorl_envs.rollout.api.errors import (
     CompressedBody,
@@ -28,11 +28,20 @@ from prorl_envs.rollout.api.errors import (
 from prorl_envs.rollout.api.views import ErrorBody, ErrorDetail
 from prorl_envs.rollout.http.auth import TokenStore
 from prorl_envs.rollout.http.logins import cookie_name
+from prorl_envs.rollout.service.leases import Leases
+from prorl_envs.strict_json import encodable
 
 #: Paths without authentication, so that probes need no token. Their responses reveal only yes or no.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 #: Path of the dashboard's pages. These are files of the package; their script asks the user for the token.
 _PAGES = "/dashboard"
+
+#: Suffixes that may follow an id in a path.
+_SUFFIXES = {
+    "groups": (),
+    "jobs": ("/result", "/token"),
+    "batches": ("/groups", "/tasks", "/results"),
+}
 
 #: Limit of the bytes of all unfinished requests, in bodies of the maximum size.
 _BODIES_AT_ONCE = 8
@@ -47,7 +56,7 @@ _RETRY_AFTER_S: dict[type[ProrlError], float] = {QueueFull: 1, Unavailable: 5}
 def error_response(error: ProrlError) -> JSONResponse:
     """Return the HTTP response for an error. All routes use it."""
     wire = to_wire(error)
-    detail = ErrorDetail(type=wire.name, message=unicode(error.message), hint=unicode(error.hint))
+    detail = ErrorDetail(type=wire.name, message=encodable(error.message), hint=encodable(error.hint))
     headers = {}
     if isinstance(error, Retryable):
         seconds = error.retry_after_s or _RETRY_AFTER_S[wire.error]
@@ -165,6 +174,29 @@ class BodyLimit:
         return TooLarge(f"the body is larger than {self._max_bytes} bytes", hint="send fewer groups at once")
 
 
+class LeaseMiddleware:
+    """Middleware that renews the leases of the groups and batches that a request names, if they belong to the
+    caller. A caller with a job token renews no lease, since it does not need the group's other jobs.
+
+    Args:
+        app: the next application. The caller must be authenticated before this middleware runs.
+        leases: leases of the service.
+    """
+
+    def __init__(self, app: ASGIApp, leases: Leases) -> None:
+        self._app = app
+        self._leases = leases
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._leases:
+            await self._app(scope, receive, send)
+            return
+        caller: Caller = scope["state"]["caller"]
+        items = named_items(scope["path"], scope["query_string"])
+        with self._leases.keep_alive({(kind, name) for kind, name in items if caller.owns_all(name)}):
+            await self._app(scope, receive, send)
+
+
 class _BodyRefused(BaseException):
     """Body over a limit. Not an `Exception`, since FastAPI would report it as a malformed body."""
 
@@ -197,3 +229,21 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(found["ip6"] or name).is_loopback
     except ValueError:
         return False
+
+
+def named_items(path: str, query: bytes) -> set[tuple[str, str]]:
+    """Return the groups and batches that a request names, by kind and id."""
+    _, version, kind, rest = (*path.split("/", 3), "", "", "")[:4]
+    if version != "v1":
+        return set()
+    if kind == "results":
+        return {("groups", value) for key, value in parse_qsl(query.decode("latin-1")) if key == "group"}
+    for suffix in _SUFFIXES.get(kind, ()):
+        rest = rest.removesuffix(suffix)
+    match kind:
+        case "groups" | "batches" if rest:
+            return {(kind, rest)}
+        case "jobs":
+            return {("groups", rest.rpartition("/")[0])}
+        case _:
+            return set()

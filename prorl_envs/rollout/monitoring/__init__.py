@@ -1,1 +1,1 @@
-"""Metrics and the state that the dashboard shows."""
+"""Metrics and the state that the dashboard shows. Begin with `metrics.py`."""

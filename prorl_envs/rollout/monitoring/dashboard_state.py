@@ -24,12 +24,11 @@ from prorl_envs.rollout.api.dashboard import (
     SandboxesView,
 )
 from prorl_envs.rollout.api.errors import QueueFull
+from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import JobState, Result
 from prorl_envs.rollout.api.views import NodeView, StatusView
 from prorl_envs.rollout.store.sqlite import SqlStore
 from prorl_envs.rollout.store.statistics import deviation
-from prorl_envs.rollout.store.summaries import summarise
-from prorl_envs.viewer.summary import Summary
 
 #: Seconds of a bucket, and number of buckets.
 BUCKET_S, BUCKETS = 10.0, 60

@@ -1,1 +1,1 @@
-"""Nodes: further machines and processes that run jobs for a service. Knows no transport (`app.ray`)."""
+"""Other machines that run jobs. Knows no transport (`app.ray`). Begin with `handle.py`."""

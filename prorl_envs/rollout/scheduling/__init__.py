@@ -1,1 +1,1 @@
-"""Scheduling of jobs on stages and nodes. No I/O."""
+"""Scheduling of jobs on stages and nodes. No I/O. Begin with `scheduler.py`."""

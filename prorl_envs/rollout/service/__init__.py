@@ -1,1 +1,1 @@
-"""The rollout service and its parts."""
+"""The rollout service and its parts. Begin with `build.py`."""

@@ -8,7 +8,6 @@ from prorl_envs.env.node import Node
 from prorl_envs.listener.connection import ConnectionCounts
 from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.agent.agent_loop import Agent
-from prorl_envs.rollout.batches.leases import Leases
 from prorl_envs.rollout.episode.defaults import Defaults
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
@@ -24,6 +23,7 @@ from prorl_envs.rollout.service.admission import AdmissionControl
 from prorl_envs.rollout.service.batches import Batches
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
+from prorl_envs.rollout.service.leases import Leases
 from prorl_envs.rollout.service.lifecycle import Lifecycle
 from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers

@@ -1,7 +1,7 @@
 """Groups and their jobs: submission, state, cancellation, retry."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prorl_envs.env.base import Task
@@ -9,12 +9,12 @@ from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import Conflict, NotFound
 from prorl_envs.rollout.api.types import GroupRequest, job_id, split_job_id
 from prorl_envs.rollout.api.views import GroupView, JobView
-from prorl_envs.rollout.batches.leases import Leases
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.service.admission import AdmissionControl, Quota
 from prorl_envs.rollout.service.group_views import group_view, job_view
+from prorl_envs.rollout.service.leases import Leases
 from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.store.base import NewGroup, StoredGroup
@@ -43,6 +43,10 @@ class Groups:
     leases: Leases
     notifier: Notifier
     _reserved: Callable[[str], bool] | None = field(default=None, init=False)
+
+    def limit_tenants(self, jobs: Mapping[str, int]) -> None:
+        """Set each tenant's maximum number of unfinished jobs and open episodes, by the tenant's name."""
+        self.admission.quotas = {f"{name}/": limit for name, limit in jobs.items()}
 
     def reserve(self, reserved: Callable[[str], bool]) -> None:
         """Refuse groups with an id for which `reserved` returns True, except groups of batches."""

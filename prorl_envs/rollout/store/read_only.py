@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Self
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import Found, Summary, holds, needles, summary_of_body
 from prorl_envs.rollout.store.sql_queries import DbConnection, bodies
 from prorl_envs.rollout.store.sqlite_schema import open_to_read, unpack
-from prorl_envs.viewer.episodes import Found, holds, needles
-from prorl_envs.viewer.summary import Summary, summary_of_body
 
 
 class StoredEpisodes:

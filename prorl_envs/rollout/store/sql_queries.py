@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from prorl_envs.rollout.api.dashboard import SearchPage
+from prorl_envs.rollout.api.summary import Summary, holds, needles, summary_of_body
 from prorl_envs.rollout.api.types import ALL, Selection
-from prorl_envs.rollout.store.summaries import SearchHits
-from prorl_envs.viewer.episodes import holds, needles
-from prorl_envs.viewer.summary import Summary, summary_of_body
 
 #: Maximum number of rows in memory at once.
 _ROWS = 100
@@ -62,7 +61,7 @@ def summaries(view: DbConnection, after: int, limit: int, only: Selection = ALL)
     ]
 
 
-def search(view: DbConnection, text: str, after: int, limit: int, only: Selection = ALL) -> SearchHits:
+def search(view: DbConnection, text: str, after: int, limit: int, only: Selection = ALL) -> SearchPage:
     """Run one search step, see `SqlStore.search`."""
     patterns, jobs, searched_bytes = needles(text), [], 0
     for cursor, _, packed in bodies(view, after, limit, only):
@@ -72,7 +71,7 @@ def search(view: DbConnection, text: str, after: int, limit: int, only: Selectio
             jobs.append(_JOB_ID.decode(body).job_id)
         if searched_bytes >= STEP:
             break
-    return SearchHits(jobs, after)
+    return SearchPage(jobs=jobs, next=after)
 
 
 def bodies(

@@ -29,7 +29,9 @@ from typing import Any, ClassVar
 
 from prorl_envs.errors import FailureKind, InputError, ProrlError
 from prorl_envs.rollout.api.batches import BatchTask
+from prorl_envs.rollout.api.dashboard import SearchPage
 from prorl_envs.rollout.api.errors import Conflict, CursorExpired, NotFound, Unavailable
+from prorl_envs.rollout.api.summary import Summary
 from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Selection, split_job_id
 from prorl_envs.rollout.store import sql_queries, sqlite_batches
 from prorl_envs.rollout.store.base import (
@@ -46,8 +48,6 @@ from prorl_envs.rollout.store.base import (
 )
 from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS, DbConnection, condition, newest_dropped
 from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, open_in_memory, pack, unpack
-from prorl_envs.rollout.store.summaries import SearchHits
-from prorl_envs.viewer.summary import Summary
 
 #: Rows per query when the oldest results are dropped; usually one result exceeds the limits. Maximum number
 #: of such queries in one transaction: 50,000 drops take 5 s, and other writes wait for them.
@@ -234,7 +234,7 @@ class SqlStore:
         """Return summaries of results, with the arguments of `results`. Never raises CursorExpired."""
         return await self._read(partial(sql_queries.summaries, self._view, after, limit, only))
 
-    async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> SearchHits:
+    async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> SearchPage:
         """Run one step of a text search, over at most `limit` results after the cursor `after`. A result is a
         hit if one of its strings contains the text."""
         return await self._read(partial(sql_queries.search, self._view, text, after, limit, only))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.summary import ARRAYS, body_of
 from prorl_envs.rollout.api.types import Result
-from prorl_envs.rollout.store.summaries import ARRAYS, body_of
 
 #: Number in the file's header that distinguishes stores from databases of other programs.
 _APPLICATION_ID = 0x50524F4C

@@ -1,1 +1,1 @@
-"""Directories, images and mounts of sandboxes."""
+"""Directories, images and mounts of sandboxes. Begin with `mount_plan.py`."""

@@ -1,1 +1,1 @@
-"""Limits of memory, processes, disk and kernel counters, and how they are enforced."""
+"""Limits of memory, processes, disk and kernel counters. Begin with `enforcement.py`."""

@@ -1,1 +1,1 @@
-"""System calls, seccomp filters and file descriptors: functions that Python does not provide."""
+"""System calls, seccomp filters and file descriptors. Begin with `seccomp.py`."""

@@ -1,1 +1,1 @@
-"""The allowlist of a sandbox and the proxy that enforces it."""
+"""The allowlist of a sandbox and the proxy that enforces it. Begin with `proxy.py`."""

@@ -1,1 +1,1 @@
-"""Zygotes: processes that are started once and forked for each tool server."""
+"""Zygotes: processes that are started once and forked for each tool server. Begin with `zygote.py`."""

@@ -1,1 +1,1 @@
-"""Host side of the tools."""
+"""Host side of the tools. Begin with `toolbox.py`."""

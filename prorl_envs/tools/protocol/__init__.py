@@ -1,1 +1,1 @@
-"""Messages between the host and a tool server: the only package that both sides import."""
+"""Messages between host and tool server; both import only this. Begin with `messages.py`."""

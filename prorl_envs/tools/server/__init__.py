@@ -1,1 +1,1 @@
-"""Tool server, which runs in the sandbox."""
+"""Tool server, which runs in the sandbox. Begin with `server.py`."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.app.compose import without_harness
 from prorl_envs.catalog import Catalog
+from prorl_envs.cli.options import catalog_without_harness
 from prorl_envs.config import load_settings
 from prorl_envs.conformance.subject import DRIVERS
 from prorl_envs.env.harness.family import with_harness
@@ -294,9 +294,9 @@ def test_commands_that_replay_actions_leave_the_harness_out(
     """`validate` and `play` warn and run without the harness; the gymnasium environment raises an error."""
     (tmp_path / "settings.yaml").write_text(SETTINGS)
     config = tmp_path / "settings.yaml"
-    catalog = Catalog.of(load_settings(config))
-    assert catalog.family("bash@mine").harness.name == "command"  # type: ignore[attr-defined]
-    alone = without_harness(catalog, "bash@mine")
+    settings = load_settings(config)
+    assert Catalog.of(settings).family("bash@mine").harness.name == "command"  # type: ignore[attr-defined]
+    alone = catalog_without_harness(settings, "bash@mine")
     assert "without the harness command" in capsys.readouterr().err
     assert alone.family("bash@mine").load(ROW).reference[-1].tool == "finish"
     with pytest.raises(InputError, match="takes no actions"):

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.dashboard import SearchPage
+from prorl_envs.rollout.api.summary import summarise
 from prorl_envs.rollout.api.types import GroupRequest, Result, Selection
 from prorl_envs.rollout.store.base import NewGroup
 from prorl_envs.rollout.store.read_only import StoredEpisodes
 from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore, SqlStore
-from prorl_envs.rollout.store.summaries import summarise
 from tests.viewer.conftest import result
 
 pytestmark = pytest.mark.anyio
@@ -113,10 +114,14 @@ async def test_both_stores_summarise_and_search_equally(kind: str, tmp_path: Pat
     alice = Selection(prefix="alice/")
     assert [one.sample for one in await store.summaries(2, 9, only=alice)] == [2, 3]
     assert [one.sample for one in await store.summaries(0, 1)] == [1]
-    assert await store.search("word", 0, 99, only=alice) == ([f"alice/g/{n}" for n in (1, 2, 3)], 4)
-    assert await store.search("word", 0, 2) == (["alice/g/1", "alice/g/2"], 3), "a step of it"
-    assert await store.search("word", 3, 2) == (["alice/g/3", "bob/g/0"], 5)
-    assert await store.search("word", 6, 2) == ([], 6), "nothing is left"
+    assert await store.search("word", 0, 99, only=alice) == SearchPage(
+        jobs=[f"alice/g/{n}" for n in (1, 2, 3)], next=4
+    )
+    assert await store.search("word", 0, 2) == SearchPage(jobs=["alice/g/1", "alice/g/2"], next=3), (
+        "a step of it"
+    )
+    assert await store.search("word", 3, 2) == SearchPage(jobs=["alice/g/3", "bob/g/0"], next=5)
+    assert await store.search("word", 6, 2) == SearchPage(jobs=[], next=6), "nothing is left"
     assert (await store.search('"a\nb"', 0, 99)).jobs == [f"alice/g/{n}" for n in (1, 2, 3)]
     assert (await store.search("Word", 0, 99)).jobs == []
     assert (await store.search("loss_mask", 0, 99)).jobs == [], "the tokens are not looked at"
@@ -147,7 +152,7 @@ async def test_a_database_is_read_while_its_service_writes(postgres_url: str) ->
     assert not episodes.extend() and episodes.summaries == [summarise(one) for one in kept]
     assert Result.model_validate_json(episodes.line(1)) == kept[1]
     assert episodes.search("näher") == ([1], 2)
-    assert await store.search("näher", 0, 9) == (["g/1"], 2)
+    assert await store.search("näher", 0, 9) == SearchPage(jobs=["g/1"], next=2)
     assert await store.summaries(1, 9) == episodes.summaries[1:]
     episodes.close()
     await store.aclose()

@@ -66,6 +66,28 @@ async def test_a_traceback_is_plain_and_names_the_line(kept: Toolbox) -> None:
     assert "\x1b" not in result.text
 
 
+async def test_output_of_programs_is_in_order(kept: Toolbox) -> None:
+    code = "import os\nprint('a', flush=True)\n_ = os.system('echo b; echo c >&2')\nprint('d')"
+    assert (await kept.python(code, timeout_s=T)).text == "a\nb\nc\nd\n"
+
+
+async def test_the_name_of_an_error_is_one_line(kept: Toolbox) -> None:
+    result = await kept.python(r"raise type('A\nB\x1b[31m', (Exception,), {})('x')", timeout_s=T)
+    assert result.data["error"] == r"A\nB\x1b[31m"
+
+
+STOPPED = "class Own:\n    def __repr__(self):\n        import signal; signal.raise_signal(2)\nOwn()"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(STOPPED, "KeyboardInterrupt"), ("input()", "RuntimeError"), ("exit(", "incomplete input")],
+)
+async def test_no_traceback_shows_a_file_of_this_package(kept: Toolbox, code: str, error: str) -> None:
+    result = await kept.python(code, timeout_s=T)
+    assert error in result.text and "prorl_envs" not in result.text
+
+
 async def test_images_and_html_are_handed_on_beside_the_text(kept: Toolbox) -> None:
     code = (
         "from IPython.display import HTML, Image, display\n"

@@ -135,6 +135,23 @@ async def test_a_cancelled_run_is_killed(box: Toolbox) -> None:
     await wait_until_gone(box, "sleep")
 
 
+async def test_calls_cancelled_at_any_moment_leave_the_tools_usable(box: Toolbox) -> None:
+    calls = [
+        asyncio.create_task(box.run(["sh", "-c", f"sleep 0.0{n % 10}; echo {n}"], timeout_s=T))
+        for n in range(40)
+    ]
+    await asyncio.wait(calls, timeout=0.03, return_when=asyncio.FIRST_COMPLETED)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert (await box.run(["echo", "on"], timeout_s=T)).output == b"on\n"
+
+
+async def test_a_process_that_closes_its_output_is_waited_for(box: Toolbox) -> None:
+    argv = ["sh", "-c", "exec >&- 2>&-; sleep 0.2; exit 5"]
+    assert (await box.run(argv, timeout_s=T)).exit_code == 5
+
+
 async def test_files_are_written_and_read_unchanged(box: Toolbox) -> None:
     data = bytes(range(256)) * 10_000
     await box.write("/workspace/new/dir/file", data, mode=0o751)

@@ -60,6 +60,12 @@ async def shared_driver(run_dir: Path, driver_name: str) -> AsyncIterator[NodeDr
         ("bash", {"command": ["ls"]}, False, "must be a string"),
         ("ipython", {"code": 1}, False, "must be a string"),
         ("str_replace_editor", {"command": "view"}, False, "'path' is missing"),
+        ("bash", {"command": "x", "more": 1}, False, ""),
+        ("bash", {"command": "\ud800"}, False, ""),
+        ("bash", {"command": "a\0b"}, False, ""),
+        ("str_replace_editor", {"command": "delete", "path": "/x"}, False, ""),
+        ("str_replace_editor", {"command": "view", "path": "relative"}, False, ""),
+        ("str_replace_editor", {"command": "view", "path": "/x", "view_range": [2**70, -1]}, False, ""),
         ("rm", {}, False, "there is no tool 'rm'"),
         ("", {}, False, "there is no tool ''"),
     ],
@@ -69,7 +75,7 @@ async def test_a_call_is_validated_and_executed(
 ) -> None:
     result = await python_box.call(ToolCall("1", name, arguments), timeout_s=T)
     assert result.ok is ok
-    assert said in result.text
+    assert result.text and said in result.text
 
 
 async def test_without_a_session_there_is_no_python_tool(box: Toolbox) -> None:
@@ -177,6 +183,9 @@ async def test_a_closed_toolbox_refuses_calls_and_closes_again(shared_driver: No
     await toolbox.aclose()
     with pytest.raises(ToolError, match="closed"):
         await toolbox.bash("true", timeout_s=T)
+    other = await Toolbox.open(sandbox)
+    assert (await other.bash("echo on", timeout_s=T)).text == "on\n"
+    await other.aclose()
     await sandbox.close()
 
 

@@ -59,6 +59,9 @@ async def test_a_syntax_error_is_an_answer_and_the_next_command_works(box: Toolb
         ("printf '%s' \"" + "x" * 8000 + '"', "x" * 8000),
         ("printf '\\x03\\x04\\x1a' | od -An -tx1", " 03 04 1a\n"),
         ("echo '\x03\x04'", "\x03\x04\n"),
+        (f"x='{'y' * 200_000}'; echo ${{#x}}", "200000\n"),
+        ("exec 3>&1; echo a >&3; exec 3>&-", "a\n"),
+        ("(exec 1>&- 2>&-; echo x); echo b", "b\n"),
     ],
 )
 async def test_any_text_reaches_the_shell_unharmed(box: Toolbox, command: str, output: str) -> None:

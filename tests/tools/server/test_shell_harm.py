@@ -86,6 +86,8 @@ async def test_the_same_shell_survives(box: Toolbox, command: str) -> None:
         "exec cat",
         "exec bash --norc",
         "ulimit -n 8",
+        "ulimit -n 5",
+        "ulimit -f 0; echo x > file",
         "exec sleep 0.1",
     ],
 )
@@ -95,6 +97,19 @@ async def test_a_shell_that_cannot_be_repaired_is_replaced_at_once(box: Toolbox,
     assert (await box.bash("echo back", timeout_s=T, restart=result.data["waiting"])).text.startswith(
         "back\n"
     )
+
+
+async def test_a_shell_that_cannot_report_its_waiting_command_is_replaced(box: Toolbox) -> None:
+    result = await box.bash("ulimit -n 12; read x", timeout_s=T)
+    assert "the shell" in result.text and not result.data["waiting"]
+    assert (await box.bash("echo back", timeout_s=T)).text == "back\n"
+
+
+async def test_no_alias_changes_the_reported_status(box: Toolbox) -> None:
+    await box.bash("alias '{'='true; {' '}'='}; true' '[['='true; [[' false2=false", timeout_s=T)
+    for command in ("false", "false2"):
+        assert (await box.bash(command, timeout_s=T)).data["exit_code"] == 1
+    assert (await box.bash("alias false2", timeout_s=T)).text == "alias false2='false'\n"
 
 
 async def test_a_closed_standard_output_stays_closed(box: Toolbox) -> None:

@@ -1,1 +1,1 @@
-"""One module per group of routes."""
+"""One module per group of routes. Begin with `results.py`."""

@@ -6,10 +6,10 @@ from typing import Annotated
 from fastapi import FastAPI, Query
 
 from prorl_envs.rollout.api.dashboard import SearchPage
+from prorl_envs.rollout.api.summary import MAX_QUERY
 from prorl_envs.rollout.api.types import Selection
 from prorl_envs.rollout.http.auth import CurrentCaller
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.viewer.episodes import MAX_QUERY
 
 #: Maximum number of results that one request searches.
 MAX_RESULTS = 1000
@@ -29,5 +29,4 @@ def add_search(app: FastAPI, service: RolloutService) -> None:
         """Return the jobs whose result contains exactly this text in one of its strings, not in its tokens.
         A request searches at most `limit` results. Repeat it with `after=next` until `next` is unchanged."""
         async with search_lock:
-            hits = await service.store.search(text, after, limit, only=Selection(prefix=caller.prefix))
-        return SearchPage(jobs=hits.jobs, next=hits.next)
+            return await service.store.search(text, after, limit, only=Selection(prefix=caller.prefix))

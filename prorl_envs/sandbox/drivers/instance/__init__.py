@@ -1,1 +1,1 @@
-"""The driver that runs one Apptainer per sandbox."""
+"""The driver that runs one Apptainer per sandbox. Begin with `driver.py`."""

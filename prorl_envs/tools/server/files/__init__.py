@@ -1,1 +1,1 @@
-"""File tools: reading, editing, patching, undo."""
+"""File tools: reading, editing, patching, undo. Begin with `editor.py`."""

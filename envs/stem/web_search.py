@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import httpx
 
-from prorl_envs.env.search import Hit, SearchFailed, SearchSettings
+from prorl_envs.env.search import SearchSettings
+from prorl_envs.envs.stem.search import Hit, SearchFailed
 from prorl_envs.errors import InputError
 
 #: Maximum bytes of an answer, and maximum characters of one hit's text.
@@ -64,7 +65,7 @@ APIS: Mapping[str, WebApi] = {
 
 
 class WebSearch:
-    """Client of one web search service.
+    """Client of one web search service. Implements `SearchBackend`.
 
     Args:
         settings: service, address and key.
@@ -86,14 +87,9 @@ class WebSearch:
             raise InputError(f"{settings.backend} needs a key", hint="set PRORL_SEARCH__KEY")
 
     async def open(self) -> None:
-        """Do nothing; see `IndexSearch.open`."""
+        """Do nothing."""
 
     async def search(self, query: str, limit: int) -> list[Hit]:
-        """Return at most `limit` hits for a hostile query, best first.
-
-        Raises:
-            SearchFailed: the service does not answer, or refuses the request.
-        """
         problem = ""
         async with httpx.AsyncClient(timeout=self._settings.timeout_s, follow_redirects=False) as client:
             for _ in range(_ATTEMPTS):

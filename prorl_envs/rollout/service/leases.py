@@ -10,23 +10,13 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import parse_qsl
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prorl_envs.clock import Clock
-from prorl_envs.rollout.api.caller import Caller
 
 log = logging.getLogger(__name__)
 
 #: Seconds between two checks for expired leases.
 TICK_S = 1.0
-#: Suffixes that may follow an id in a path.
-_SUFFIXES = {
-    "groups": (),
-    "jobs": ("/result", "/token"),
-    "batches": ("/groups", "/tasks", "/results"),
-}
 
 
 @dataclass(slots=True)
@@ -104,44 +94,3 @@ class Leases:
             await self._cancel[kind](name)
         except Exception:
             log.exception("%s %s could not be cancelled", kind, name)
-
-
-class LeaseMiddleware:
-    """Middleware that renews the leases of the groups and batches that a request names, if they belong to the
-    caller. A caller with a job token renews no lease, since it does not need the group's other jobs.
-
-    Args:
-        app: the next application. The caller must be authenticated before this middleware runs.
-        leases: leases of the service.
-    """
-
-    def __init__(self, app: ASGIApp, leases: Leases) -> None:
-        self._app = app
-        self._leases = leases
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._leases:
-            await self._app(scope, receive, send)
-            return
-        caller: Caller = scope["state"]["caller"]
-        items = named_items(scope["path"], scope["query_string"])
-        with self._leases.keep_alive({(kind, name) for kind, name in items if caller.owns_all(name)}):
-            await self._app(scope, receive, send)
-
-
-def named_items(path: str, query: bytes) -> set[tuple[str, str]]:
-    """Return the groups and batches that a request names, by kind and id."""
-    _, version, kind, rest = (*path.split("/", 3), "", "", "")[:4]
-    if version != "v1":
-        return set()
-    if kind == "results":
-        return {("groups", value) for key, value in parse_qsl(query.decode("latin-1")) if key == "group"}
-    for suffix in _SUFFIXES.get(kind, ()):
-        rest = rest.removesuffix(suffix)
-    match kind:
-        case "groups" | "batches" if rest:
-            return {(kind, rest)}
-        case "jobs":
-            return {("groups", rest.rpartition("/")[0])}
-        case _:
-            return set()

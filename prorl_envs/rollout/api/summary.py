@@ -1,16 +1,22 @@
-"""Summaries of results for lists. The large parts of a result's JSON are not decoded."""
+"""Summaries of stored results, and the search of their texts. Neither uses the tokens."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.types import Result
 
 #: Longest text of a failure in a summary, in characters.
 MAX_PROBLEM = 200
+#: Longest search text, in characters.
+MAX_QUERY = 1000
+#: Arrays of a trajectory with one value per token. Stores keep them separately.
+ARRAYS = ("ids", "loss_mask", "logprobs")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +63,18 @@ class Summary:
     eval_s: float = 0.0
     model_s: float = 0.0
     tools_s: float = 0.0
+
+
+class Found(NamedTuple):
+    """Outcome of one step of a search.
+
+    Args:
+        numbers: numbers of the results that contain the text.
+        next: number of the first result that has not been searched.
+    """
+
+    numbers: list[int]
+    next: int
 
 
 class _Turn(Struct):
@@ -136,7 +154,7 @@ def summary_of(line: bytes) -> Summary:
     except _NOT_JSON as error:
         raise InputError(f"not a rollout result: {error}") from error
     rows = _rows(stored)
-    return summary_from(stored, rows, sum(_length(row.ids) for row in rows))
+    return _summary_from(stored, rows, sum(_length(row.ids) for row in rows))
 
 
 def summary_of_body(body: bytes, cursor: int, tokens: int) -> Summary:
@@ -155,21 +173,37 @@ def summary_of_body(body: bytes, cursor: int, tokens: int) -> Summary:
     except _NOT_JSON as error:
         raise InputError(f"not a rollout result: {error}") from error
     stored.cursor = cursor
-    return summary_from(stored, _rows(stored), tokens)
+    return _summary_from(stored, _rows(stored), tokens)
+
+
+def summarise(result: Result) -> Summary:
+    """Return the summary of a result. It is equal to `summary_of` of the result's JSON."""
+    rows = result.rows
+    return _summary_from(result, rows, sum(len(row.ids) for row in rows))
+
+
+def body_of(result: Result) -> bytes:
+    """Return a result as JSON in the format of a store, which `summary_of_body` reads."""
+    return result.model_dump_json(exclude={"cursor": True, "trajectory": set(ARRAYS)}).encode()
+
+
+def needles(text: str) -> list[bytes]:
+    """Return the spellings of a text in JSON: with and without escapes for non-ASCII characters."""
+    spellings = (json.dumps(text, ensure_ascii=escaped)[1:-1] for escaped in (False, True))
+    return sorted({spelling.encode("utf-8", "replace") for spelling in spellings})
+
+
+def holds(line: bytes, needles: Sequence[bytes]) -> bool:
+    """Return whether the line contains at least one of the needles."""
+    return any(needle in line for needle in needles)
 
 
 def _rows(stored: _Stored) -> list[_Row]:
     return [*stored.forks, *([stored.trajectory] if stored.trajectory else [])]
 
 
-def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
-    """Return the summary of an object with a result's fields.
-
-    Args:
-        result: a result, or an object with the fields that a summary needs.
-        rows: all rows of the result's trajectory.
-        tokens: number of tokens in all rows.
-    """
+def _summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
+    """Return the summary of an object with a result's fields, or at least those that a summary needs."""
     timings, failure = result.timings, result.failure
     return Summary(
         cursor=result.cursor,

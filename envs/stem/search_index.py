@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from prorl_envs.env.search import Hit, SearchFailed
+from prorl_envs.envs.stem.search import Hit, SearchFailed
 from prorl_envs.errors import InputError
 
 #: Target length of a passage in characters, and maximum number of query words that count.
@@ -30,7 +30,7 @@ _WORD = re.compile(r"\w+")
 
 
 class IndexSearch:
-    """Index of one folder.
+    """Index of one folder. Implements `SearchBackend`.
 
     Args:
         corpus: the folder.
@@ -44,21 +44,11 @@ class IndexSearch:
         self._opening = asyncio.Lock()
 
     async def open(self) -> None:
-        """Build the index, unless it exists. Called before each episode.
-
-        Raises:
-            InputError: `corpus` is not a folder, holds no text, or a file in it is wrong.
-        """
         async with self._opening:
             if self._path is None:
                 self._path = await asyncio.to_thread(build_index, self._corpus, self._cache_dir)
 
     async def search(self, query: str, limit: int) -> list[Hit]:
-        """Return at most `limit` hits for a hostile query, best first.
-
-        Raises:
-            SearchFailed: the index cannot be searched.
-        """
         await self.open()
         assert self._path is not None
         try:

@@ -1,15 +1,16 @@
-"""Thread with an event loop, for synchronous callers of asynchronous environments."""
+"""Thread with an event loop, for callers of asynchronous environments that have no event loop, or several."""
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Self
 
 from prorl_envs.env.node import Node
 
-#: Creates the node of a runner; called within its loop.
-type NodeFactory = Callable[[], Node]
+#: Opens the node of a runner; called within its loop.
+type NodeFactory = Callable[[], AbstractAsyncContextManager[Node]]
 
 
 class Runner:
@@ -17,12 +18,14 @@ class Runner:
     an unused environment is cheap, and the process can still fork.
 
     Args:
-        node: creates the node.
+        node: opens the node.
     """
 
     def __init__(self, node: NodeFactory = Node.local) -> None:
-        self._make_node = node
+        self._open_node = node
         self._node: Node | None = None
+        self._opening = asyncio.Lock()
+        self._exits = AsyncExitStack()
         self._thread: threading.Thread | None = None
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
@@ -35,6 +38,12 @@ class Runner:
         """Run `make(node)` to completion and return its result. An interrupt of the caller cancels it."""
         self.start()
         return self._wait(self._with_node(make))
+
+    async def run_from_loop[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
+        """Run `make(node)` like `run`, for a caller in another event loop. A cancelled caller cancels it."""
+        self.start()
+        work = asyncio.run_coroutine_threadsafe(self._with_node(make), self._loop.result())
+        return await asyncio.wrap_future(work)
 
     def close(self) -> None:
         """Close the node, stop the loop and join the thread. Idempotent; another `run` starts it again."""
@@ -55,7 +64,7 @@ class Runner:
         # A daemon thread, so that an environment that was not closed does not keep the interpreter from
         # exiting. The driver's processes die with this thread.
         self._thread = threading.Thread(
-            target=asyncio.run, args=(self._main(),), name="prorl-gym", daemon=True
+            target=asyncio.run, args=(self._main(),), name="prorl-runner", daemon=True
         )
         self._thread.start()
 
@@ -78,11 +87,11 @@ class Runner:
         await self._stop.wait()
 
     async def _with_node[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
-        if self._node is None:
-            self._node = self._make_node()
+        async with self._opening:
+            if self._node is None:
+                self._node = await self._exits.enter_async_context(self._open_node())
         return await make(self._node)
 
     async def _close_node(self) -> None:
-        node, self._node = self._node, None
-        if node is not None:
-            await node.aclose()
+        self._node = None
+        await self._exits.aclose()

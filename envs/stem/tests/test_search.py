@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.env.search import SearchFailed, SearchSettings
-from prorl_envs.env.search_index import PASSAGE_CHARS, IndexSearch, build_index
-from prorl_envs.env.web_search import APIS, WebSearch
+from prorl_envs.env.search import SearchSettings
+from prorl_envs.envs.stem.search import SearchFailed
+from prorl_envs.envs.stem.search_index import PASSAGE_CHARS, IndexSearch, build_index
+from prorl_envs.envs.stem.web_search import APIS, WebSearch
 from prorl_envs.errors import InputError
 from tests.http_server import answering
 
