@@ -100,7 +100,7 @@ class RolloutEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
         """Run one episode. If it is cancelled, `cleanup` waits until the service knows that."""
         task = request.task.task_input
         params = task.responses_create_params
-        row = {**task.task_data, "responses_create_params": params.model_dump(mode="json")}
+        row = {"task_data": task.task_data, "responses_create_params": params.model_dump(mode="json")}
         timeout_s = self.config.default_episode_timeout_seconds
         cleanup.register_cleanup("rollout", self._rollouts.connection.settle)
         try:

@@ -78,14 +78,21 @@ def run(server: httpx.Client, body: dict[str, Any]) -> SingleAgentTurnResponse:
     return response
 
 
-def test_an_episode_has_a_result_of_the_frameworks_shape(server: httpx.Client) -> None:
+@pytest.mark.parametrize("form", ["verifier_metadata", "merged", "alone"])
+def test_an_episode_has_a_result_of_the_frameworks_shape(server: httpx.Client, form: str) -> None:
     row = rows()[0]
-    response = run(server, episode(row, attempt=2))
+    body = episode(row, attempt=2)
+    task = row["verifier_metadata"]["task"]
+    if form != "verifier_metadata":
+        params = row["responses_create_params"]
+        data = {"task": task} if form == "merged" else task
+        body["task"]["task_input"] = {"responses_create_params": params, "task_data": data}
+    response = run(server, body)
     assert response.result is not None
     assert (response.episode_id.capture_key, response.task_id.taskset) == ("0-0-a2", "bash:example")
     result = response.result.model_dump()
     assert (result["reward"], result["mask_sample"], result["failure_kind"]) == (1.0, False, None)
-    assert result["task_id"] == row["verifier_metadata"]["task"]["id"]
+    assert result["task_id"] == task["id"]
     items = result["response"]["output"]
     check_contiguous(items)
     assert any(item.get("generation_token_ids") for item in items)
