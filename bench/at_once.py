@@ -62,9 +62,9 @@ async def ours(node: Node, folder: Path, count: int) -> Measurements:
     calls = SlowCalls(count)
     model = SlowModel(renderer, calls)
     service = build_service(node, {"shell": ShellEnvironment}, renderer, model, settings, store)
-    await service.start()
+    await service.lifecycle.start()
     try:
-        await service.submit(
+        await service.groups.submit(
             [
                 GroupRequest(
                     id=f"g{index}",
@@ -79,7 +79,7 @@ async def ours(node: Node, folder: Path, count: int) -> Measurements:
         await read(service, count, 0)
         measured = calls.finish()
     finally:
-        await service.stop()
+        await service.lifecycle.stop()
         await store.aclose()
     assert len(measured.gaps) == count * (TURNS - 1)
     return measured

@@ -137,10 +137,10 @@ async def graded(
     service: RolloutService, groups: Sequence[GroupRequest], after: int, *, attacked: bool
 ) -> tuple[Round, int]:
     """Run the groups' jobs, and read the results after `after`. Return the round and the next cursor."""
-    await service.submit(list(groups))
+    await service.groups.submit(list(groups))
     found: list[Result] = []
     while len(found) < len(groups):
-        page = await service.results(after, limit=64, wait_s=60)
+        page = await service.feed.page(after, limit=64, wait_s=60)
         found += page.results
         after = page.next
     seconds = [result.timings.init_s + result.timings.run_s + result.timings.eval_s for result in found]
@@ -158,7 +158,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round
     total, rounds, after = Attackers(), [], 0
     async with Node(driver, folder) as node:
         service = build_service(node, {"shell": GradedEnvironment}, renderer, model, settings)
-        await service.start()
+        await service.lifecycle.start()
         try:
             for number in range(-1, 2 * options.rounds):  # the first round warms up
                 groups = [
@@ -182,7 +182,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round
                     total.attempts[name] = total.attempts.get(name, 0) + attempts
                     total.killed[name] = total.killed.get(name, 0) + attackers.killed.get(name, 0)
         finally:
-            await service.stop()
+            await service.lifecycle.stop()
     return rounds, total
 
 

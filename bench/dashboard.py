@@ -98,8 +98,8 @@ async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, st
 
     async def refill() -> None:
         while True:
-            while service.status().unfinished < jobs:
-                await service.submit([group(next(names)) for _ in range(GROUPS)])
+            while service.status.read().unfinished < jobs:
+                await service.groups.submit([group(next(names)) for _ in range(GROUPS)])
             await asyncio.sleep(0.05)
 
     async with serving(service, ServerSettings(port=0, generate_token=False)) as url:
@@ -181,7 +181,7 @@ async def bench(jobs: int, rate: float, seconds: float) -> None:
 
     print(f"{machine()}\n\n{jobs:,} jobs in flight\n\n| | |\n|---|---|")
     async with chromium() as browser, busy(jobs, rate) as (service, url):
-        while service.dashboard.newest < FIRST or service.status().unfinished < 0.9 * jobs:
+        while service.dashboard.newest < FIRST or service.status.read().unfinished < 0.9 * jobs:
             await asyncio.sleep(0.5)
         tell("service", await looks(service))
         if browser is None:

@@ -252,7 +252,7 @@ async def site(
         init=max(2, run // 4), run=run, eval=max(2, run // 4), max_jobs_with_sandbox=run + run // 2
     )
 
-    await service.start()
+    await service.lifecycle.start()
     nodes = [
         node_side.run(LocalNode, fleet, prepared, f"node{number}", limits, clock) for number in range(count)
     ]
@@ -261,7 +261,7 @@ async def site(
     try:
         yield service, list(servers.values()), nodes
     finally:
-        await service.stop()
+        await service.lifecycle.stop()
         await fleet.aclose()
         await pool.aclose()
 
@@ -287,13 +287,13 @@ async def measure(count: int, run: int, episodes: int) -> Row:
     with computing_counted(loop):
         async with site(count, run) as (service, servers, nodes):
             # There are enough jobs to keep all nodes full until the end.
-            await service.submit(groups(0, (4 * at_once + episodes) // SAMPLES))
+            await service.groups.submit(groups(0, (4 * at_once + episodes) // SAMPLES))
             done = cursor = 0
 
             async def finished(wanted: int) -> None:  # reads results like a trainer
                 nonlocal done, cursor
                 while done < wanted:
-                    page = await service.results(cursor, limit=1000, wait_s=60)
+                    page = await service.feed.page(cursor, limit=1000, wait_s=60)
                     done, cursor = done + len(page.results), page.next
 
             await finished(2 * at_once)  # afterwards, short and long episodes are mixed
@@ -301,7 +301,7 @@ async def measure(count: int, run: int, episodes: int) -> Row:
             tokens = sum(server.sampled for server in servers)
             traffic = [(node.handle.calls, node.handle.bytes) for node in nodes]
             await finished(before + episodes // 2)
-            status = service.status()
+            status = service.status.read()
             assert status.router is not None
             row.spread = status.router.load_imbalance
             await finished(before + episodes)

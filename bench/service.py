@@ -187,17 +187,17 @@ class Subject:
         """
         store = SqliteStore(folder / f"{next(self._names)}.db") if folder else None
         service = self.service(store)
-        await service.start()
+        await service.lifecycle.start()
         try:
-            await service.submit(self.groups(queue))
+            await service.groups.submit(self.groups(queue))
             after = 0  # jobs that finish during the submission are not counted
-            while found := (await service.results(after, limit=1000)).results:
+            while found := (await service.feed.page(after, limit=1000)).results:
                 after = found[-1].cursor
             async with timed(measured, jobs):
-                await service.submit(self.groups(jobs))
+                await service.groups.submit(self.groups(jobs))
                 await read(service, jobs, after)
         finally:
-            await service.stop()
+            await service.lifecycle.stop()
             if store is not None:
                 await store.aclose()
 
@@ -205,7 +205,7 @@ class Subject:
 async def read(service: RolloutService, jobs: int, after: int) -> None:
     """Read `jobs` results after a cursor like a trainer. Each must have reward 1."""
     while jobs > 0:
-        page = await service.results(after, limit=64, wait_s=60)
+        page = await service.feed.page(after, limit=64, wait_s=60)
         assert all(result.reward == 1.0 for result in page.results), page.results[0].failure
         jobs -= len(page.results)
         after = page.next
@@ -237,7 +237,7 @@ async def submits(
     service = subject.service(store)
     try:
         async with serving(service, ServerSettings(port=0)) as url:
-            await service.submit(subject.groups(queue))
+            await service.groups.submit(subject.groups(queue))
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "bench.service", "--submitter", url, "--submits", str(count)),
                 stdout=asyncio.subprocess.PIPE,

@@ -87,7 +87,7 @@ async def sandboxes_killed(world: World) -> None:
     """kill -9 of tool servers, templates and first processes of sandboxes, while jobs run"""
     async with world.model("solve=1") as model, world.service(model.url) as rollouts:
         before = OpenResources.now(world.run_dir)
-        await rollouts.submit(world.groups(2 * world.scale))
+        await rollouts.groups.submit(world.groups(2 * world.scale))
         reading = asyncio.create_task(world.read(rollouts))
         for _ in range(6 * world.scale):
             target = model.counts.requests + world.chance.randrange(6)
@@ -105,7 +105,7 @@ async def model_server_killed(world: World) -> None:
     """kill -9 of the model server, and its return at the same address"""
     port = free_port()
     async with world.service(f"http://127.0.0.1:{port}") as rollouts:
-        await rollouts.submit(world.groups(2 * world.scale))
+        await rollouts.groups.submit(world.groups(2 * world.scale))
         reading = asyncio.create_task(world.read(rollouts))
         while not reading.done():
             with model_server(port, world.path("model.log")) as process:
@@ -123,7 +123,7 @@ async def slow_models(world: World) -> None:
         world.model(mix, latency_s=0.05 * world.chance.random()) as model,
         world.service(model.url, attempts=1, run=16) as rollouts,
     ):
-        await rollouts.submit(world.groups(world.scale, limits=limits))
+        await rollouts.groups.submit(world.groups(world.scale, limits=limits))
         results = await world.read(rollouts)
     world.check(results, reward=None)
     left = [result for result in results if result.failure and result.failure.kind == "model"]
@@ -141,7 +141,7 @@ async def broken_answers(world: World) -> None:
     """model servers that answer with wrong ids, too few numbers, half an answer, or errors"""
     mix = "solve=1,flaky=1,bad_ids=1,short_logprobs=1,disconnect=1,error500=1"
     async with world.model(mix) as model, world.service(model.url) as rollouts:
-        await rollouts.submit(world.groups(world.scale, samples=6))
+        await rollouts.groups.submit(world.groups(world.scale, samples=6))
         results = await world.read(rollouts)
     world.check(results)
     assert {result.failure.kind.value for result in results if result.failure} <= {"model"}
@@ -200,7 +200,7 @@ async def clock_jumps(world: World) -> None:
     try:
         async with world.toys(store, clock, attempts=2) as (rollouts, toys):
             toys.gates["call"] = asyncio.Event()
-            await rollouts.submit(world.groups(10 * world.scale, **_TOY, task=_toy_task()))
+            await rollouts.groups.submit(world.groups(10 * world.scale, **_TOY, task=_toy_task()))
             reading = asyncio.create_task(world.read(rollouts))
             for _ in range(200):
                 clock.advance(world.chance.choice([0.001, 1, 60, 4000]))
@@ -254,22 +254,22 @@ async def cancellations(world: World) -> None:
                 world.groups(1, samples=8, **_TOY, task=_toy_task(world.chance.choice(faults)))[0]
                 for _ in range(40 * world.scale)
             ]
-            await rollouts.submit(groups)
+            await rollouts.groups.submit(groups)
             jobs = [job_id(group.id, n) for group in groups for n in range(8)]
             world.chance.shuffle(jobs)
 
             async def cancel(job: str) -> None:
                 for _ in range(world.chance.randrange(2000)):
                     await asyncio.sleep(0)
-                await rollouts.cancel_job(job)
-                await rollouts.cancel_job(job)
+                await rollouts.groups.cancel_job(job)
+                await rollouts.groups.cancel_job(job)
 
             async with asyncio.TaskGroup() as tasks:
                 for job in jobs:
                     tasks.create_task(cancel(job))
             results = await world.read(rollouts)
-            assert rollouts.status().internal_errors == 0
-            while rollouts.status().unfinished:  # closes
+            assert rollouts.status.read().internal_errors == 0
+            while rollouts.status.read().unfinished:  # closes
                 await asyncio.sleep(0)
         world.check(results)
     finally:
@@ -280,14 +280,14 @@ async def sandboxes_cancelled(world: World) -> None:
     """cancellations at random moments of jobs with real sandboxes"""
     async with world.model("solve=1,loop=1") as model, world.service(model.url) as rollouts:
         groups = world.groups(3 * world.scale)
-        await rollouts.submit(groups)
+        await rollouts.groups.submit(groups)
         jobs = [job_id(group.id, n) for group in groups for n in range(group.samples)]
         world.chance.shuffle(jobs)
         reading = asyncio.create_task(world.read(rollouts))
         for job in jobs:
             target = model.counts.requests + world.chance.randrange(3)
             await _first_of(reading, model.until(partial(_asked, target)), asyncio.sleep(0.2))
-            await rollouts.cancel_job(job)
+            await rollouts.groups.cancel_job(job)
         world.check(await reading, reward=None)
 
 

@@ -116,8 +116,8 @@ class World:
             service = build_service(
                 node, {"bash": BashEnvironment}, renderer, pool, ServiceSettings(**sizes), store
             )
-            await service.start()
-            stack.push_async_callback(service.stop)
+            await service.lifecycle.start()
+            stack.push_async_callback(service.lifecycle.stop)
             yield service
 
     @asynccontextmanager
@@ -126,11 +126,11 @@ class World:
     ) -> AsyncIterator[tuple[RolloutService, ToyWorld]]:
         """Started service over environments without sandboxes, for thousands of jobs."""
         service, toys = _toys(store, clock, settings)
-        await service.start()
+        await service.lifecycle.start()
         try:
             yield service, toys
         finally:
-            await service.stop()
+            await service.lifecycle.stop()
         assert toys.open == 0, "an environment was not closed"
 
     @asynccontextmanager
@@ -147,7 +147,7 @@ class World:
         while len(read) < self.jobs:
             after = read[-1].cursor if read else 0
             if isinstance(source, RolloutService):
-                page = await source.results(after, limit=_ALL, wait_s=60)
+                page = await source.feed.page(after, limit=_ALL, wait_s=60)
             else:
                 page = await source.page(after, limit=1000, wait_s=60)
             read += page.results

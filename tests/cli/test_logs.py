@@ -54,11 +54,11 @@ async def main():
     say, finish = {"tool": "say", "arguments": {"text": "x"}}, {"tool": "finish", "arguments": {}}
     model = ToyModel(renderer, lambda _, turn: [finish if turn else say])
     service = build_service(empty_node(), {"toy": ToyWorld().family()}, renderer, model)
-    await service.start()
+    await service.lifecycle.start()
     for name, faults in (("good", {}), ("bad", {"eval": "grader"})):
         task = {"id": name, "instruction": "a secret instruction", "faults": faults}
-        await service.submit([GroupRequest(id=name, environment="toy", task=task)])
-    await service.stop(drain_s=60)
+        await service.groups.submit([GroupRequest(id=name, environment="toy", task=task)])
+    await service.lifecycle.stop(drain_s=60)
 
 with exporting_traces():
     asyncio.run(main())

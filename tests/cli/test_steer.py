@@ -62,7 +62,9 @@ class Steered:
 
     def submit(self, name: str, samples: int) -> None:
         row = {"id": "t", "instruction": "Do."}
-        self.do(self.service.submit([GroupRequest(id=name, environment="toy", task=row, samples=samples)]))
+        self.do(
+            self.service.groups.submit([GroupRequest(id=name, environment="toy", task=row, samples=samples)])
+        )
         self.inside(2)
 
 
@@ -100,7 +102,7 @@ def test_jobs_are_listed_cancelled_and_repeated(steered: Steered, steer: Steer) 
     assert early.code == 2 and "cancel it first" in early.err
     assert steer("retry", "step1/g/0").out == "step1/g:retry-0\n"
     assert steer("cancel", "step1/g").code == 0
-    assert steered.do(steered.service.group("step1/g")).complete
+    assert steered.do(steered.service.groups.group("step1/g")).complete
     wrong = steer("jobs", "--state", "done")
     assert wrong.code == 2 and "queued, init, run or eval" in wrong.err
 

@@ -55,19 +55,19 @@ async def service(catalog: Catalog, node: Node, play: Play) -> AsyncIterator[Rol
     renderer = builtin_renderer()
     async with catalog:
         serving = build_service(node, catalog, renderer, ToyModel(renderer, play), ServiceSettings())
-        await serving.start()
+        await serving.lifecycle.start()
         try:
             yield serving
         finally:
-            await serving.stop()
+            await serving.lifecycle.stop()
 
 
 async def roll(serving: RolloutService, requests: Sequence[dict[str, Any]]) -> dict[str, Result]:
-    await serving.submit([GroupRequest.model_validate(request) for request in requests])
+    await serving.groups.submit([GroupRequest.model_validate(request) for request in requests])
     results: list[Result] = []
     while len(results) < len(requests):
         cursor = results[-1].cursor if results else 0
-        results += (await serving.results(cursor, limit=100, wait_s=60)).results
+        results += (await serving.feed.page(cursor, limit=100, wait_s=60)).results
     return {result.group_id: result for result in results}
 
 

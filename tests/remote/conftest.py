@@ -57,7 +57,7 @@ async def roll(
         settings = ServiceSettings(attempts=2)
         model = ToyModel(renderer, play)
         service = build_service(empty_node(), {"desk": family(**bounds)}, renderer, model, settings)
-        await service.start()
+        await service.lifecycle.start()
         try:
             request = {
                 "id": "g",
@@ -66,13 +66,13 @@ async def roll(
                 "samples": samples,
                 "limits": limits or {},
             }
-            await service.submit([GroupRequest.model_validate(request)])
+            await service.groups.submit([GroupRequest.model_validate(request)])
             results: list[Result] = []
             while len(results) < samples:
-                page = await service.results(results[-1].cursor if results else 0, limit=samples, wait_s=60)
+                page = await service.feed.page(results[-1].cursor if results else 0, limit=samples, wait_s=60)
                 results += page.results
             return results
         finally:
-            await service.stop()
+            await service.lifecycle.stop()
 
     yield run

@@ -92,13 +92,13 @@ class Bench:
         )
 
     async def submit(self, *groups: GroupRequest) -> None:
-        await self.service.submit(list(groups))
+        await self.service.groups.submit(list(groups))
 
     async def finished(self, count: int) -> list[Result]:
         """Return the first `count` results, in order."""
         while len(self.results) < count:
             after = self.results[-1].cursor if self.results else 0
-            page = await self.service.results(after, limit=count - len(self.results), wait_s=60)
+            page = await self.service.feed.page(after, limit=count - len(self.results), wait_s=60)
             self.results += page.results
         return self.results
 
@@ -116,7 +116,7 @@ class Bench:
 
     async def gone(self) -> None:
         """Wait until the service has no jobs, not even finished or closed ones."""
-        while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
+        while self.service.status.read().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 
 
@@ -143,14 +143,14 @@ async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., 
             kept_in,
             clock,
         )
-        await service.start()
+        await service.lifecycle.start()
         benches.append(Bench(service, world))
         return benches[-1]
 
     yield make
     for bench in benches:
-        await bench.service.stop()
-        if bench.service.status().close_failures == 0:
+        await bench.service.lifecycle.stop()
+        if bench.service.status.read().close_failures == 0:
             assert bench.world.open == 0, "an environment was not closed"
 
 

@@ -64,12 +64,12 @@ async def test_objects_do_not_grow_with_the_jobs_done(
         await bench.submit(*groups)
         del groups
         while after < (number + 1) * JOBS:
-            after = (await bench.service.results(after, limit=JOBS, wait_s=60)).next
+            after = (await bench.service.feed.page(after, limit=JOBS, wait_s=60)).next
         await bench.gone()
         seen.append(objects())
     # One-time objects and those being released are in one of these; objects kept per job are in all.
     grown = min((after - before for before, after in itertools.pairwise(seen[1:])), key=Counter.total)
     assert grown.total() < JOBS // 2, f"in {JOBS} jobs: {grown.most_common(10)}"
-    await bench.service.stop()
+    await bench.service.lifecycle.stop()
     if store is not None:
         await store.aclose()

@@ -89,22 +89,22 @@ async def test_a_job_leaves_no_reference_cycle(
 
     async def play(name: str) -> None:
         nonlocal after
-        await service.submit([GroupRequest(id=name, environment="bash", task=TASK, samples=JOBS)])
+        await service.groups.submit([GroupRequest(id=name, environment="bash", task=TASK, samples=JOBS)])
         wanted = after + JOBS
         while after < wanted:
-            page = await service.results(after, limit=JOBS, wait_s=60)
+            page = await service.feed.page(after, limit=JOBS, wait_s=60)
             assert all(result.reward == 1.0 for result in page.results), page.results[0].failure
             after = page.next
-        while service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
+        while service.status.read().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 
-    await service.start()
+    await service.lifecycle.start()
     try:
         await play("first")  # created once
         with collected() as found:
             await play("second")
     finally:
-        await service.stop()
+        await service.lifecycle.stop()
         await store.aclose()
     kinds = Counter(type(each).__qualname__ for each in found)
     assert len(found) < JOBS, f"{kinds.most_common(12)}"

@@ -49,10 +49,12 @@ class Watched:
 
     async def submit(self, name: str, samples: int = 1, **task: Any) -> None:
         row = {"id": "t", "instruction": "Do.", **task}
-        await self.service.submit([GroupRequest(id=name, environment="toy", task=row, samples=samples)])
+        await self.service.groups.submit(
+            [GroupRequest(id=name, environment="toy", task=row, samples=samples)]
+        )
 
     async def finish(self, name: str) -> None:
-        while not (await self.service.group(name, wait_s=60)).complete:
+        while not (await self.service.groups.group(name, wait_s=60)).complete:
             pass
 
 
@@ -138,7 +140,7 @@ async def test_the_service_is_controlled_from_the_page(chromium: Any, watched: t
         await page.get_by_text("Cancelled.").wait_for()
         bench.world.gates["call"].set()
         await bench.finish("g")
-        assert (await bench.service.job("g/1")).state == "cancelled"
+        assert (await bench.service.groups.job("g/1")).state == "cancelled"
         await page.goto(f"{url}/dashboard#/episode/g%2F1")
         await page.get_by_role("button", name="Retry").click()
         await page.wait_for_url("**/dashboard/#/episode/g%3Aretry-1%2F0")

@@ -129,18 +129,18 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
         """Submit groups. Idempotent by id: a repeated request has no further effect."""
         groups = body if isinstance(body, list) else [body]
         caller.check_ids(*(group.id for group in groups))
-        return GroupList(groups=await service.submit(groups, quota=caller.quota))
+        return GroupList(groups=await service.groups.submit(groups, quota=caller.quota))
 
     @app.get("/v1/groups/{group_id:path}")
     async def get_group(group_id: str, wait_s: Wait = 0.0) -> GroupView:
         """Return the state of a group, with its statistics once it is complete. Waits up to `wait_s` seconds
         for completion."""
-        return await service.group(group_id, wait_s=wait_s)
+        return await service.groups.group(group_id, wait_s=wait_s)
 
     @app.delete("/v1/groups/{group_id:path}")
     async def cancel_group(group_id: str) -> GroupView:
         """Cancel the unfinished jobs of a group. Finished jobs keep their results."""
-        return await service.cancel_group(group_id)
+        return await service.groups.cancel(group_id)
 
     @app.get("/v1/jobs/{job_id:path}/result", response_model=Result)
     async def get_job_result(
@@ -154,25 +154,25 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
     @app.post("/v1/jobs/{job_id:path}/token")
     async def make_job_token(job_id: str) -> JobToken:
         """Create a token that permits reading and cancelling this job, and nothing else."""
-        await service.job(job_id)
+        await service.groups.job(job_id)
         return JobToken(token=tokens.job_token(job_id))
 
     @app.get("/v1/jobs/{job_id:path}")
     async def get_job(job_id: str, wait_s: Wait = 0.0) -> JobView:
         """Return the state of a job. Waits up to `wait_s` seconds until it is finished."""
-        return await service.job(job_id, wait_s=wait_s)
+        return await service.groups.job(job_id, wait_s=wait_s)
 
     @app.delete("/v1/jobs/{job_id:path}")
     async def cancel_job(job_id: str) -> JobView:
         """Cancel a job in any state. Its result is recorded when this route answers."""
-        return await service.cancel_job(job_id)
+        return await service.groups.cancel_job(job_id)
 
 
 def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/status")
     async def get_status() -> StatusView:
         """Return pools, queues, counts and model servers."""
-        return service.status()
+        return service.status.read()
 
     @app.get("/v1/environments")
     async def get_environments() -> EnvironmentList:

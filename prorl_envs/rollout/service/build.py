@@ -125,7 +125,8 @@ def build_service(
         episodes,
         feed,
         model_servers,
-        (dashboard, memory, notifier),
+        dashboard,
+        (memory, notifier),
         clock,
     )
     return RolloutService(
@@ -142,7 +143,7 @@ def build_service(
         model_servers=model_servers,
         fleet=fleet,
         live_jobs=live_jobs,
-        status_reader=status,
+        status=status,
         dashboard=dashboard,
         metrics=metrics,
         connections=connections,

@@ -12,6 +12,7 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.rollout.api.dashboard import LimitsRequest
 from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.episode.engine import Engine
+from prorl_envs.rollout.monitoring.dashboard_state import DashboardState
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.batches import Batches
 from prorl_envs.rollout.service.groups import Groups
@@ -37,7 +38,7 @@ class Lifecycle:
         guard: state of the service.
         settings: initial concurrency limits, and timeouts.
         store: has the unfinished jobs of an earlier service.
-        engine, groups, batches, episodes, feed, model_servers: parts of the service.
+        engine, groups, batches, episodes, feed, model_servers, dashboard: parts of the service.
         monitors: parts that are closed after all others have stopped.
         clock: measures the waits.
     """
@@ -51,12 +52,14 @@ class Lifecycle:
     episodes: InteractiveEpisodes
     feed: ResultFeed
     model_servers: ModelServers
+    dashboard: DashboardState
     monitors: Sequence[Closable]
     clock: Clock
 
     async def start(self) -> None:
         """Resume the unfinished jobs of the store, each with a new attempt, and start to serve. Jobs that
         cannot continue fail, without an effect on other jobs."""
+        await self.dashboard.load()
         self.feed.newest = await self.store.newest()
         await self.model_servers.restore()
         unfinished = await self.store.unfinished()
@@ -159,5 +162,5 @@ class Lifecycle:
                 "%d jobs do not stop; closing the node will stop their sandboxes", len(self.engine.scheduler)
             )
         self.guard.state = ServiceState.STOPPED
-        for monitor in self.monitors:
+        for monitor in (self.dashboard, *self.monitors):
             await monitor.aclose()

@@ -1,14 +1,11 @@
-"""Rollout service: interface for callers. `build.py` composes it."""
+"""Rollout service: its parts. `build.py` composes them, and the HTTP routes call them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prorl_envs.config import ServiceSettings
 from prorl_envs.listener.connection import ConnectionCounts
 from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.api.interactive import EpisodeRequest, EpisodeView
-from prorl_envs.rollout.api.types import ALL, GroupRequest, Selection
-from prorl_envs.rollout.api.views import GroupView, JobView, Pause, ResultPage, StatusView
 from prorl_envs.rollout.monitoring.dashboard_state import DashboardState
 from prorl_envs.rollout.monitoring.metrics import Metrics
 from prorl_envs.rollout.nodes.fleet import Fleet
@@ -20,7 +17,7 @@ from prorl_envs.rollout.service.lifecycle import Lifecycle
 from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.result_feed import ResultFeed
-from prorl_envs.rollout.service.state import ServiceState, StateGuard
+from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.service.status import StatusReader
 from prorl_envs.rollout.store.sqlite import SqlStore
 
@@ -29,7 +26,7 @@ from prorl_envs.rollout.store.sqlite import SqlStore
 class RolloutService:
     """Rollout service: accepts groups, runs their jobs through the stages, and stores the results.
 
-    The service must be started, used and stopped in one event loop. Its methods call the attributes below.
+    The service must be started, used and stopped in one event loop.
 
     Attributes:
         settings: the settings that the service was built with.
@@ -44,7 +41,7 @@ class RolloutService:
         lifecycle: start, stop, pause, drain, resume, resize.
         model_servers: operations of callers on the model servers.
         fleet: further nodes that run jobs, or None.
-        live_jobs, status_reader, dashboard, metrics: views of the running service.
+        live_jobs, status, dashboard, metrics: views of the running service.
         connections: counts of the HTTP server's connections.
     """
 
@@ -61,61 +58,10 @@ class RolloutService:
     model_servers: ModelServers
     fleet: Fleet | None
     live_jobs: LiveJobs
-    status_reader: StatusReader
+    status: StatusReader
     dashboard: DashboardState
     metrics: Metrics
     connections: ConnectionCounts
-
-    @property
-    def state(self) -> ServiceState:
-        return self.guard.state
-
-    async def start(self) -> None:
-        await self.dashboard.load()
-        await self.lifecycle.start()
-
-    async def stop(self, *, drain_s: float = 0.0) -> None:
-        await self.lifecycle.stop(drain_s=drain_s)
-
-    def pause(self, mode: Pause) -> None:
-        self.lifecycle.pause(mode)
-
-    async def drain(self, wait_s: float = 0.0) -> None:
-        await self.lifecycle.drain(wait_s)
-
-    def resume(self) -> None:
-        self.lifecycle.resume()
-
-    def status(self) -> StatusView:
-        return self.status_reader.read()
-
-    async def submit(
-        self, requests: Sequence[GroupRequest], *, quota: Quota | None = None
-    ) -> list[GroupView]:
-        return await self.groups.submit(requests, quota=quota)
-
-    async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
-        return await self.groups.group(group_id, wait_s=wait_s)
-
-    async def job(self, job: str, *, wait_s: float = 0.0) -> JobView:
-        return await self.groups.job(job, wait_s=wait_s)
-
-    async def cancel_job(self, job: str) -> JobView:
-        return await self.groups.cancel_job(job)
-
-    async def cancel_group(self, group_id: str) -> GroupView:
-        return await self.groups.cancel(group_id)
-
-    async def results(
-        self,
-        after: int,
-        *,
-        limit: int,
-        wait_s: float = 0.0,
-        only: Selection = ALL,
-        acknowledge: bool = True,
-    ) -> ResultPage:
-        return await self.feed.page(after, limit=limit, wait_s=wait_s, only=only, acknowledge=acknowledge)
 
     async def start_episode(
         self, request: EpisodeRequest, *, wait_s: float, quota: Quota | None = None

@@ -72,7 +72,7 @@ async def test_the_documented_trainer_trains(renderer: TemplateRenderer) -> None
     exec(small, names)
     toy = ToyWorld().family()
     service = build_service(empty_node(), {"bash": toy}, renderer, PacedModel(renderer))
-    await service.start()
+    await service.lifecycle.start()
     steps: list[list[Result]] = []
 
     async def train(results: list[Result]) -> int:
@@ -88,7 +88,7 @@ async def test_the_documented_trainer_trains(renderer: TemplateRenderer) -> None
     read = [result.job_id for results in steps for result in results]
     assert len(read) == len(set(read)), "no sample is trained on twice"
     assert sum(view.carried_over for view in views) == sum(view.carried_in for view in views)
-    await service.stop()
+    await service.lifecycle.stop()
 
 
 async def test_results_arrive_while_the_batch_runs(client: RolloutClient, model: PacedModel) -> None:
@@ -172,7 +172,7 @@ def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> N
     service = build_service(empty_node(), {"toy": world.family()}, renderer, model)
     client = http(service)
     with asyncio.Runner() as runner:
-        runner.run(service.start())
+        runner.run(service.lifecycle.start())
 
         @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(st.sampled_from(["", "/a/tasks", "/b/c/tasks"]), anything | almost)
@@ -185,5 +185,5 @@ def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> N
                 assert error_of(response)["type"] in known
 
         post()
-        runner.run(service.stop())
+        runner.run(service.lifecycle.stop())
         runner.run(client.aclose())

@@ -103,7 +103,7 @@ async def test_carry_over_leftover_groups_count_for_the_next_batch(make: Any) ->
     view = await batches.submit(following)
     assert (view.carried_in, view.dropped, view.in_flight) == (2, 0, 2)
     assert (await batches.view("a")).carried_over == 2
-    assert (await bench.service.group("a/0")).batch_id == "b"
+    assert (await bench.service.groups.group("a/0")).batch_id == "b"
     model.release("a/0", "a/1")
     view = await over(bench, "b")
     assert (view.state, view.informative, view.started) == (BatchState.COMPLETE, 2, 0)
@@ -180,7 +180,7 @@ async def test_a_cancelled_batch_keeps_its_groups(make: Any) -> None:
     view = await bench.service.batches.cancel("a")
     assert (view.state, view.informative) == (BatchState.CANCELLED, 1)
     assert view == await bench.service.batches.cancel("a")
-    assert (await bench.service.group("a/1")).complete, "its results are recorded when this answers"
+    assert (await bench.service.groups.group("a/1")).complete, "its results are recorded when this answers"
     assert (await bench.service.batches.results("a", 0, limit=9)).next == 2
     await bench.gone()
 
@@ -193,7 +193,7 @@ async def test_leftover_groups_are_cancelled_with_their_batch(make: Any) -> None
     assert (await over(bench, "a")).carriable == 1
     view = await batches.cancel("a")
     assert (view.state, view.carriable, view.cancelled) == (BatchState.COMPLETE, 0, 1)
-    assert (await bench.service.group("a/0")).complete
+    assert (await bench.service.groups.group("a/0")).complete
     await batches.submit(batch("b"))
     assert await over(bench, "b") == await batches.cancel("b"), "what is exhausted stays so"
 
@@ -203,7 +203,7 @@ async def test_a_group_cancelled_by_the_caller_is_replaced(make: Any) -> None:
     model.hold("a/0")
     await bench.service.batches.submit(batch(tasks=2))
     await bench.world.until(lambda: bench.world.open == 2)
-    await bench.service.cancel_group("a/0")
+    await bench.service.groups.cancel("a/0")
     view = await over(bench)
     assert (view.state, view.failed, view.failures) == (BatchState.COMPLETE, 1, {"cancelled": 2})
 
@@ -229,11 +229,11 @@ async def test_submission_is_idempotent_and_typed(make: Any) -> None:
     with pytest.raises(NotFound):
         await batches.view("new")
     with pytest.raises(Conflict, match="batch's group"):
-        await service.submit([bench.group("a/17")])
-    await service.submit([bench.group("b/0")])
+        await service.groups.submit([bench.group("a/17")])
+    await service.groups.submit([bench.group("b/0")])
     with pytest.raises(Conflict, match="b/<index>"):
         await batches.submit(batch("b"))
-    await service.submit([bench.group("c/d/0")])
+    await service.groups.submit([bench.group("c/d/0")])
     await batches.submit(batch("c"))
     await over(bench, "c")
 
@@ -274,7 +274,7 @@ async def test_a_batch_waits_for_room_in_the_queue(make: Any) -> None:
     await bench.submit(bench.group("other", samples=2))
     await bench.service.batches.submit(batch(groups=6, tasks=6))
     await bench.finished(2)
-    assert bench.service.status().unfinished <= 5
+    assert bench.service.status.read().unfinished <= 5
     view = await over(bench)
     assert (view.state, view.informative) == (BatchState.COMPLETE, 6)
     model.release("other")
@@ -293,7 +293,7 @@ async def test_finished_batches_are_forgotten_with_their_groups(make: Any) -> No
     with pytest.raises(NotFound, match="no longer kept"):
         await bench.service.batches.results("b", 0, limit=9)
     with pytest.raises(NotFound):
-        await bench.service.group("a/0")
+        await bench.service.groups.group("a/0")
 
 
 async def test_finished_batches_with_unread_results_are_kept(make: Any) -> None:
@@ -318,7 +318,7 @@ async def test_a_higher_priority_goes_first(make: Any) -> None:
     await bench.world.until(lambda: bench.world.open == 1)
     await bench.service.batches.submit(batch("high", groups=3, priority=1, tasks=3))
     await bench.world.until(lambda: True)
-    while bench.service.status().unfinished < 12:  # noqa: ASYNC110 - the service has no event for it
+    while bench.service.status.read().unfinished < 12:  # noqa: ASYNC110 - the service has no event for it
         await asyncio.sleep(0)
     model.release("low/0")
     await over(bench, "low")
@@ -349,7 +349,7 @@ async def test_a_stopping_service_accepts_and_starts_nothing(make: Any) -> None:
     await bench.service.batches.submit(batch(in_flight=1, tasks=5))
     waiting = asyncio.create_task(bench.service.batches.view("a", wait_s=WAIT_S))
     await bench.world.until(lambda: bench.world.open == 2)
-    await bench.service.stop()
+    await bench.service.lifecycle.stop()
     assert (await waiting).state is BatchState.RUNNING
     assert {task for task, _ in bench.world.log} == {"t0"}
     with pytest.raises(Unavailable):

@@ -94,21 +94,21 @@ async def node(shared_driver: BubblewrapDriver, tmp_path: Path) -> Node:
 async def serving(node: Node, harness: Recipe, model: ModelClient) -> AsyncIterator[RolloutService]:
     family = with_harness(BashEnvironment, harness, "test")
     service = build_service(node, {"bash": family}, builtin_renderer(), model)
-    await service.start()
+    await service.lifecycle.start()
     try:
         yield service
     finally:
-        await service.stop()
+        await service.lifecycle.stop()
 
 
 async def play(service: RolloutService, samples: int = 1, **limits: Any) -> Sequence[Result]:
     group = GroupRequest(
         id="g", environment="bash", task=ROW, samples=samples, limits=AgentLimits(**{"run_s": 60, **limits})
     )
-    await service.submit([group])
+    await service.groups.submit([group])
     results: list[Result] = []
     while len(results) < samples:
-        page = await service.results(results[-1].cursor if results else 0, limit=samples, wait_s=60)
+        page = await service.feed.page(results[-1].cursor if results else 0, limit=samples, wait_s=60)
         results += page.results
     return results
 

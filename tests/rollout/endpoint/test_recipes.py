@@ -47,11 +47,11 @@ async def played(driver: BubblewrapDriver, environment: str, harness: str, row: 
         pool.add(server.url)
         node = Node(driver, cache)
         service = build_service(node, {environment: family}, builtin_renderer(), pool)
-        await service.start()
-        stack.push_async_callback(service.stop)
+        await service.lifecycle.start()
+        stack.push_async_callback(service.lifecycle.stop)
         limits = AgentLimits(max_tokens=500_000, run_s=300)
-        await service.submit([GroupRequest(id="g", environment=environment, task=row, limits=limits)])
-        page = await service.results(0, limit=1, wait_s=1200)
+        await service.groups.submit([GroupRequest(id="g", environment=environment, task=row, limits=limits)])
+        page = await service.feed.page(0, limit=1, wait_s=1200)
         [result] = page.results
         # A prompt that does not continue the last one is a row of its own; otherwise tokens were lost.
         assert server.counts.violations <= len(result.rows) - 1

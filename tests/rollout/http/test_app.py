@@ -109,7 +109,7 @@ async def test_the_stream_sends_stored_then_new_results_and_stops_with_the_servi
     await bench.result(bench.group("before"))
     streaming = asyncio.create_task(client.get("/v1/results/stream", params={"after": 0}))
     await bench.result(bench.group("after"))
-    await bench.service.stop()
+    await bench.service.lifecycle.stop()
     response = await streaming
     assert response.headers["content-type"].startswith("application/x-ndjson")
     lines = [json.loads(line) for line in response.text.splitlines() if line]
@@ -225,7 +225,7 @@ async def test_ready_follows_the_service_and_health_the_process(
     client: httpx.AsyncClient, bench: Any
 ) -> None:
     assert (await client.get("/ready")).status_code == 200
-    await bench.service.stop()
+    await bench.service.lifecycle.stop()
     assert (await client.get("/ready")).status_code == 503
     assert (await client.get("/health")).status_code == 200
     refused = await client.post("/v1/groups", json=body())
@@ -275,9 +275,9 @@ async def test_no_id_is_reported_unknown_before_the_store_is_read(
         assert (await client.get("/ready")).status_code == 503
         for path in ("/health", "/metrics", "/v1/status"):
             assert (await client.get(path)).status_code == 200
-        await service.start()
+        await service.lifecycle.start()
         assert (await client.get("/v1/batches/b")).status_code == 404
-        await service.stop()
+        await service.lifecycle.stop()
 
 
 async def test_every_route_asks_for_the_token(bench: Any) -> None:
@@ -422,10 +422,10 @@ def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> N
             if response.status_code != 200:
                 assert error_of(response)["type"] in ("invalid_request", "conflict", "full")
 
-        runner.run(service.start())
+        runner.run(service.lifecycle.start())
         post()
         runner.run(client.aclose())
-        runner.run(service.stop())
+        runner.run(service.lifecycle.stop())
 
 
 def test_a_result_of_another_format_is_refused() -> None:

@@ -137,7 +137,7 @@ async def test_a_stop_cancels_only_its_own_rollouts(started: tuple[PaperClient, 
     assert (status, (await cancelled)[1]["critical_error"]) == (200, "cancelled")
     assert (await client.post("/stop"))[0] == 200
     assert (await processing)[1]["critical_error"] == "cancelled"
-    assert (await bench.service.job("others/0")).state == "run"
+    assert (await bench.service.groups.job("others/0")).state == "run"
     bench.world.gates["call"].set()
 
 
@@ -159,7 +159,7 @@ async def test_errors_name_their_reason(paper: tuple[PaperClient, Any]) -> None:
     assert (await client.post("/cancel", {"job_id": "never"}))[0] == 404
     assert (await client.post("/clear_llm_server"))[0] == 200
     assert (await client.process())[0] == 503
-    await bench.service.drain()
+    await bench.service.lifecycle.drain()
     await client.post("/add_llm_server", {"address": "http://127.0.0.1:1"})
     status, answer = await client.process()
     assert (status, "draining" in answer["detail"]) == (503, True)

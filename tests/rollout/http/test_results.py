@@ -38,7 +38,7 @@ async def http(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group("d"))
     await bench.world.until(lambda: bench.world.inside["call"] == 1)
-    await bench.service.cancel_job("d/0")
+    await bench.service.groups.cancel_job("d/0")
     transport = httpx.ASGITransport(create_app(bench.service, ServerSettings(max_wait_s=60)))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
@@ -139,8 +139,8 @@ async def test_a_reader_can_wait_for_a_job_and_a_group(http: httpx.AsyncClient, 
     await bench.world.until(lambda: bench.world.inside["call"] == 3)
     job = asyncio.create_task(http.get("/v1/jobs/g/0?wait_s=60"))
     group = asyncio.create_task(http.get("/v1/groups/g?wait_s=60"))
-    await bench.service.cancel_job("h/0")
-    await bench.service.cancel_job("g/0")
+    await bench.service.groups.cancel_job("h/0")
+    await bench.service.groups.cancel_job("g/0")
     assert (await job).json()["state"] == "cancelled"
     assert not group.done()
     bench.world.gates["call"].set()
@@ -157,13 +157,13 @@ async def test_a_wait_that_timed_out_returns_the_progress(make_bench: Any) -> No
     await bench.submit(bench.group())
     await bench.world.until(lambda: bench.world.inside["call"] == 1)
     before = len(clock.sleeping)
-    waiting = asyncio.create_task(bench.service.job("g/0", wait_s=5))
+    waiting = asyncio.create_task(bench.service.groups.job("g/0", wait_s=5))
     await clock.wait_for_sleepers(before + 1)
     clock.advance(5)
     assert (await waiting).state is JobState.RUN
-    waiting = asyncio.create_task(bench.service.group("g", wait_s=5))
+    waiting = asyncio.create_task(bench.service.groups.group("g", wait_s=5))
     await clock.wait_for_sleepers(before + 1)
-    await bench.service.stop()
+    await bench.service.lifecycle.stop()
     assert (await waiting).complete
 
 
@@ -272,5 +272,5 @@ async def test_the_stream_of_a_stopped_service_is_closed(bench: Any) -> None:
         stream = client.stream()
         first = await anext(stream)
         await bench.finished(3)
-        await bench.service.stop()
+        await bench.service.lifecycle.stop()
         assert [first.cursor, *[result.cursor async for result in stream]] == [1, 2, 3]

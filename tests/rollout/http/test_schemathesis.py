@@ -130,7 +130,7 @@ async def test_no_generated_request_is_answered_with_a_500(renderer: TemplateRen
 
     async with serving(service, ServerSettings(port=0, max_wait_s=0, generate_token=False)) as url:
         answers = await asyncio.to_thread(fuzz, url)
-        assert service.status().internal_errors == 0
+        assert service.status.read().internal_errors == 0
     assert world.open == 0
     assert len(answers) > 25
     never = {label for label, answered in answers.items() if not answered[200]}

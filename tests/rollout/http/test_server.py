@@ -221,7 +221,7 @@ async def main():
     settings = ServiceSettings(drain_s=3600)
     service = build_service(empty_node(), {"toy": world.family()}, renderer, model, settings)
     await serve_until_signal(service, ServerSettings(port=0), ready=lambda url: print(url, flush=True))
-    print("open", world.open, service.status().finished, flush=True)
+    print("open", world.open, service.status.read().finished, flush=True)
 
 asyncio.run(main())
 """

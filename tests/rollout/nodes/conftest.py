@@ -77,7 +77,7 @@ class Site:
         group = GroupRequest.model_validate(
             {"id": name, "environment": "toy", "task": task, "samples": samples, **fields}
         )
-        await self.service.submit([group])
+        await self.service.groups.submit([group])
         return group
 
     async def results(self, count: int) -> list[Result]:
@@ -85,12 +85,12 @@ class Site:
         found: list[Result] = []
         while len(found) < count:
             after = found[-1].cursor if found else 0
-            found += (await self.service.results(after, limit=count, wait_s=30)).results
+            found += (await self.service.feed.page(after, limit=count, wait_s=30)).results
         return found
 
     async def settled(self) -> None:
         """Wait until no job has resources."""
-        while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
+        while self.service.status.read().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 
 
@@ -126,13 +126,13 @@ async def make_site(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., A
             clock=clock,
             fleet=fleet,
         )
-        await service.start()
+        await service.lifecycle.start()
         sites.append(Site(renderer, given, service, fleet, pool, here, clock))
         return sites[-1]
 
     yield make
     for site in sites:
-        await site.service.stop()
+        await site.service.lifecycle.stop()
         await site.fleet.aclose()
         for node in site.nodes.values():
             await node.gone()

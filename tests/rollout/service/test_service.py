@@ -35,13 +35,13 @@ async def test_the_group_has_statistics_when_complete(bench: Any) -> None:
     bench.world.gates["eval"] = asyncio.Event()
     await bench.submit(bench.group(samples=3))
     await bench.world.until(lambda: bench.world.inside["eval"] == 3)
-    view = await bench.service.group("g")
+    view = await bench.service.groups.group("g")
     assert not view.complete
     assert view.statistics is None
     assert {job.state for job in view.jobs} == {JobState.EVAL}
     bench.world.gates["eval"].set()
     await bench.finished(3)
-    statistics = (await bench.service.group("g")).statistics
+    statistics = (await bench.service.groups.group("g")).statistics
     assert statistics.rewards == [1.0, 1.0, 1.0]
     assert (statistics.mean, statistics.std, statistics.informative) == (1.0, 0.0, False)
 
@@ -70,10 +70,10 @@ async def test_a_failure_is_typed_has_no_reward_and_does_not_affect_other_jobs(
     assert (bad.failure.kind, bad.failure.stage) == (kind, stage)
     assert all(result.reward == 1.0 for result in by_group.values())
     await bench.idle()
-    assert bench.service.status().failures == {kind.value: 1}
+    assert bench.service.status.read().failures == {kind.value: 1}
     loud = [record for record in caplog.records if record.levelno >= logging.ERROR and record.exc_info]
     assert bool(loud) == (kind is FailureKind.INTERNAL), "a bug, and only a bug, is loud"
-    statistics = (await bench.service.group("bad")).statistics
+    statistics = (await bench.service.groups.group("bad")).statistics
     assert (statistics.rewards, statistics.mean) == ([None], None)
     assert statistics.failures == {kind.value: 1}
 
@@ -84,7 +84,7 @@ async def test_infrastructure_failures_are_retried_in_a_new_environment(bench: A
     steps = [step for _, step in bench.world.log]
     first = ["init", "call", "close", "init", "call", "eval"]
     assert steps[:6] == first, "the old environment is closed before the new one starts"
-    assert bench.service.status().retries == 1
+    assert bench.service.status.read().retries == 1
 
 
 async def test_retries_are_bounded(make_bench: Any) -> None:
@@ -169,7 +169,7 @@ async def test_a_close_that_hangs_or_fails_blocks_no_other_job(make_bench: Any) 
     await bench.world.until(lambda: bench.world.inside["close"] == 1)
     clock.advance(10)
     await bench.gone()
-    assert bench.service.status().close_failures == 2
+    assert bench.service.status.read().close_failures == 2
 
 
 @pytest.mark.parametrize("step", ["init", "call", "eval"])
@@ -178,14 +178,14 @@ async def test_cancelling_is_acknowledged_at_once_and_closes_the_sandbox(bench: 
     bench.world.gates["close"] = asyncio.Event()
     await bench.submit(bench.group())
     await bench.world.until(lambda: bench.world.inside[step] == 1)
-    view = await bench.service.cancel_job("g/0")
+    view = await bench.service.groups.cancel_job("g/0")
     assert (view.state, view.failure) == (JobState.CANCELLED, FailureKind.CANCELLED)
     [result] = await bench.finished(1)
     assert (result.state, result.reward, result.mask_sample) == (JobState.CANCELLED, None, True)
     assert bench.world.open == 1
     bench.world.gates["close"].set()
     await bench.idle()
-    assert (await bench.service.cancel_job("g/0")).state is JobState.CANCELLED
+    assert (await bench.service.groups.cancel_job("g/0")).state is JobState.CANCELLED
 
 
 async def test_cancelling_a_group_keeps_finished_results(make_bench: Any) -> None:
@@ -195,11 +195,11 @@ async def test_cancelling_a_group_keeps_finished_results(make_bench: Any) -> Non
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group("h", samples=6))
     await bench.world.until(lambda: bench.world.inside["call"] == 1)
-    view = await bench.service.cancel_group("h")
+    view = await bench.service.groups.cancel("h")
     assert view.complete
     assert (view.jobs[0].attempts, view.jobs[-1].attempts) == (1, 0), "the last one was never started"
     assert {job.state for job in view.jobs} == {JobState.CANCELLED}
-    assert (await bench.service.cancel_group("g")).jobs[0].state is JobState.DONE
+    assert (await bench.service.groups.cancel("g")).jobs[0].state is JobState.DONE
     await bench.idle()
 
 
@@ -223,12 +223,12 @@ async def test_cancelling_at_random_moments_leaks_nothing(make_bench: Any, seed:
     for job in chance.sample(jobs, len(jobs)):
         for _ in range(chance.randrange(12)):
             await asyncio.sleep(0)
-        await bench.service.cancel_job(job)
+        await bench.service.groups.cancel_job(job)
     results = await bench.finished(len(jobs))
     assert sorted(result.job_id for result in results) == sorted(jobs), "one result for every job"
     await bench.idle()
     await bench.gone()
-    status = bench.service.status()
+    status = bench.service.status.read()
     assert (status.jobs_with_sandbox, status.close_failures) == (0, 0)
     assert {pool.active + pool.waiting for pool in status.pools.values()} == {0}
     for stage, most in (("init", 3), ("call", 4), ("eval", 2)):
@@ -262,7 +262,7 @@ async def test_a_slow_run_bounds_the_sandboxes_in_front_of_it(make_bench: Any) -
     for _ in range(50):
         await asyncio.sleep(0)
     assert bench.world.open == 4
-    assert bench.service.status().pools["run"].waiting == 3
+    assert bench.service.status.read().pools["run"].waiting == 3
     bench.world.gates["call"].set()
     await bench.finished(20)
 
@@ -285,10 +285,10 @@ async def test_invalid_requests_are_refused_before_any_is_accepted(bench: Any) -
         with pytest.raises(InputError):
             await bench.submit(good, bad)
     with pytest.raises(NotFound):
-        await bench.service.group("g")
+        await bench.service.groups.group("g")
     for unknown_job in ("g/0", "g", "nope/1", ""):
         with pytest.raises(NotFound):
-            await bench.service.job(unknown_job)
+            await bench.service.groups.job(unknown_job)
 
 
 async def test_a_full_queue_refuses_jobs_and_accepts_them_again_later(make_bench: Any) -> None:
@@ -308,11 +308,11 @@ async def test_a_full_queue_refuses_jobs_and_accepts_them_again_later(make_bench
 async def test_waiting_for_results_returns_with_the_first_or_at_the_time_limit(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock)
-    waiting = asyncio.create_task(bench.service.results(0, limit=10, wait_s=5))
+    waiting = asyncio.create_task(bench.service.feed.page(0, limit=10, wait_s=5))
     await clock.wait_for_sleepers()
     clock.advance(5)
     assert (await waiting).results == []
-    waiting = asyncio.create_task(bench.service.results(0, limit=10, wait_s=5))
+    waiting = asyncio.create_task(bench.service.feed.page(0, limit=10, wait_s=5))
     await bench.submit(bench.group())
     page = await waiting
     assert [result.job_id for result in page.results] == ["g/0"]
@@ -322,7 +322,7 @@ async def test_waiting_for_results_returns_with_the_first_or_at_the_time_limit(m
 async def test_a_graceful_stop_lets_accepted_jobs_finish(bench: Any) -> None:
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group(samples=3))
-    stopping = asyncio.create_task(bench.service.stop(drain_s=60))
+    stopping = asyncio.create_task(bench.service.lifecycle.stop(drain_s=60))
     await bench.world.until(lambda: bench.world.inside["call"] == 3)
     with pytest.raises(Unavailable):
         await bench.submit(bench.group("late"))
@@ -338,7 +338,7 @@ async def test_an_immediate_stop_cancels_and_closes(make_bench: Any, interrupted
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group(samples=9))
     await bench.world.until(lambda: bench.world.inside["call"] == 2)
-    stopping = asyncio.create_task(bench.service.stop(drain_s=600 if interrupted else 0))
+    stopping = asyncio.create_task(bench.service.lifecycle.stop(drain_s=600 if interrupted else 0))
     if interrupted:
         await asyncio.sleep(0)
         stopping.cancel()
@@ -346,4 +346,4 @@ async def test_an_immediate_stop_cancels_and_closes(make_bench: Any, interrupted
     assert bench.world.open == 0
     states = Counter(result.state for result in await bench.finished(9))
     assert states == {JobState.CANCELLED: 9}
-    assert (await bench.service.results(bench.results[-1].cursor, limit=1, wait_s=600)).results == []
+    assert (await bench.service.feed.page(bench.results[-1].cursor, limit=1, wait_s=600)).results == []

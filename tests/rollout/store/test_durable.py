@@ -170,9 +170,9 @@ async def test_a_stopped_service_leaves_unfinished_jobs_to_the_next(
         bench.world.gates["call"] = asyncio.Event()
         await bench.submit(bench.group("done", samples=2))
         await bench.world.until(lambda: bench.world.inside["call"] == 1)
-        await bench.service.cancel_job("done/1")
+        await bench.service.groups.cancel_job("done/1")
         await bench.submit(bench.group("waits"))
-        await bench.service.stop()
+        await bench.service.lifecycle.stop()
         assert bench.world.open == 0
         assert [r.job_id for r in await store.results(0, 10)] == ["done/1"]
     async with opened() as store:
@@ -186,7 +186,7 @@ async def test_a_stopped_service_leaves_unfinished_jobs_to_the_next(
         }
         assert results["done/0"].attempts == 2, "the one that the stop interrupted counts"
         assert results["waits/0"].attempts == 1
-        await bench.service.stop()
+        await bench.service.lifecycle.stop()
 
 
 async def test_the_age_of_results_survives_a_restart(opened: OpenStore) -> None:

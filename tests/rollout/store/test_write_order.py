@@ -118,7 +118,7 @@ async def test_a_service_with_a_full_store_does_not_spin_and_can_stop(make_bench
         clock.advance(STORE_PAUSE_S)
         await some_turns()
         assert store.tries == 2
-        stopping = asyncio.create_task(bench.service.stop())
+        stopping = asyncio.create_task(bench.service.lifecycle.stop())
         for _ in range(10):
             await some_turns()
             clock.advance(STORE_PAUSE_S)
@@ -127,4 +127,4 @@ async def test_a_service_with_a_full_store_does_not_spin_and_can_stop(make_bench
     finally:
         store.full = False
         clock.advance(STORE_PAUSE_S)
-        await bench.service.stop()
+        await bench.service.lifecycle.stop()

@@ -125,7 +125,7 @@ def _add_state(app: FastAPI, service: RolloutService) -> None:
         """Change the concurrency limits of the service's own machine until the service stops. Jobs above a
         lowered limit run to completion."""
         service.lifecycle.resize(body)
-        return service.status()
+        return service.status.read()
 
 
 async def _events(service: RolloutService, every_s: float) -> AsyncIterator[bytes]:
@@ -158,7 +158,7 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
         return json_response(live.partial(job_id))
 
     async def result_so_far(job_id: str) -> Result:
-        view = await service.job(job_id)
+        view = await service.groups.job(job_id)
         return await service.store.result(job_id) if view.state.final else live.partial(job_id)
 
     @app.get("/v1/jobs/{job_id:path}/tokens")
@@ -177,7 +177,7 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/jobs/{job_id:path}/request")
     async def get_request(job_id: str) -> GroupRequest:
         """Return the request of a job's group: its task row, sampling and limits."""
-        await service.job(job_id)
+        await service.groups.job(job_id)
         return (await service.store.group(split_job_id(job_id)[0])).request
 
     @app.post("/v1/jobs/{job_id:path}/retry")

@@ -214,18 +214,18 @@ class _Paper:
         self._check_running()
         self._running = False
         for group in list(self._pending):
-            await self._service.cancel_group(group)
+            await self._service.groups.cancel(group)
 
     def status(self) -> dict[str, Any]:
         self._check_running()
-        pools = self._service.status().pools
+        pools = self._service.status.read().pools
         active = {stage: pool.active for stage, pool in pools.items()}
         return {"pending_jobs": len(self._pending), "running": True, "jobs": len(self._pending), **active}
 
     async def cancel(self, name: str) -> None:
         self._check_running()
         with _paper_errors():
-            await self._service.cancel_group(_group_id(name))
+            await self._service.groups.cancel(_group_id(name))
 
     async def process(self, body: ProcessRequest) -> tuple[Result, dict[str, Any]]:
         self._check_running()
@@ -237,7 +237,7 @@ class _Paper:
             group = self._group(body, instance)
             self._pending[group.id] = self._pending.get(group.id, 0) + 1
             try:
-                await self._service.submit([group])
+                await self._service.groups.submit([group])
                 result = await self._finished(job_id(group.id, 0))
             finally:
                 self._pending[group.id] -= 1
@@ -246,8 +246,8 @@ class _Paper:
         return result, paper_result(result, instance)
 
     async def _finished(self, job: str) -> Result:
-        while not (await self._service.job(job, wait_s=_CHECK_S)).state.final:
-            if self._service.state is ServiceState.STOPPED:
+        while not (await self._service.groups.job(job, wait_s=_CHECK_S)).state.final:
+            if self._service.guard.state is ServiceState.STOPPED:
                 raise Unavailable("the service has stopped")
         return await self._service.store.result(job)
 

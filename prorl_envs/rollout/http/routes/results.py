@@ -72,7 +72,7 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
         """Return results after a cursor. Waits up to `wait_s` seconds for the first result. The cursor `next`
         skips results that do not pass the filters."""
         return json_response(
-            await service.results(after, limit=limit, wait_s=wait_s, only=only, acknowledge=acknowledge)
+            await service.feed.page(after, limit=limit, wait_s=wait_s, only=only, acknowledge=acknowledge)
         )
 
     @app.post("/v1/results/acknowledge")
@@ -108,7 +108,7 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
         if acknowledge:
             service.feed.readers.confirmed(only, after)
         # This raises CursorExpired before the response starts; afterwards the stream could only end.
-        await service.results(after, limit=1, only=only, acknowledge=False)
+        await service.feed.page(after, limit=1, only=only, acknowledge=False)
         pages = _pages(service, after, only, acknowledge=acknowledge)
         if _EVENTS in accept.lower():
             return StreamingResponse(_events(pages), media_type=_EVENTS, headers=_NO_CACHE)
@@ -138,9 +138,9 @@ async def _pages(
     """Yield pages of results, each after the client took the previous one. Empty pages are heartbeats."""
     start = after
     while True:
-        stopped = service.state is ServiceState.STOPPED
+        stopped = service.guard.state is ServiceState.STOPPED
         try:
-            page = await service.results(
+            page = await service.feed.page(
                 after, limit=STREAM_PAGE, wait_s=HEARTBEAT_S, only=only, acknowledge=False
             )
         except CursorExpired:  # the reader was too slow; its next request gets the error
