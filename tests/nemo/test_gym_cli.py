@@ -377,6 +377,16 @@ def test_the_environment_server_runs_materialized_rows(running: Gym, tmp_path: P
     assert "setup failed" in failed["_ng_failure_message"] and "reward" not in failed
 
 
+def test_an_interrupted_run_is_resumed(running: Gym, tmp_path: Path) -> None:
+    output, rows = tmp_path / "rollouts.jsonl", example_rows(running.root, "bash")[:3]
+    first, *_ = evaluate(running, agent_name("bash"), rows, output)
+    output.write_text(output.read_text().splitlines(keepends=True)[0])
+    results = collect(running, tmp_path / "rows.jsonl", output, "--agent", agent_name("bash"), "--resume")
+    assert results[0] == first
+    assert sorted(result["_ng_task_index"] for result in results) == [0, 1, 2]
+    assert all(result["reward"] == 1.0 for result in results)
+
+
 @pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 verifies no stored rollouts")
 def test_stored_rollouts_are_verified_again(running: Gym, tmp_path: Path) -> None:
     output, again = tmp_path / "rollouts.jsonl", tmp_path / "again.jsonl"

@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(not HAS_MANIFESTS, reason="NeMo Gym 0.4 has no harness that runs in a sandbox"),
 ]
 
-AGENT = "opencode_sandboxed_agent"
 PACKAGE = "opencode-linux-x64@1.17.11"
 #: The call that OpenCode's model makes, and its result. Nothing but the model can be reached.
 COMMAND = "echo $(((18 * 7 - 6) / 3)); (: >/dev/tcp/192.0.2.1/80) 2>/dev/null || echo closed"
@@ -84,9 +83,6 @@ def documented(tools: Path) -> str:
 @pytest.fixture(scope="module")
 def running(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gym]:
     root = gym_root(tmp_path_factory.mktemp("gym"))
-    venvs = root.path / "venvs" / "responses_api_agents"
-    (venvs / AGENT).mkdir()
-    (venvs / AGENT / ".venv").symlink_to((venvs / "simple_agent" / ".venv").readlink())
     (root.path / "opencode.yaml").write_text(documented(tools))
     configs = [str(config(root, "math", "prorl_math")), str(root.path / "opencode.yaml")]
     selection = [flag for path in configs for flag in ("--config", path)]
