@@ -394,13 +394,12 @@ def test_stored_rollouts_are_verified_again(running: Gym, tmp_path: Path) -> Non
     evaluate(running, agent_name("math"), rows, output)
     inputs = output.with_name("rollouts_materialized_inputs.jsonl")
     files = ["--inputs", str(inputs), "--rollouts", str(output), "--output", str(again)]
-    selection = [
-        "--config",
-        str(config(running.root, "math", "single_agent_turn")),
-        "--model-type",
-        "openai_model",
-    ]
-    done = gym(running.root, "eval", "reverify", *selection, *files, *running.flags)
+    selection = ["--config", str(config(running.root, "math", "single_agent_turn"))]
+    # It starts servers of its own, among them a model server, which it does not use.
+    model = ["++policy_base_url=http://127.0.0.1:1", "++policy_api_key=none", "++policy_model_name=none"]
+    head = ["++head_server.host=127.0.0.1", f"++head_server.port={free_port()}"]
+    flags = [*selection, "--model-type", "openai_model", *model, *files, *running.root.flags, *head]
+    done = gym(running.root, "eval", "reverify", *flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [result["reward"] for result in read_jsonl(again)] == [1.0] * len(rows)
 

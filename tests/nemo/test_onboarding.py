@@ -16,7 +16,7 @@ from prorl_envs.nemo.rows import BUILT_IN, server_name
 from tests.nemo.gym import HAS_MANIFESTS, gym, prepared_root, server_folder
 from tests.packages import UV
 
-pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900), pytest.mark.usefixtures("base_image")]
 
 NAMES = (*BUILT_IN, "lab_book")
 
