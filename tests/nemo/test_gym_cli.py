@@ -388,19 +388,35 @@ def test_an_interrupted_run_is_resumed(running: Gym, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 verifies no stored rollouts")
-def test_stored_rollouts_are_verified_again(running: Gym, tmp_path: Path) -> None:
+def test_stored_rollouts_are_verified_again(running: Gym, model_url: str, tmp_path: Path) -> None:
     output, again = tmp_path / "rollouts.jsonl", tmp_path / "again.jsonl"
     rows = example_rows(running.root, "math")
     evaluate(running, agent_name("math"), rows, output)
     inputs = output.with_name("rollouts_materialized_inputs.jsonl")
     files = ["--inputs", str(inputs), "--rollouts", str(output), "--output", str(again)]
     selection = ["--config", str(config(running.root, "math", "single_agent_turn"))]
-    # It starts servers of its own, among them a model server, which it does not use.
-    model = ["++policy_base_url=http://127.0.0.1:1", "++policy_api_key=none", "++policy_model_name=none"]
+    # It starts servers of its own, and waits for the model, which it does not use.
+    model = [f"++policy_base_url={model_url}", "++policy_api_key=none", "++policy_model_name=none"]
     head = ["++head_server.host=127.0.0.1", f"++head_server.port={free_port()}"]
     flags = [*selection, "--model-type", "openai_model", *model, *files, *running.root.flags, *head]
-    done = gym(running.root, "eval", "reverify", *flags)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [GYM, "eval", "reverify", *flags],
+            cwd=running.root.path,
+            env=environment(running.root),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(600)
+        finally:
+            for ending in (signal.SIGTERM, signal.SIGKILL):  # NeMo Gym may leave its own servers
+                for member in session_members(process.pid):
+                    os.kill(int(member.split()[0]), ending)
+                wait_until_gone(process.pid)
+            process.wait()
+    assert status == 0, (tmp_path / "log").read_text()[-3000:]
     assert [result["reward"] for result in read_jsonl(again)] == [1.0] * len(rows)
 
 
