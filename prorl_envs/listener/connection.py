@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class ConnectionLimits:
     Args:
         connections: maximum number of open connections, at most half of the process's file descriptors.
         head_s: maximum seconds for a head, from the connection's start or a later request's first byte.
-        body_s: maximum seconds from the end of the head to the end of the body.
+        body_s: maximum seconds from the end of the head to the end of the body, without the time in which the
+            application does not read.
         keep_alive_s: maximum seconds for which a connection may idle between two requests.
         refuse: if every connection has a request, a further client receives 503 (True) or waits (False).
     """
@@ -65,6 +67,22 @@ class _Phase(Enum):
     IDLE = auto()
 
 
+class _Flow(FlowControl):
+    """Flow control that stops a connection's timer while the application does not read."""
+
+    def __init__(self, connection: "BoundedConnection", transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def pause_reading(self) -> None:
+        super().pause_reading()
+        self._connection.hold_timer()
+
+    def resume_reading(self) -> None:
+        super().resume_reading()
+        self._connection.continue_timer()
+
+
 class BoundedConnection(HttpToolsProtocol):
     """HTTP connection. `_unparsed` counts the bytes since the parser last reported progress."""
 
@@ -74,10 +92,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._phase = _Phase.HEAD
         self._timer: asyncio.TimerHandle | None = None
         self._timer_reason = ""  # "idle", "head_timeout" or "body_timeout"
+        self._held_s: float | None = None  # seconds left to a timer that is held
         self._unparsed = self._lines = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(self, transport)
         self._set_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -155,11 +175,26 @@ class BoundedConnection(HttpToolsProtocol):
         self._timer_reason = reason
         if reason:
             self._timer = self.loop.call_later(seconds, self._on_timer)
+        if self.flow.read_paused:
+            self.hold_timer()
         if reason in ("idle", "head_timeout"):
             self._listener.mark_waiting(self)
 
+    def hold_timer(self) -> None:
+        """Stop the time of a body, because the client cannot send."""
+        if self._timer is not None and self._timer_reason == "body_timeout":
+            self._held_s = self._timer.when() - self.loop.time()
+            self._timer.cancel()
+            self._timer = None
+
+    def continue_timer(self) -> None:
+        """Let the time of a body go on, if it is held."""
+        if self._held_s is not None:
+            self._timer = self.loop.call_later(self._held_s, self._on_timer)
+            self._held_s = None
+
     def _stop_timer(self) -> None:
-        self._timer_reason = ""
+        self._timer_reason, self._held_s = "", None
         self._listener.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
@@ -168,9 +203,6 @@ class BoundedConnection(HttpToolsProtocol):
     def _on_timer(self) -> None:
         reason = self._timer_reason
         self._stop_timer()
-        if reason == "body_timeout" and self.flow.read_paused:
-            self._set_timer()  # the application has not read the body yet, so the client could not send
-            return
         if reason != "idle":
             self._listener.count_closed(reason)
         self.transport.abort()

@@ -174,16 +174,30 @@ async def test_a_slow_service_is_not_counted_as_a_slow_client(clients: list[Clie
         await App()(scope, receive, send)
 
     started = asyncio.Event()
-    async with listening(slow, body_s=1.0) as (listener, counts):  # in which a busy machine sends a megabyte
+    async with listening(slow, body_s=2.0) as (listener, counts):
         client = await Client.connect(listener)
         clients.append(client)
-        body = b"x" * 1_000_000
-        client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
-        asking = asyncio.create_task(client.get(body))
-        await asyncio.wait({asking}, timeout=2.0)
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n"
+        asking = asyncio.create_task(client.get(head + b"x" * 200_000))
+        await asyncio.wait({asking}, timeout=1.5)
         started.set()
+        await asyncio.wait({asking}, timeout=1.0)  # of the client's own time
+        client.writer.write(b"x" * 100_000)
         assert await asking == 200
         assert not counts.closed
+
+
+async def test_the_time_of_a_body_goes_on_when_the_service_reads(clients: list[Client]) -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.5)
+        await App()(scope, receive, send)
+
+    async with listening(slow, body_s=0.2) as (listener, counts):
+        client = await Client.connect(listener)
+        clients.append(client)
+        client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + b"x" * 200_000)
+        await client.end()
+        assert counts.closed["body_timeout"] == 1
 
 
 async def test_an_excess_connection_is_answered_503_if_all_others_are_busy(clients: list[Client]) -> None:
