@@ -25,7 +25,8 @@ from prorl_envs.rollout.api.types import (
     job_id,
 )
 from prorl_envs.rollout.store.base import NewGroup
-from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore, SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 
 SAMPLES = 8
 TURNS = 10

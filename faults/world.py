@@ -25,7 +25,8 @@ from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer

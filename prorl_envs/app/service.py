@@ -13,7 +13,7 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
 
 

@@ -18,7 +18,8 @@ from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.postgres import local_postgres, postgres_programs
 from tests.support.toy import ToyModel, ToyWorld, empty_node

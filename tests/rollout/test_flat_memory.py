@@ -12,7 +12,8 @@ import pytest
 from prorl_envs.config import RetentionSettings
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampled, Sampling
-from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.scripted import as_message
 
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough]

@@ -23,7 +23,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.rollout.http.auth import require_token
 from prorl_envs.rollout.http.logins import Logins
 from prorl_envs.rollout.http.server import bind, needs_token, serve_until_signal
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 type Connect = Callable[[EarlierModel | None], Awaitable[Model]]
 

@@ -26,7 +26,7 @@ from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.scheduling.scheduler import Scheduler
 from prorl_envs.rollout.store.base import StoredGroup
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from prorl_envs.rollout.api.errors import QueueFull
 from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import JobState, Result
 from prorl_envs.rollout.api.views import NodeView, StatusView
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.statistics import deviation
 
 #: Seconds of a bucket, and number of buckets.

@@ -7,7 +7,7 @@ from prorl_envs.rollout.api.errors import NotFound, QueueFull
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 type Quota = tuple[str, int]
 """Prefix of a tenant's ids, and the tenant's maximum number of unfinished jobs and open episodes."""

@@ -23,7 +23,7 @@ from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.service.batch_worker import BatchWorker, unneeded
 from prorl_envs.rollout.service.groups import Groups
 from prorl_envs.rollout.store.base import PAGE_TOKENS, StoredBatch, token_count
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,8 @@ from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.service.status import StatusReader
-from prorl_envs.rollout.store.sqlite import MemoryStore, SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.sqlite import MemoryStore
 
 #: Number of running jobs that the dashboard shows.
 SHOWN_JOBS = 50

@@ -18,7 +18,7 @@ from prorl_envs.rollout.service.leases import Leases
 from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.store.base import NewGroup, StoredGroup
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 
 @dataclass(eq=False)

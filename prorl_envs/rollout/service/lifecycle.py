@@ -21,7 +21,7 @@ from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.recovery import plan_recovery
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.state import ServiceState, StateGuard
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 log = logging.getLogger(__name__)
 

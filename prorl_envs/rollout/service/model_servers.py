@@ -23,7 +23,7 @@ from prorl_envs.rollout.api.views import (
     RouterView,
     ServerAckView,
 )
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from prorl_envs.clock import Clock
 from prorl_envs.config import RetentionSettings
 from prorl_envs.rollout.api.types import Selection
 from prorl_envs.rollout.api.views import ResultPage
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 log = logging.getLogger(__name__)
 

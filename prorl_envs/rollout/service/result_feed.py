@@ -7,7 +7,7 @@ from prorl_envs.rollout.api.types import ALL, Result, Selection
 from prorl_envs.rollout.api.views import ResultPage
 from prorl_envs.rollout.service.notifier import EVERYTHING, Notifier
 from prorl_envs.rollout.service.read_tracker import ReadTracker
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 
 @dataclass(eq=False)

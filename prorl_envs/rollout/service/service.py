@@ -19,7 +19,7 @@ from prorl_envs.rollout.service.model_servers import ModelServers
 from prorl_envs.rollout.service.result_feed import ResultFeed
 from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.service.status import StatusReader
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -1,1 +1,1 @@
-"""Stores of groups, results and batches. Begin with `sqlite.py`."""
+"""Stores of groups, results and batches. Begin with `sql.py`."""

@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from prorl_envs.errors import InputError
 from prorl_envs.extras import install_extras
-from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.tables import FORMAT, TABLES, check_format
 
 try:
     import psycopg
@@ -36,42 +37,21 @@ _OPTIONS = (
     " -c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
 )
 
-#: Format of the tables: those of `sqlite_schema.py`, and `owner`. A store of another format is refused.
-_FORMAT = 4
+_TYPES = {
+    "counter": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+    "name": 'TEXT COLLATE "C"',
+    "bytes": "BYTEA",
+    "integer": "BIGINT",
+    "real": "DOUBLE PRECISION",
+    "clustered": "",
+}
+#: The values are compressed already.
 _TABLES = f"""
 CREATE TABLE owner (epoch BIGINT NOT NULL, format INTEGER NOT NULL);
-INSERT INTO owner VALUES (0, {_FORMAT});
-CREATE TABLE groups (
-    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
-    task_id TEXT NOT NULL, environment TEXT NOT NULL, request BYTEA NOT NULL, missing INTEGER NOT NULL,
-    batch_id TEXT COLLATE "C", weight_version BIGINT
-);
-CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
-CREATE TABLE batches (
-    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
-    request BYTEA NOT NULL, tenant TEXT NOT NULL, carried TEXT NOT NULL, dropped INTEGER NOT NULL,
-    closed BOOLEAN NOT NULL, cancelled_at BIGINT
-);
-CREATE TABLE batch_tasks (
-    number BIGINT, position INTEGER, body BYTEA NOT NULL, PRIMARY KEY (number, position)
-);
-CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
-CREATE TABLE jobs (
-    number BIGINT, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0, failures INTEGER NOT NULL DEFAULT 0,
-    cursor BIGINT, state TEXT, reward DOUBLE PRECISION, failure TEXT,
-    PRIMARY KEY (number, sample)
-);
-CREATE TABLE results (
-    cursor BIGINT PRIMARY KEY, number BIGINT NOT NULL, tokens BIGINT NOT NULL, total BIGINT NOT NULL,
-    body BYTEA NOT NULL, ids BYTEA, loss_mask BYTEA, logprobs BYTEA, at DOUBLE PRECISION
-);
+INSERT INTO owner VALUES (0, {FORMAT});
+{TABLES.format(**_TYPES)}
 ALTER TABLE results ALTER body SET STORAGE EXTERNAL, ALTER ids SET STORAGE EXTERNAL,
     ALTER loss_mask SET STORAGE EXTERNAL, ALTER logprobs SET STORAGE EXTERNAL;
-CREATE TABLE kept (name TEXT COLLATE "C" PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE read_results (cursor BIGINT PRIMARY KEY, tokens BIGINT NOT NULL);
-CREATE TABLE dropped_results (
-    cursor BIGINT PRIMARY KEY, group_id TEXT COLLATE "C", environment TEXT, state TEXT
-);
 """
 
 
@@ -285,9 +265,7 @@ def _prepare(session: psycopg.Connection[Any]) -> int:
 
 def _check_format(session: psycopg.Connection[Any]) -> None:
     [version] = session.execute("SELECT format FROM owner").fetchone() or (0,)
-    if version != _FORMAT:
-        hint = "open it with the version that wrote it, or use a new database"
-        raise InputError(f"the store has format {version}; this version reads {_FORMAT}", hint=hint)
+    check_format(version)
 
 
 def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:

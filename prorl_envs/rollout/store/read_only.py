@@ -3,7 +3,6 @@
 import bisect
 import sqlite3
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Self
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.summary import Found, Summary, holds, needles, summary_of_body
-from prorl_envs.rollout.store.sql_queries import DbConnection, bodies
-from prorl_envs.rollout.store.sqlite_schema import open_to_read, unpack
+from prorl_envs.rollout.store.sqlite import open_to_read
+from prorl_envs.rollout.store.tables import RESULT, DbConnection, bodies, unpack
 
 
 class StoredEpisodes:
@@ -76,8 +75,7 @@ class StoredEpisodes:
         with self._reading():
             [newest] = self._view.execute("SELECT max(cursor) FROM results").fetchone()
             self.size, read_bytes = newest or 0, 0
-            for cursor, tokens, packed in bodies(self._view, self.read, self.size):
-                body = zlib.decompress(packed)
+            for cursor, tokens, body in bodies(self._view, self.read, self.size):
                 self._take(body, cursor, tokens)
                 read_bytes += len(body)
                 if max_bytes is not None and read_bytes >= max_bytes:
@@ -91,9 +89,7 @@ class StoredEpisodes:
             raise InputError(f"no episode {number}")
         with self._reading():
             row = self._view.execute(
-                "SELECT cursor, number, tokens, total, body, ids, loss_mask, logprobs, 0"
-                " FROM results WHERE cursor = ?",
-                (self._cursors[number],),
+                f"SELECT {RESULT} FROM results WHERE cursor = ?", (self._cursors[number],)
             ).fetchone()
         if row is None:
             raise InputError("this result is no longer kept", hint="see service.retention.max_results")
@@ -105,11 +101,10 @@ class StoredEpisodes:
         if first >= known:
             return Found([], first)
         with self._reading():
-            for cursor, _, packed in bodies(self._view, self._cursors[first] - 1, known - first):
+            for cursor, _, body in bodies(self._view, self._cursors[first] - 1, known - first):
                 number = bisect.bisect_left(self._cursors, cursor)
                 if number >= known:
                     break
-                body = zlib.decompress(packed)
                 read_bytes += len(body)
                 if holds(body, patterns):
                     numbers.append(number)

@@ -283,7 +283,7 @@ async def test_the_closed_store_does_not_wait_for_an_acknowledgement_that_fails(
 async def test_many_results_are_dropped_in_several_transactions(
     opened: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prorl_envs.rollout.store.sqlite._MAX_TRIMS", 1)
+    monkeypatch.setattr("prorl_envs.rollout.store.sql._MAX_TRIMS", 1)
     async with opened(max_results=1) as store:
         await store.submit([group(samples=100)])
         for sample in range(100):

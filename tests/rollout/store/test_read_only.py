@@ -14,7 +14,8 @@ from prorl_envs.rollout.api.summary import summarise
 from prorl_envs.rollout.api.types import GroupRequest, Result, Selection
 from prorl_envs.rollout.store.base import NewGroup
 from prorl_envs.rollout.store.read_only import StoredEpisodes
-from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore, SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 from tests.viewer.conftest import result
 
 pytestmark = pytest.mark.anyio

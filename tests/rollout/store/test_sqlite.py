@@ -15,8 +15,7 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import NotFound, Unavailable
-from prorl_envs.rollout.store.sqlite import SqliteStore
-from prorl_envs.rollout.store.sqlite_schema import type_of
+from prorl_envs.rollout.store.sqlite import SqliteStore, type_of
 from tests.rollout.store.test_store import group, result
 from tests.support.clock import FakeClock
 

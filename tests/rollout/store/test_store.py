@@ -23,7 +23,8 @@ from prorl_envs.rollout.api.types import (
     job_id,
 )
 from prorl_envs.rollout.store.base import NewGroup, StoredBatch, UnreadResults
-from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore, SqlStore
+from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 
 STORES: dict[str, Callable[..., SqlStore]] = {
     "memory": lambda _, **bounds: MemoryStore(**bounds),
@@ -378,9 +379,9 @@ async def test_a_cursor_expires_also_after_the_dropped_group_is_forgotten(make_s
 async def test_results_that_were_dropped_long_ago_expire_the_cursors_of_all(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("base", "sqlite"):
+    for module in ("base", "sql"):
         monkeypatch.setattr(f"prorl_envs.rollout.store.{module}.KNOWN_DROPPED", 2)
-    monkeypatch.setattr("prorl_envs.rollout.store.sqlite._FORGET_EVERY", 1)
+    monkeypatch.setattr("prorl_envs.rollout.store.sql._FORGET_EVERY", 1)
     store, mine = make_store(max_results=2), Selection(prefix="alice/")
     await dropped_in_turn(store, *[("bob", sample, "toy") for sample in range(6)], ("alice/a", 0, "toy"))
     with pytest.raises(CursorExpired, match="up to 3,"):
