@@ -28,7 +28,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.probe import find_bwrap
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
@@ -61,8 +61,8 @@ async def ours(node: Node, folder: Path, count: int) -> Measurements:
     settings = ServiceSettings(run=count, max_jobs_with_sandbox=count)
     calls = SlowCalls(count)
     model = SlowModel(renderer, calls)
-    service = build_service(node, {"shell": ShellEnvironment}, renderer, model, settings, store)
-    await service.lifecycle.start()
+    service = RolloutService(node, {"shell": ShellEnvironment}, renderer, model, settings, store)
+    await service.start()
     try:
         await service.groups.submit(
             [
@@ -79,7 +79,7 @@ async def ours(node: Node, folder: Path, count: int) -> Measurements:
         await read(service, count, 0)
         measured = calls.finish()
     finally:
-        await service.lifecycle.stop()
+        await service.stop()
         await store.aclose()
     assert len(measured.gaps) == count * (TURNS - 1)
     return measured

@@ -31,7 +31,6 @@ from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.base import Driver, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
@@ -157,8 +156,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round
     settings = ServiceSettings(init=count, run=count, eval=count, max_jobs_with_sandbox=count)
     total, rounds, after = Attackers(), [], 0
     async with Node(driver, folder) as node:
-        service = build_service(node, {"shell": GradedEnvironment}, renderer, model, settings)
-        await service.lifecycle.start()
+        service = RolloutService(node, {"shell": GradedEnvironment}, renderer, model, settings)
+        await service.start()
         try:
             for number in range(-1, 2 * options.rounds):  # the first round warms up
                 groups = [
@@ -182,7 +181,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round
                     total.attempts[name] = total.attempts.get(name, 0) + attempts
                     total.killed[name] = total.killed.get(name, 0) + attackers.killed.get(name, 0)
         finally:
-            await service.lifecycle.stop()
+            await service.stop()
     return rounds, total
 
 

@@ -27,7 +27,6 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.scripted import as_message
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -85,7 +84,7 @@ async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, st
     settings = ServiceSettings(
         init=64, run=running, eval=64, max_jobs_with_sandbox=2 * running, queue=jobs + GROUPS * SAMPLES
     )
-    service = build_service(empty_node(), {"toy": world.family()}, model.renderer, model, settings)
+    service = RolloutService(empty_node(), {"toy": world.family()}, model.renderer, model, settings)
     names = itertools.count()
 
     def group(number: int) -> GroupRequest:
@@ -98,7 +97,7 @@ async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, st
 
     async def refill() -> None:
         while True:
-            while service.status.read().unfinished < jobs:
+            while service.status().unfinished < jobs:
                 await service.groups.submit([group(next(names)) for _ in range(GROUPS)])
             await asyncio.sleep(0.05)
 
@@ -181,7 +180,7 @@ async def bench(jobs: int, rate: float, seconds: float) -> None:
 
     print(f"{machine()}\n\n{jobs:,} jobs in flight\n\n| | |\n|---|---|")
     async with chromium() as browser, busy(jobs, rate) as (service, url):
-        while service.dashboard.newest < FIRST or service.status.read().unfinished < 0.9 * jobs:
+        while service.dashboard.newest < FIRST or service.status().unfinished < 0.9 * jobs:
             await asyncio.sleep(0.5)
         tell("service", await looks(service))
         if browser is None:

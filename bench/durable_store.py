@@ -114,7 +114,8 @@ async def restart(path: Path, jobs: int) -> None:
     store = SqliteStore(path)
     unfinished = await store.unfinished()
     took = time.perf_counter() - started
-    print(f"open and read {sum(group.outcomes.count(None) for group in unfinished):,} jobs: {took:.3f} s")
+    unfinished_jobs = sum(not job.state.final for group in unfinished for job in group.jobs)
+    print(f"open and read {unfinished_jobs:,} jobs: {took:.3f} s")
     await store.aclose()
 
 

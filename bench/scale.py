@@ -38,7 +38,6 @@ from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.nodes.handle import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 from tests.support.nodes import LocalNode
@@ -243,7 +242,7 @@ async def site(
     fleet = Fleet(pool, terms, clock)
     families: Any = {"waiting": WaitingEnvironment}
     settings = ServiceSettings(queue=10_000_000, retention=RetentionSettings(max_tokens=2_000_000))
-    service = build_service(empty_node(), families, renderer, pool, settings, clock=clock, fleet=fleet)
+    service = RolloutService(empty_node(), families, renderer, pool, settings, clock=clock, fleet=fleet)
     prepared = NodeResources(empty_node(), families, renderer, servers.__getitem__)
 
     node_side = contextvars.copy_context()
@@ -252,7 +251,7 @@ async def site(
         init=max(2, run // 4), run=run, eval=max(2, run // 4), max_jobs_with_sandbox=run + run // 2
     )
 
-    await service.lifecycle.start()
+    await service.start()
     nodes = [
         node_side.run(LocalNode, fleet, prepared, f"node{number}", limits, clock) for number in range(count)
     ]
@@ -261,7 +260,7 @@ async def site(
     try:
         yield service, list(servers.values()), nodes
     finally:
-        await service.lifecycle.stop()
+        await service.stop()
         await fleet.aclose()
         await pool.aclose()
 
@@ -301,7 +300,7 @@ async def measure(count: int, run: int, episodes: int) -> Row:
             tokens = sum(server.sampled for server in servers)
             traffic = [(node.handle.calls, node.handle.bytes) for node in nodes]
             await finished(before + episodes // 2)
-            status = service.status.read()
+            status = service.status()
             assert status.router is not None
             row.spread = status.router.load_imbalance
             await finished(before + episodes)

@@ -39,7 +39,6 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
@@ -172,7 +171,7 @@ class Subject:
         settings = ServiceSettings(
             init=2, run=AT_ONCE, eval=2, max_jobs_with_sandbox=AT_ONCE, queue=1_000_000
         )
-        return build_service(
+        return RolloutService(
             self._node, {"shell": self._family}, self._renderer, self._model, settings, store
         )
 
@@ -187,7 +186,7 @@ class Subject:
         """
         store = SqliteStore(folder / f"{next(self._names)}.db") if folder else None
         service = self.service(store)
-        await service.lifecycle.start()
+        await service.start()
         try:
             await service.groups.submit(self.groups(queue))
             after = 0  # jobs that finish during the submission are not counted
@@ -197,7 +196,7 @@ class Subject:
                 await service.groups.submit(self.groups(jobs))
                 await read(service, jobs, after)
         finally:
-            await service.lifecycle.stop()
+            await service.stop()
             if store is not None:
                 await store.aclose()
 

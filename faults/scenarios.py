@@ -268,8 +268,8 @@ async def cancellations(world: World) -> None:
                 for job in jobs:
                     tasks.create_task(cancel(job))
             results = await world.read(rollouts)
-            assert rollouts.status.read().internal_errors == 0
-            while rollouts.status.read().unfinished:  # closes
+            assert rollouts.status().internal_errors == 0
+            while rollouts.status().unfinished:  # closes
                 await asyncio.sleep(0)
         world.check(results)
     finally:

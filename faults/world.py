@@ -23,7 +23,6 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Re
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import SqliteStore
@@ -114,11 +113,11 @@ class World:
             store = SqliteStore(self.path("store.db"))
             stack.push_async_callback(store.aclose)
             sizes = {"init": 2, "run": 4, "eval": 2, "attempts": 3, **settings}
-            service = build_service(
+            service = RolloutService(
                 node, {"bash": BashEnvironment}, renderer, pool, ServiceSettings(**sizes), store
             )
-            await service.lifecycle.start()
-            stack.push_async_callback(service.lifecycle.stop)
+            await service.start()
+            stack.push_async_callback(service.stop)
             yield service
 
     @asynccontextmanager
@@ -127,11 +126,11 @@ class World:
     ) -> AsyncIterator[tuple[RolloutService, ToyWorld]]:
         """Started service over environments without sandboxes, for thousands of jobs."""
         service, toys = _toys(store, clock, settings)
-        await service.lifecycle.start()
+        await service.start()
         try:
             yield service, toys
         finally:
-            await service.lifecycle.stop()
+            await service.stop()
         assert toys.open == 0, "an environment was not closed"
 
     @asynccontextmanager
@@ -210,6 +209,6 @@ def _toys(
     families: dict[str, Family] = {"toy": toys.family()}
     model: ModelClient = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
     return (
-        build_service(empty_node(), families, renderer, model, ServiceSettings(**settings), store, clock),
+        RolloutService(empty_node(), families, renderer, model, ServiceSettings(**settings), store, clock),
         toys,
     )

@@ -11,7 +11,6 @@ from prorl_envs.errors import InputError
 from prorl_envs.model.routing.health import watching
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.scheduling.placement import StageLimits
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
@@ -48,7 +47,7 @@ async def rollout_service(
             from prorl_envs.app.ray import fleet_of  # an extra
 
             fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
-        yield build_service(
+        yield RolloutService(
             opened, offered, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
         )
 

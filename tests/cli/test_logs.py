@@ -44,7 +44,7 @@ def test_a_line_for_machines_names_the_job() -> None:
 JOBS = """
 import asyncio
 from prorl_envs.app.logs import exporting_traces
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -53,12 +53,12 @@ async def main():
     renderer = builtin_renderer()
     say, finish = {"tool": "say", "arguments": {"text": "x"}}, {"tool": "finish", "arguments": {}}
     model = ToyModel(renderer, lambda _, turn: [finish if turn else say])
-    service = build_service(empty_node(), {"toy": ToyWorld().family()}, renderer, model)
-    await service.lifecycle.start()
+    service = RolloutService(empty_node(), {"toy": ToyWorld().family()}, renderer, model)
+    await service.start()
     for name, faults in (("good", {}), ("bad", {"eval": "grader"})):
         task = {"id": name, "instruction": "a secret instruction", "faults": faults}
         await service.groups.submit([GroupRequest(id=name, environment="toy", task=task)])
-    await service.lifecycle.stop(drain_s=60)
+    await service.stop(drain_s=60)
 
 with exporting_traces():
     asyncio.run(main())

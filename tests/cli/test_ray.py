@@ -103,9 +103,9 @@ async def service(cluster: Any, tmp_path: Path) -> AsyncIterator[RolloutService]
     async with ScriptedServer(BOOK, mix=Mix.parse("solve=1"), renderer=renderer) as server:
         model = Model(servers=[server.url], renderer=renderer, protocol="vllm", tokenizer=str(tokenizer))
         async with rollout_service(settings, model) as made:
-            await made.lifecycle.start()
+            await made.start()
             yield made
-            await made.lifecycle.stop()
+            await made.stop()
 
 
 def ready(service: RolloutService) -> list[Any]:
@@ -170,7 +170,7 @@ async def test_turns_wait_for_new_weights_on_every_node(service: RolloutService)
     await pool.pause("finish", wait_s=30)
     await submit(service, "a", 2)
     await asyncio.sleep(4)
-    assert service.status.read().router.turns == 0  # type: ignore[union-attr]
+    assert service.status().router.turns == 0  # type: ignore[union-attr]
     await pool.resume("2")
     found = await results(service, 2)
     assert [result.reward for result in found] == [1.0] * 2
@@ -223,7 +223,7 @@ async def test_no_job_is_lost_or_doubled_when_actors_are_killed(service: Rollout
     assert sorted(result.job_id for result in found) == sorted(ids)
     assert [result.reward for result in found] == [1.0] * len(ids), [result.failure for result in found]
     assert 1 < max(result.attempts for result in found) <= 2
-    await until(lambda: service.status.read().unfinished == 0)  # the last sandbox is closed after its result
+    await until(lambda: service.status().unfinished == 0)  # the last sandbox is closed after its result
     assert len({node.name for node in service.fleet.nodes}) == len(service.fleet.nodes)  # type: ignore[union-attr]
 
 

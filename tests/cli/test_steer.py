@@ -14,7 +14,7 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.cli.conftest import Done, FastCli
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -40,7 +40,7 @@ class Steered:
         pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
         pool.add("http://127.0.0.1:8000")
         settings = ServiceSettings(run=2, max_jobs_with_sandbox=4)
-        self.service = build_service(empty_node(), {"toy": self.world.family()}, renderer, pool, settings)
+        self.service = RolloutService(empty_node(), {"toy": self.world.family()}, renderer, pool, settings)
         async with serving(self.service, self._server) as self.url:
             self._ready.set()
             await self._over.wait()

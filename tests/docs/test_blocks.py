@@ -25,7 +25,7 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.api.summary import summarise
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolCall
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, pages, parametrize
@@ -245,7 +245,7 @@ async def service() -> AsyncIterator[str]:
     """A service whose environment `bash` runs commands without delay."""
     pool = ModelPool(lambda _: ToyModel(builtin_renderer(), lambda *_: [{"tool": "finish", "arguments": {}}]))
     pool.add("http://127.0.0.1:8000")  # no request is sent to it
-    served = build_service(empty_node(), {"bash": ToyWorld().family()}, builtin_renderer(), pool)
+    served = RolloutService(empty_node(), {"bash": ToyWorld().family()}, builtin_renderer(), pool)
     async with serving(served) as url:
         yield url
 

@@ -23,7 +23,6 @@ from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import blank, nemo_row
 from prorl_envs.remote.servers import OwnServer
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Result
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.toy import Play, ToyModel, empty_node
@@ -54,12 +53,12 @@ def offering(**entries: Any) -> Catalog:
 async def service(catalog: Catalog, node: Node, play: Play) -> AsyncIterator[RolloutService]:
     renderer = builtin_renderer()
     async with catalog:
-        serving = build_service(node, catalog, renderer, ToyModel(renderer, play), ServiceSettings())
-        await serving.lifecycle.start()
+        serving = RolloutService(node, catalog, renderer, ToyModel(renderer, play), ServiceSettings())
+        await serving.start()
         try:
             yield serving
         finally:
-            await serving.lifecycle.stop()
+            await serving.stop()
 
 
 async def roll(serving: RolloutService, requests: Sequence[dict[str, Any]]) -> dict[str, Result]:

@@ -10,7 +10,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.remote.environment import NemoEnvironment, nemo_family
 from prorl_envs.remote.servers import RunningServer
 from prorl_envs.rollout.api.types import GroupRequest, Result
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.resources import ResourcesDesk, count_to_three
 from tests.support.toy import Play, ToyModel, empty_node
@@ -56,8 +56,8 @@ async def roll(
     ) -> list[Result]:
         settings = ServiceSettings(attempts=2)
         model = ToyModel(renderer, play)
-        service = build_service(empty_node(), {"desk": family(**bounds)}, renderer, model, settings)
-        await service.lifecycle.start()
+        service = RolloutService(empty_node(), {"desk": family(**bounds)}, renderer, model, settings)
+        await service.start()
         try:
             request = {
                 "id": "g",
@@ -73,6 +73,6 @@ async def roll(
                 results += page.results
             return results
         finally:
-            await service.lifecycle.stop()
+            await service.stop()
 
     yield run

@@ -16,7 +16,6 @@ from prorl_envs.extras import install_extras
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import GroupRequest, Result
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import SqliteStore
@@ -117,7 +116,7 @@ class Bench:
 
     async def gone(self) -> None:
         """Wait until the service has no jobs, not even finished or closed ones."""
-        while self.service.status.read().unfinished:  # noqa: ASYNC110 - the service has no event for it
+        while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 
 
@@ -135,7 +134,7 @@ async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., 
     ) -> Bench:
         world = ToyWorld()
         done: ModelClient = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
-        service = build_service(
+        service = RolloutService(
             empty_node(),
             {"toy": world.family()},
             renderer,
@@ -144,14 +143,14 @@ async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., 
             kept_in,
             clock,
         )
-        await service.lifecycle.start()
+        await service.start()
         benches.append(Bench(service, world))
         return benches[-1]
 
     yield make
     for bench in benches:
-        await bench.service.lifecycle.stop()
-        if bench.service.status.read().close_failures == 0:
+        await bench.service.stop()
+        if bench.service.status().close_failures == 0:
             assert bench.world.open == 0, "an environment was not closed"
 
 

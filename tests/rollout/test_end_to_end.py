@@ -18,7 +18,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result, StopReason
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -61,7 +61,7 @@ async def running(
         )
         stack.push_async_callback(pool.aclose)
         pool.add(server.url)
-        service = build_service(
+        service = RolloutService(
             Node(driver, folder),
             {"bash": environments()["bash"]},
             renderer,

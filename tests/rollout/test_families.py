@@ -19,7 +19,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -59,7 +59,7 @@ async def test_references_score_one_and_others_zero(
         stack.push_async_callback(pool.aclose)
         pool.add(server.url)
         known = {name: environments()[name] for name in families}
-        service = build_service(Node(driver, tmp_path), known, renderer, pool, ServiceSettings(run=4))
+        service = RolloutService(Node(driver, tmp_path), known, renderer, pool, ServiceSettings(run=4))
         client = await stack.enter_async_context(
             RolloutClient(await stack.enter_async_context(serving(service)))
         )

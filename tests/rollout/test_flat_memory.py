@@ -71,6 +71,6 @@ async def test_objects_do_not_grow_with_the_jobs_done(
     # One-time objects and those being released are in one of these; objects kept per job are in all.
     grown = min((after - before for before, after in itertools.pairwise(seen[1:])), key=Counter.total)
     assert grown.total() < JOBS // 2, f"in {JOBS} jobs: {grown.most_common(10)}"
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     if store is not None:
         await store.aclose()

@@ -15,7 +15,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, StopReason
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -63,7 +63,7 @@ async def running(
         pool = ModelPool(lambda url: VllmClient(url, stop_ids=renderer.stop_ids))
         stack.push_async_callback(pool.aclose)
         pool.add(model.url)
-        service = build_service(Node(driver, folder), environments(), renderer, pool)
+        service = RolloutService(Node(driver, folder), environments(), renderer, pool)
         url = await stack.enter_async_context(serving(service))
         yield await stack.enter_async_context(RolloutClient(url))
 

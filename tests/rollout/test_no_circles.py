@@ -15,7 +15,7 @@ from prorl_envs.env.registry import environments
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.api.types import GroupRequest
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import as_message
@@ -77,7 +77,7 @@ async def test_a_job_leaves_no_reference_cycle(
     driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     store = SqliteStore(tmp_path / "store.db", max_results=JOBS)
-    service = build_service(
+    service = RolloutService(
         Node(driver, tmp_path, warm_pool_size=2),
         {"bash": environments()["bash"]},
         renderer,
@@ -95,16 +95,16 @@ async def test_a_job_leaves_no_reference_cycle(
             page = await service.feed.page(after, limit=JOBS, wait_s=60)
             assert all(result.reward == 1.0 for result in page.results), page.results[0].failure
             after = page.next
-        while service.status.read().unfinished:  # noqa: ASYNC110 - the service has no event for it
+        while service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 
-    await service.lifecycle.start()
+    await service.start()
     try:
         await play("first")  # created once
         with collected() as found:
             await play("second")
     finally:
-        await service.lifecycle.stop()
+        await service.stop()
         await store.aclose()
     kinds = Counter(type(each).__qualname__ for each in found)
     assert len(found) < JOBS, f"{kinds.most_common(12)}"

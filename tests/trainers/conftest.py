@@ -15,7 +15,6 @@ from prorl_envs.model.http.client import ClientLimits
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.scripted import Mix, Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -116,7 +115,7 @@ def toy_service(mix: str = "solve=1,wrong=1", **options: Any) -> Iterator[ToySer
             stack.push_async_callback(pool.aclose)
             pool.add(server.url)
             toy = ToyService(ToyWorld(), server, asyncio.get_running_loop())
-            toy.service = build_service(
+            toy.service = RolloutService(
                 empty_node(), {"toy": toy.world.family()}, renderer, pool, ServiceSettings(attempts=1)
             )
             toy.url = await stack.enter_async_context(serving(toy.service))

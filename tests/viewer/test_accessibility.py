@@ -16,7 +16,7 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.token_texts import token_texts
 from prorl_envs.rollout.http.server import answering, serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.runs.views import RunsFolder
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.viewer.export import export_html
@@ -119,7 +119,7 @@ async def test_a_dashboard(chromium: Any, watched: tuple[Watched, str], screen: 
 async def test_signing_in(chromium: Any, screen: dict[str, Any]) -> None:
     renderer = builtin_renderer()
     pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: FINISH))
-    service = build_service(empty_node(), {}, renderer, pool, ServiceSettings())
+    service = RolloutService(empty_node(), {}, renderer, pool, ServiceSettings())
     settings = ServerSettings(port=0, token=SecretStr("a-token-of-sixteen"))
     async with serving(service, settings) as url:
         context = await chromium.new_context(**screen)

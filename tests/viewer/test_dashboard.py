@@ -18,7 +18,7 @@ from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.token_files import LocalToken
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.viewer.assets import POLICY
@@ -43,7 +43,7 @@ class Watched:
         pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: FINISH))
         pool.add("http://127.0.0.1:8000")
         families = {"toy": self.world.family()}
-        self.service = build_service(
+        self.service = RolloutService(
             empty_node(), families, renderer, pool, ServiceSettings(run=2, max_jobs_with_sandbox=4)
         )
 
@@ -281,7 +281,7 @@ async def test_earlier_summaries_come_from_the_store(tmp_path: Path) -> None:
     for name in ("old", "new"):
         store = SqliteStore(tmp_path / "store.db")
         model = ToyModel(renderer, lambda *_: FINISH)
-        service = build_service(empty_node(), {"toy": ToyWorld().family()}, renderer, model, store=store)
+        service = RolloutService(empty_node(), {"toy": ToyWorld().family()}, renderer, model, store=store)
         auth = LocalToken()
         async with (
             serving(service) as url,

@@ -69,7 +69,7 @@ async def _serve(
             err.print(f"model server:    {server}")
         if not model.servers:
             err.print("model server:    none yet; turns wait for the first (`prorl-envs servers add URL`)")
-        unfinished = service.status.read().unfinished
+        unfinished = service.status().unfinished
         resuming = f"   ({unfinished} unfinished jobs resume)" if unfinished else ""
         err.print(f"store:           {settings.service.store or 'memory, lost at a restart'}{resuming}")
         if settings.nodes.ray is not None:

@@ -106,11 +106,9 @@ def restore(plan: BatchPlan, batch: StoredBatch, stored: Sequence[StoredGroup]) 
     groups = []
     for group in stored:
         ended = {
-            sample: SampleOutcome(
-                outcome.cursor, outcome.reward, outcome.failure.value if outcome.failure else ""
-            )
-            for sample, outcome in enumerate(group.outcomes)
-            if outcome is not None
+            job.sample: SampleOutcome(job.cursor, job.reward, job.failure.value if job.failure else "")
+            for job in group.jobs
+            if job.cursor is not None
         }
         request = group.request
         groups.append(PlannedGroup(request.id, request.samples, group.weight_version, ended))

@@ -109,12 +109,11 @@ class Engine:
         self, group: StoredGroup, task: Task, samples: Iterable[int], *, share: Share = COMMON
     ) -> None:
         """Admit jobs that an earlier service accepted and did not finish. Their earlier attempts count."""
-        now, attempts, failures = self.clock.monotonic(), group.attempts, group.failures
-        started_by_batch = group.started_by_batch
-        jobs = [
-            Job(group.request, i, task, now, attempts[i], failures[i], started_by_batch, readmitted=True)
-            for i in samples
-        ]
+        now = self.clock.monotonic()
+        jobs = [Job(group.request, i, task, now, batch_id=group.started_by_batch) for i in samples]
+        for job in jobs:
+            job.readmitted, job.attempts = True, group.jobs[job.sample].attempts
+            job.interrupted = job.attempts - group.failures[job.sample]
         self._admit(jobs, share)
 
     def _admit(self, jobs: Sequence[Job], share: Share) -> None:
@@ -123,7 +122,7 @@ class Engine:
         self._jobs.update((job.id, job) for job in jobs)
         self.unfinished_of.update(_owner(job.id) for job in jobs)
         pairs = [(job.id, job.request.id) for job in jobs]
-        failures = {job.id: job.failures for job in jobs if job.failures}
+        failures = {job.id: job.attempts - job.interrupted for job in jobs}
         self._apply(self.scheduler.submit(pairs, failures, share))
 
     def give_up(self, result: Result) -> None:
@@ -233,7 +232,7 @@ class Engine:
             match decision:
                 case Start():
                     job = self._jobs[decision.job]
-                    job.node = decision.node
+                    job.node, job.attempts = decision.node, job.interrupted + decision.attempt
                     self._start_stage(job, decision.stage)
                 case Interrupt():
                     self._stages[decision.job].cancel()
@@ -249,7 +248,6 @@ class Engine:
     def _start_stage(self, job: Job, stage: Stage) -> None:
         job.started_at = self.clock.monotonic()
         job.queued_s += job.started_at - job.waiting_since
-        job.attempts += stage is Stage.INIT
         task = self._spawn(self._perform(job, stage))
         self._stages[job.id] = task
         task.add_done_callback(partial(self._stage_ended, job))
@@ -258,8 +256,11 @@ class Engine:
         with tracing.in_stage(job.id, job.span, stage, job.attempts) as span:
             if stage is Stage.INIT:
                 # Each start is stored at once, to detect a job that crashes every service that starts it.
-                at_once = job.readmitted or job.failures > 0
-                await self._persist(partial(self.store.started, job.id, job.failures, at_once=at_once))
+                failures = job.attempts - job.interrupted - 1
+                at_once = job.readmitted or failures > 0
+                await self._persist(
+                    partial(self.store.started, job.id, job.attempts, failures, at_once=at_once)
+                )
             failure = await self.executor.perform(job, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)

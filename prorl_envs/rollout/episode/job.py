@@ -152,8 +152,8 @@ class Job:
         sample: index of the job in the group.
         task: the validated task of the request.
         waiting_since: clock time at which the job last started to wait, in seconds.
-        attempts: number of started attempts.
-        failures: number of failed attempts; an attempt interrupted by a service shutdown does not count.
+        attempts: number of started attempts: those that the scheduler counts, and `interrupted` ones.
+        interrupted: number of attempts that stops of earlier services interrupted. They did not fail.
         batch_id: the batch that started the group, if any.
         readmitted: True if an earlier service accepted the job.
         span: trace span of the job.
@@ -166,7 +166,7 @@ class Job:
     task: Task
     waiting_since: float
     attempts: int = 0
-    failures: int = 0
+    interrupted: int = 0
     batch_id: str | None = None
     readmitted: bool = False
     attempt: Attempt = field(default_factory=Attempt)
@@ -206,7 +206,6 @@ class Job:
     def new_attempt(self) -> None:
         """Replace the failed attempt with an empty one. Add its times to those of the job."""
         self._add_times()
-        self.failures += 1
         self.attempt = Attempt()
 
     def cancelled(self) -> None:

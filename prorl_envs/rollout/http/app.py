@@ -172,7 +172,7 @@ def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/status")
     async def get_status() -> StatusView:
         """Return pools, queues, counts and model servers."""
-        return service.status.read()
+        return service.status()
 
     @app.get("/v1/environments")
     async def get_environments() -> EnvironmentList:

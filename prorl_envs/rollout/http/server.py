@@ -66,11 +66,11 @@ async def serving(
                 stack.enter_context(stored_token(token, address))
             else:
                 drop_token(address)  # token of an earlier service at this address
-        await service.lifecycle.start()
+        await service.start()
         try:
             yield url
         finally:
-            await service.lifecycle.stop(drain_s=drain_s)
+            await service.stop(drain_s=drain_s)
 
 
 @asynccontextmanager
@@ -168,7 +168,7 @@ async def serve_until_signal(
 
 async def _drain(service: RolloutService, stop_now: asyncio.Event) -> None:
     """Stop the service after a drain. If `stop_now` is set, end the drain."""
-    stopping = asyncio.create_task(service.lifecycle.stop(drain_s=service.settings.drain_s))
+    stopping = asyncio.create_task(service.stop(drain_s=service.settings.drain_s))
     waiting = asyncio.create_task(stop_now.wait())
     await asyncio.wait({stopping, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -9,24 +9,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import MemoryUse, NodeUse
-from prorl_envs.rollout.api.batches import BatchView
 from prorl_envs.rollout.api.dashboard import (
     Bucket,
     DashboardView,
     GroupLine,
-    JobLine,
     Percentiles,
     SandboxesView,
 )
 from prorl_envs.rollout.api.errors import QueueFull
 from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import JobState, Result
-from prorl_envs.rollout.api.views import NodeView, StatusView
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.statistics import deviation
 
@@ -40,34 +37,16 @@ GROUPS = 24
 MAX_STREAMS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardSnapshot:
-    """State of the service, without its results.
-
-    Args:
-        status, attempts_limit, batches, nodes, running: as in `DashboardView`.
-        use: number and state of the machine's sandboxes; `memory`: memory that they use.
-    """
-
-    status: StatusView
-    attempts_limit: int
-    use: NodeUse
-    memory: MemoryUse
-    batches: list[BatchView]
-    nodes: list[NodeView]
-    running: list[JobLine]
-
-
 class DashboardState:
     """Dashboard state of one service.
 
     Args:
         clock: measures time.
         store: has the results.
-        look: returns the parts of a `DashboardView` that are not about results.
+        look: returns the fields of a `DashboardView` that are not about results.
     """
 
-    def __init__(self, clock: Clock, store: SqlStore, look: Callable[[], DashboardSnapshot]) -> None:
+    def __init__(self, clock: Clock, store: SqlStore, look: Callable[[], dict[str, Any]]) -> None:
         self._clock = clock
         self._store = store
         self._look = look
@@ -125,15 +104,11 @@ class DashboardState:
         return self._cached[1]
 
     def _view(self, now: float) -> DashboardView:
-        snapshot = self._look()
         last = list(reversed(self._recent))
         rewards = [summary.reward for summary in last if summary.reward is not None]
         bucket = int(now // BUCKET_S)
         return DashboardView(
             time=time.time(),
-            status=snapshot.status,
-            attempts_limit=snapshot.attempts_limit,
-            sandboxes=_sandboxes(snapshot.use, snapshot.memory),
             history=[
                 self._buckets.get(number, Bucket()) for number in range(bucket - BUCKETS + 1, bucket + 1)
             ],
@@ -141,9 +116,7 @@ class DashboardState:
             rewards=_tenths(rewards),
             reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
             groups=_groups(last),
-            batches=snapshot.batches,
-            nodes=snapshot.nodes,
-            running=snapshot.running,
+            **self._look(),
         )
 
     def _latency(self, summaries: Sequence[Summary]) -> dict[str, Percentiles]:
@@ -234,7 +207,8 @@ def _groups(summaries: Sequence[Summary]) -> list[GroupLine]:
     return lines
 
 
-def _sandboxes(use: NodeUse, memory: MemoryUse) -> SandboxesView:
+def sandboxes_view(use: NodeUse, memory: MemoryUse) -> SandboxesView:
+    """Return the view of a machine's sandboxes and of its memory."""
     total, available = _memory()
     known = bool(memory.busy or memory.warm)
     return SandboxesView(

@@ -120,9 +120,7 @@ class Fleet:
             return lost_failure(job.node, "before the job started", stage)
         node = order.node
         request = job.request if stage is Stage.INIT else None
-        stage_order = StageOrder(
-            order.number, stage, job.attempts, job.sample, request, tracing.carried(), caller, step
-        )
+        stage_order = StageOrder(order.number, stage, job.sample, request, tracing.carried(), caller, step)
         performing = asyncio.create_task(node.call(node.handle.perform(stage_order)))
         try:
             try:

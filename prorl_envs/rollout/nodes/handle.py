@@ -71,7 +71,6 @@ class StageOrder:
     """Request to run a stage.
 
     Args:
-        attempt: number of the job's attempt, from 1.
         request: the group, for INIT; else None. `sample`: index of the job in the group.
         trace: context of the stage's span, as W3C trace headers.
         caller: a caller drives RUN, and this request is for one `step`. Without it, render the prompt.
@@ -79,7 +78,6 @@ class StageOrder:
 
     order: int
     stage: Stage
-    attempt: int
     sample: int
     request: GroupRequest | None
     trace: Mapping[str, str]

@@ -1,1 +1,1 @@
-"""The rollout service and its parts. Begin with `build.py`."""
+"""The rollout service and its parts. Begin with `service.py`."""

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field, replace
 from prorl_envs.env.base import Task
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import Conflict, NotFound
-from prorl_envs.rollout.api.types import GroupRequest, job_id, split_job_id
+from prorl_envs.rollout.api.types import GroupRequest, JobState, job_id, split_job_id
 from prorl_envs.rollout.api.views import GroupView, JobView
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.service.admission import AdmissionControl, Quota
-from prorl_envs.rollout.service.group_views import group_view, job_view
 from prorl_envs.rollout.service.leases import Leases
 from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.store.base import NewGroup, StoredGroup
 from prorl_envs.rollout.store.sql import SqlStore
+from prorl_envs.rollout.store.statistics import group_statistics
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Groups:
         )
         fresh = await asyncio.shield(accepting)
         return [
-            group_view(_accepted(group), self.engine) if new else await self.group(group.request.id)
+            self._view(_accepted(group)) if new else await self.group(group.request.id)
             for group, new in zip(groups, fresh, strict=True)
         ]
 
@@ -132,7 +132,7 @@ class Groups:
         """
 
         async def look() -> tuple[GroupView, bool]:
-            view = group_view(await self.store.group(group_id), self.engine)
+            view = self._view(await self.store.group(group_id))
             return view, view.complete
 
         return await self.notifier.follow(look, group_id, wait_s)
@@ -153,7 +153,7 @@ class Groups:
             group = await self.store.group(group_id) if group_id else None
             if group is None or sample >= group.request.samples:
                 raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
-            view = job_view(group, sample, self.engine)
+            view = self._current(group.jobs[sample])
             return view, view.state.final
 
         return await self.notifier.follow(look, group_id, wait_s)
@@ -213,9 +213,30 @@ class Groups:
             raise InputError(f"job {job!r} cannot be retried: the new id would be too long") from error
         return (await self.submit([retry], quota=quota))[0]
 
+    def _view(self, group: StoredGroup) -> GroupView:
+        return GroupView(
+            id=group.request.id,
+            environment=group.request.environment,
+            task_id=group.task_id,
+            jobs=[self._current(job) for job in group.jobs],
+            complete=group.complete,
+            statistics=group_statistics(group),
+            batch_id=group.batch_id,
+        )
+
+    def _current(self, job: JobView) -> JobView:
+        """Return the current state of a stored job."""
+        if job.state.final:
+            return job
+        state = self.engine.scheduler.state(job.id) or JobState.QUEUED
+        return job.model_copy(update={"state": state, "attempts": self.engine.attempts(job.id)})
+
 
 def _accepted(group: NewGroup) -> StoredGroup:
     """Return a newly accepted group as the store would return it, without a query."""
-    samples = group.request.samples
-    zeros = (0,) * samples
-    return StoredGroup(group.request, group.task_id, (None,) * samples, attempts=zeros, failures=zeros)
+    name, samples = group.request.id, range(group.request.samples)
+    jobs = tuple(
+        JobView(id=job_id(name, i), group_id=name, sample=i, state=JobState.QUEUED, attempts=0)
+        for i in samples
+    )
+    return StoredGroup(group.request, group.task_id, jobs, failures=(0,) * len(jobs))

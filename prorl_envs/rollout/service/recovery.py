@@ -38,7 +38,7 @@ def plan_recovery(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> R
         group: the stored group.
         load: returns the task of a request, or raises InputError.
     """
-    missing = [sample for sample, outcome in enumerate(group.outcomes) if outcome is None]
+    missing = [job.sample for job in group.jobs if not job.state.final]
     try:
         task = load(group.request)
     except InputError as error:
@@ -46,7 +46,7 @@ def plan_recovery(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> R
         failure = _not_offered(error)
         return RecoveryPlan(None, [], [_unstarted(group, sample, failure) for sample in missing])
     # Attempts with neither failure nor result were interrupted when their service stopped.
-    interrupted = [i for i in missing if group.attempts[i] - group.failures[i] >= MAX_INTERRUPTIONS]
+    interrupted = [i for i in missing if group.jobs[i].attempts - group.failures[i] >= MAX_INTERRUPTIONS]
     for sample in interrupted:
         log.error("job %s/%d was interrupted too often, and fails", group.request.id, sample)
     given_up = [_unstarted(group, sample, _interrupted()) for sample in interrupted]
@@ -68,7 +68,7 @@ def _unstarted(group: StoredGroup, sample: int, failure: Failure) -> Result:
         mask_sample=True,
         stop_reason=None,
         failure=failure,
-        attempts=group.attempts[sample],
+        attempts=group.jobs[sample].attempts,
         metadata=request.metadata,
     )
 

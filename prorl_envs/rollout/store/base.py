@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
-from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, split_job_id
+from prorl_envs.rollout.api.types import GroupRequest, Result, split_job_id
+from prorl_envs.rollout.api.views import JobView
 
 #: Maximum number of tokens in one page of results. A token takes some 25 bytes of JSON.
 PAGE_TOKENS = 500_000
@@ -22,25 +22,13 @@ RECENT_RESULTS, RECENT_TOKENS = 256, 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class StoredOutcome:
-    """Outcome of a finished job. It is stored as long as the job's group."""
-
-    state: JobState
-    reward: float | None
-    failure: FailureKind | None
-    attempts: int
-    cursor: int
-
-
-@dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Group with the outcomes of its jobs.
+    """Group with its jobs.
 
     Args:
         request: the submitted request.
         task_id: id of the group's task.
-        outcomes: one per sample, None if the sample is not finished.
-        attempts: number of attempts of each sample.
+        jobs: one per sample, as stored: a job without a result is `queued`.
         failures: number of attempts of each sample that had failed when its last attempt started.
         batch_id: the batch that the group counts for, or None.
         weight_version: weight version in the request of the batch that started the group.
@@ -48,8 +36,7 @@ class StoredGroup:
 
     request: GroupRequest
     task_id: str
-    outcomes: tuple[StoredOutcome | None, ...]
-    attempts: tuple[int, ...]
+    jobs: tuple[JobView, ...]
     failures: tuple[int, ...]
     batch_id: str | None = None
     weight_version: int | None = None
@@ -61,7 +48,7 @@ class StoredGroup:
 
     @property
     def complete(self) -> bool:
-        return None not in self.outcomes
+        return all(job.state.final for job in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)

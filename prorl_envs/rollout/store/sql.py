@@ -22,7 +22,8 @@ from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
 from prorl_envs.rollout.api.dashboard import SearchPage
 from prorl_envs.rollout.api.errors import Conflict, CursorExpired, NotFound
 from prorl_envs.rollout.api.summary import Summary, holds, needles, summary_of_body
-from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Selection, split_job_id
+from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Selection, job_id, split_job_id
+from prorl_envs.rollout.api.views import JobView
 from prorl_envs.rollout.store.base import (
     KNOWN_DROPPED,
     PAGE_TOKENS,
@@ -30,7 +31,6 @@ from prorl_envs.rollout.store.base import (
     Recent,
     StoredBatch,
     StoredGroup,
-    StoredOutcome,
     UnreadResults,
     first_page,
     token_count,
@@ -171,8 +171,8 @@ class SqlStore(Database):
         row = self._db.execute("SELECT request FROM groups WHERE id = ?", (group_id,)).fetchone()
         return zlib.decompress(row[0]) if row else None
 
-    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
-        """Count a started attempt of a job.
+    async def started(self, job_id: str, attempts: int, failures: int, *, at_once: bool = True) -> None:
+        """Store the number of attempts of a job, of which one starts now.
 
         Args:
             failures: number of earlier attempts that failed. The other earlier attempts were interrupted.
@@ -182,18 +182,17 @@ class SqlStore(Database):
         Raises:
             NotFound: no such job.
         """
-        work = partial(self._started, job_id, failures)
+        work = partial(self._started, job_id, attempts, failures)
         if at_once:
             await self._write(work)
         else:
             self._write_with_others(work)
 
-    def _started(self, job_id: str, failures: int) -> None:
-        group_id, sample = split_job_id(job_id)
+    def _started(self, job_id: str, attempts: int, failures: int) -> None:
         changed = self._db.execute(
-            "UPDATE jobs SET attempts = attempts + 1, failures = ?"
+            "UPDATE jobs SET attempts = ?, failures = ?"
             " WHERE number = (SELECT number FROM groups WHERE id = ?) AND sample = ?",
-            (failures, group_id, sample),
+            (attempts, failures, *split_job_id(job_id)),
         )
         if changed.rowcount == 0:
             raise NotFound(f"no job {job_id!r}")
@@ -214,19 +213,19 @@ class SqlStore(Database):
         """Yield groups in the order of their submission. A single query reads them from one snapshot."""
         rows = self._view.execute(
             "SELECT number, task_id, request, batch_id, weight_version,"
-            " state, reward, failure, attempts, cursor, failures"
+            " sample, state, attempts, reward, failure, cursor, failures"
             f" FROM groups JOIN jobs USING (number) WHERE {condition} ORDER BY number, sample",
             values,
         ).fetchall()
         for _, jobs in itertools.groupby(rows, key=lambda row: row[0]):
             group = list(jobs)
-            _, task_id, request, batch_id, weight_version, *_ = group[0]
+            _, task_id, packed, batch_id, weight_version, *_ = group[0]
+            request = GroupRequest.model_validate_json(zlib.decompress(packed))
             yield StoredGroup(
-                GroupRequest.model_validate_json(zlib.decompress(request)),
+                request,
                 task_id,
-                tuple(_outcome(*row[5:10]) for row in group),
-                tuple(row[8] for row in group),
-                tuple(row[10] for row in group),
+                tuple(_job(request.id, *row[5:11]) for row in group),
+                tuple(row[11] for row in group),
                 batch_id,
                 weight_version,
             )
@@ -665,12 +664,25 @@ def _same(known: bytes, text: bytes) -> bool:
     return known == text or json.loads(known) == json.loads(text)
 
 
-def _outcome(
-    state: str | None, reward: float | None, failure: str | None, attempts: int, cursor: int | None
-) -> StoredOutcome | None:
-    if state is None or cursor is None:
-        return None
-    return StoredOutcome(JobState(state), reward, FailureKind(failure) if failure else None, attempts, cursor)
+def _job(
+    group_id: str,
+    sample: int,
+    state: str | None,
+    attempts: int,
+    reward: float | None,
+    failure: str | None,
+    cursor: int | None,
+) -> JobView:
+    return JobView(
+        id=job_id(group_id, sample),
+        group_id=group_id,
+        sample=sample,
+        state=JobState(state) if state else JobState.QUEUED,
+        attempts=attempts,
+        reward=reward,
+        failure=FailureKind(failure) if failure else None,
+        cursor=cursor,
+    )
 
 
 def _unset_fields(row: BatchRequest | BatchTask) -> dict[str, Any]:

@@ -17,20 +17,19 @@ def group_statistics(group: StoredGroup) -> GroupStatistics | None:
     A group is informative if its rewards differ: with a group-relative advantage, equal rewards give no
     gradient (the filter of DAPO, arXiv 2503.14476, section 3.2).
     """
-    outcomes = [outcome for outcome in group.outcomes if outcome is not None]
-    if len(outcomes) < len(group.outcomes):
+    if not group.complete:
         return None
-    rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+    rewards = [job.reward for job in group.jobs if job.reward is not None]
     mean = math.fsum(rewards) / len(rewards) if rewards else None
     return GroupStatistics(
         group_id=group.request.id,
         task_id=group.task_id,
         environment=group.request.environment,
-        rewards=[outcome.reward for outcome in outcomes],
+        rewards=[job.reward for job in group.jobs],
         mean=mean,
         std=None if mean is None else deviation(rewards, mean),
         informative=bool(rewards) and max(rewards) - min(rewards) > SPREAD,
-        failures=dict(Counter(outcome.failure.value for outcome in outcomes if outcome.failure)),
+        failures=dict(Counter(job.failure.value for job in group.jobs if job.failure)),
     )
 
 

@@ -19,7 +19,7 @@ from prorl_envs.rollout.api.errors import Conflict, NotFound
 from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from tests.rollout.batches.batch_bench import PacedModel, batch, rows
 from tests.rollout.http.test_app import anything, error_of, http
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -71,8 +71,8 @@ async def test_the_documented_trainer_trains(renderer: TemplateRenderer) -> None
     names: dict[str, Any] = {}
     exec(small, names)
     toy = ToyWorld().family()
-    service = build_service(empty_node(), {"bash": toy}, renderer, PacedModel(renderer))
-    await service.lifecycle.start()
+    service = RolloutService(empty_node(), {"bash": toy}, renderer, PacedModel(renderer))
+    await service.start()
     steps: list[list[Result]] = []
 
     async def train(results: list[Result]) -> int:
@@ -88,7 +88,7 @@ async def test_the_documented_trainer_trains(renderer: TemplateRenderer) -> None
     read = [result.job_id for results in steps for result in results]
     assert len(read) == len(set(read)), "no sample is trained on twice"
     assert sum(view.carried_over for view in views) == sum(view.carried_in for view in views)
-    await service.lifecycle.stop()
+    await service.stop()
 
 
 async def test_results_arrive_while_the_batch_runs(client: RolloutClient, model: PacedModel) -> None:
@@ -169,10 +169,10 @@ almost = st.fixed_dictionaries(
 def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     model = ToyModel(renderer, lambda *_: "done")
-    service = build_service(empty_node(), {"toy": world.family()}, renderer, model)
+    service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model)
     client = http(service)
     with asyncio.Runner() as runner:
-        runner.run(service.lifecycle.start())
+        runner.run(service.start())
 
         @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(st.sampled_from(["", "/a/tasks", "/b/c/tasks"]), anything | almost)
@@ -185,5 +185,5 @@ def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> N
                 assert error_of(response)["type"] in known
 
         post()
-        runner.run(service.lifecycle.stop())
+        runner.run(service.stop())
         runner.run(client.aclose())

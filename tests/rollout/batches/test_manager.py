@@ -274,7 +274,7 @@ async def test_a_batch_waits_for_room_in_the_queue(make: Any) -> None:
     await bench.submit(bench.group("other", samples=2))
     await bench.service.batches.submit(batch(groups=6, tasks=6))
     await bench.finished(2)
-    assert bench.service.status.read().unfinished <= 5
+    assert bench.service.status().unfinished <= 5
     view = await over(bench)
     assert (view.state, view.informative) == (BatchState.COMPLETE, 6)
     model.release("other")
@@ -318,7 +318,7 @@ async def test_a_higher_priority_goes_first(make: Any) -> None:
     await bench.world.until(lambda: bench.world.open == 1)
     await bench.service.batches.submit(batch("high", groups=3, priority=1, tasks=3))
     await bench.world.until(lambda: True)
-    while bench.service.status.read().unfinished < 12:  # noqa: ASYNC110 - the service has no event for it
+    while bench.service.status().unfinished < 12:  # noqa: ASYNC110 - the service has no event for it
         await asyncio.sleep(0)
     model.release("low/0")
     await over(bench, "low")
@@ -349,7 +349,7 @@ async def test_a_stopping_service_accepts_and_starts_nothing(make: Any) -> None:
     await bench.service.batches.submit(batch(in_flight=1, tasks=5))
     waiting = asyncio.create_task(bench.service.batches.view("a", wait_s=WAIT_S))
     await bench.world.until(lambda: bench.world.open == 2)
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     assert (await waiting).state is BatchState.RUNNING
     assert {task for task, _ in bench.world.log} == {"t0"}
     with pytest.raises(Unavailable):

@@ -17,7 +17,6 @@ from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask, 
 from prorl_envs.rollout.api.types import AgentLimits, JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.episode.defaults import Defaults
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import StoredBatch
 from prorl_envs.rollout.store.sqlite import SqliteStore
@@ -80,10 +79,10 @@ class Photographed(SqliteStore):
 
 
 async def started(store: SqliteStore, model: PacedModel) -> RolloutService:
-    service = build_service(
+    service = RolloutService(
         empty_node(), {"toy": ToyWorld().family()}, model.renderer, model, ServiceSettings(), store
     )
-    await service.lifecycle.start()
+    await service.start()
     return service
 
 
@@ -114,7 +113,7 @@ async def test_after_a_kill_at_any_write_decisions_are_the_same_and_work_continu
     service = await started(store, model)
     await train(service, model)
     final = {name: selected(service, name) for name in ("a", "b")}
-    await service.lifecycle.stop()
+    await service.stop()
     await store.aclose()
     assert len(final["a"]) == 3
     assert len(final["b"]) == 2
@@ -137,13 +136,13 @@ async def _goes_on(picture: Path, model: PacedModel, final: dict[str, list[Any]]
         assert len(after[name]) == len(final[name])
     both = [group for name in final for group, *_ in after[name]]
     assert len(both) == len(set(both)), "a group counted twice"
-    while service.status.read().unfinished:  # noqa: ASYNC110 - the service has no event for it
+    while service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
         await asyncio.sleep(0)
     results = await store.results(0, 1000)
     jobs = [result.job_id for result in results]
     assert len(jobs) == len(set(jobs)), "a result given twice"
     assert max(result.attempts for result in results) <= 2
-    await service.lifecycle.stop()  # a group that was being started is stored completely
+    await service.stop()  # a group that was being started is stored completely
     kept = {group.request.id for _, groups in await store.batches() for group in groups}
     for name in final:
         view = await service.batches.view(name)
@@ -207,11 +206,11 @@ async def test_a_batch_whose_environment_is_gone_fails_and_blocks_nothing(
     bench = await make_bench(model=model)
     await bench.service.batches.submit(batch(in_flight=1))
     await bench.world.until(lambda: bench.world.open == 2)
-    other = build_service(empty_node(), {}, renderer, model, store=bench.service.store)
-    await other.lifecycle.start()
+    other = RolloutService(empty_node(), {}, renderer, model, store=bench.service.store)
+    await other.start()
     view = await other.batches.view("a", wait_s=60)
     assert (view.state, view.started) == (BatchState.CANCELLED, 1)
-    await other.lifecycle.stop(drain_s=60)
+    await other.stop(drain_s=60)
     ends = [(end.state, end.batch_id) for end in await bench.service.store.results(0, 9)]
     assert ends == [(JobState.FAILED, "a")] * 2
 
@@ -227,14 +226,14 @@ async def test_settings_inherited_from_the_environment_stay_inherited_over_a_res
     asked = batch(groups=3, tasks=[*rows(2), with_own_limits], in_flight=1, sampling={"top_p": 0.5})
     for last in (False, True):
         store = SqliteStore(tmp_path / "store.db")
-        service = build_service(empty_node(), family, renderer, model, None, store, defaults=own)
-        await service.lifecycle.start()
+        service = RolloutService(empty_node(), family, renderer, model, None, store, defaults=own)
+        await service.start()
         await service.batches.submit(asked)
         if last:
             model.release_all()
             assert (await service.batches.view("a", wait_s=60)).state is BatchState.COMPLETE
             requests = [(await store.group(f"a/{index}")).request for index in range(3)]
-        await service.lifecycle.stop()
+        await service.stop()
         await store.aclose()
     assert [request.limits.max_turns for request in requests] == [3, 3, 5]
     sampling = {(request.sampling.temperature, request.sampling.top_p) for request in requests}

@@ -104,7 +104,7 @@ async def test_a_batch_keeps_to_its_tenants_quota(bench: Any, model: PacedModel,
         await alice.submit([bench.group("alice/b", samples=2)])
     for name in names:
         model.release(name)
-        assert bench.service.status.read().unfinished <= 5
+        assert bench.service.status().unfinished <= 5
     view = await alice.batch("alice/a", wait_s=60)
     assert (view.state, view.informative) == (BatchState.COMPLETE, 8)
     with pytest.raises(InputError, match="at most 5"):
@@ -132,7 +132,7 @@ async def test_a_draining_service_starts_no_further_groups_of_a_batch(
     await batches.submit(batch("a", groups=3, in_flight=1, tasks=3, stream_open=True))
     await bench.world.until(lambda: bench.world.open > 0)
     with caplog.at_level(logging.ERROR):
-        draining = asyncio.create_task(bench.service.lifecycle.drain(wait_s=60))
+        draining = asyncio.create_task(bench.service.drain(wait_s=60))
         await asyncio.sleep(0)
         model.release("a/0")
         await draining
@@ -141,7 +141,7 @@ async def test_a_draining_service_starts_no_further_groups_of_a_batch(
             await asyncio.sleep(0)
     assert (await batches.view("a")).started == 1, "nothing more is begun"
     assert not caplog.records
-    bench.service.lifecycle.resume()
+    bench.service.resume()
     assert (await batches.view("a", wait_s=60)).state is BatchState.COMPLETE
 
 

@@ -24,7 +24,6 @@ from prorl_envs.rollout.client.token_files import (
     token_folder,
 )
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -44,7 +43,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def new_service() -> RolloutService:
     renderer = builtin_renderer()
     model = ToyModel(renderer, lambda *_: "Hello.")
-    return build_service(empty_node(), {"toy": ToyWorld().family()}, renderer, model)
+    return RolloutService(empty_node(), {"toy": ToyWorld().family()}, renderer, model)
 
 
 @asynccontextmanager

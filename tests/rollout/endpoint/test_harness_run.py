@@ -27,7 +27,6 @@ from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result, StopReason
 from prorl_envs.rollout.episode.job import AttemptReport
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Script, ScriptBook
@@ -93,12 +92,12 @@ async def node(shared_driver: BubblewrapDriver, tmp_path: Path) -> Node:
 @asynccontextmanager
 async def serving(node: Node, harness: Recipe, model: ModelClient) -> AsyncIterator[RolloutService]:
     family = with_harness(BashEnvironment, harness, "test")
-    service = build_service(node, {"bash": family}, builtin_renderer(), model)
-    await service.lifecycle.start()
+    service = RolloutService(node, {"bash": family}, builtin_renderer(), model)
+    await service.start()
     try:
         yield service
     finally:
-        await service.lifecycle.stop()
+        await service.stop()
 
 
 async def play(service: RolloutService, samples: int = 1, **limits: Any) -> Sequence[Result]:

@@ -21,7 +21,6 @@ from prorl_envs.rollout.api.errors import NotFound, OutOfOrder
 from prorl_envs.rollout.api.interactive import CallRequest, CallStep, EpisodeRequest, TokenStep
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import ScriptBook
@@ -40,7 +39,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Say it."}]
 def new_service(renderer: TemplateRenderer, **settings: Any) -> RolloutService:
     model = ToyModel(renderer, lambda *_: "It.")
     family = ToyWorld().family()
-    return build_service(empty_node(), {"toy": family}, renderer, model, ServiceSettings(**settings))
+    return RolloutService(empty_node(), {"toy": family}, renderer, model, ServiceSettings(**settings))
 
 
 def locked() -> ServerSettings:
@@ -116,7 +115,7 @@ async def test_the_example_runs_unmodified(
     async with ScriptedServer(book, noncanonical=0.3) as server:
         pool.add(server.url)
         node = Node(shared_driver, tmp_path)
-        service = build_service(node, {"bash": BashEnvironment}, renderer, pool)
+        service = RolloutService(node, {"bash": BashEnvironment}, renderer, pool)
         async with serving(service) as url:
             command = [sys.executable, "-W", "error", str(ROOT / "examples" / "agents" / "outside.py"), url]
             example = await create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)

@@ -18,7 +18,7 @@ from prorl_envs.errors import EnvironmentFault
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, StopReason
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -46,9 +46,9 @@ async def played(driver: BubblewrapDriver, environment: str, harness: str, row: 
         stack.push_async_callback(pool.aclose)
         pool.add(server.url)
         node = Node(driver, cache)
-        service = build_service(node, {environment: family}, builtin_renderer(), pool)
-        await service.lifecycle.start()
-        stack.push_async_callback(service.lifecycle.stop)
+        service = RolloutService(node, {environment: family}, builtin_renderer(), pool)
+        await service.start()
+        stack.push_async_callback(service.stop)
         limits = AgentLimits(max_tokens=500_000, run_s=300)
         await service.groups.submit([GroupRequest(id="g", environment=environment, task=row, limits=limits)])
         page = await service.feed.page(0, limit=1, wait_s=1200)

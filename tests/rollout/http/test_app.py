@@ -20,7 +20,6 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.errors import WIRE_ERRORS, Unavailable
 from prorl_envs.rollout.api.types import Result
 from prorl_envs.rollout.http.app import create_app
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from tests.rollout.batches.batch_bench import PacedModel
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -109,7 +108,7 @@ async def test_the_stream_sends_stored_then_new_results_and_stops_with_the_servi
     await bench.result(bench.group("before"))
     streaming = asyncio.create_task(client.get("/v1/results/stream", params={"after": 0}))
     await bench.result(bench.group("after"))
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     response = await streaming
     assert response.headers["content-type"].startswith("application/x-ndjson")
     lines = [json.loads(line) for line in response.text.splitlines() if line]
@@ -225,7 +224,7 @@ async def test_ready_follows_the_service_and_health_the_process(
     client: httpx.AsyncClient, bench: Any
 ) -> None:
     assert (await client.get("/ready")).status_code == 200
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     assert (await client.get("/ready")).status_code == 503
     assert (await client.get("/health")).status_code == 200
     refused = await client.post("/v1/groups", json=body())
@@ -263,7 +262,7 @@ async def test_no_id_is_reported_unknown_before_the_store_is_read(
 ) -> None:
     """A reader of a killed service sends requests to the restarted service immediately."""
     store = (await make_bench()).service.store
-    service = build_service(
+    service = RolloutService(
         empty_node(), {"toy": ToyWorld().family()}, renderer, PacedModel(renderer), store=store
     )
     async with http(service) as client:
@@ -275,9 +274,9 @@ async def test_no_id_is_reported_unknown_before_the_store_is_read(
         assert (await client.get("/ready")).status_code == 503
         for path in ("/health", "/metrics", "/v1/status"):
             assert (await client.get(path)).status_code == 200
-        await service.lifecycle.start()
+        await service.start()
         assert (await client.get("/v1/batches/b")).status_code == 404
-        await service.lifecycle.stop()
+        await service.stop()
 
 
 async def test_every_route_asks_for_the_token(bench: Any) -> None:
@@ -410,7 +409,7 @@ almost = st.fixed_dictionaries(
 def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     model = ToyModel(renderer, lambda *_: "done")
-    service = build_service(empty_node(), {"toy": world.family()}, renderer, model)
+    service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model)
     client = http(service)
     with asyncio.Runner() as runner:
 
@@ -422,10 +421,10 @@ def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> N
             if response.status_code != 200:
                 assert error_of(response)["type"] in ("invalid_request", "conflict", "full")
 
-        runner.run(service.lifecycle.start())
+        runner.run(service.start())
         post()
         runner.run(client.aclose())
-        runner.run(service.lifecycle.stop())
+        runner.run(service.stop())
 
 
 def test_a_result_of_another_format_is_refused() -> None:

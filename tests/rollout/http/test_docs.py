@@ -14,7 +14,6 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
@@ -64,7 +63,7 @@ def shown_in(shown: Any, given: Any) -> bool:
 def new_service(renderer: TemplateRenderer) -> RolloutService:
     pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
     pool.add("http://127.0.0.1:8000")  # no traffic is sent to the address
-    return build_service(empty_node(), {"bash": ToyWorld().family()}, renderer, pool)
+    return RolloutService(empty_node(), {"bash": ToyWorld().family()}, renderer, pool)
 
 
 async def test_every_example_is_answered_as_on_the_page(renderer: TemplateRenderer) -> None:

@@ -159,7 +159,7 @@ async def test_errors_name_their_reason(paper: tuple[PaperClient, Any]) -> None:
     assert (await client.post("/cancel", {"job_id": "never"}))[0] == 404
     assert (await client.post("/clear_llm_server"))[0] == 200
     assert (await client.process())[0] == 503
-    await bench.service.lifecycle.drain()
+    await bench.service.drain()
     await client.post("/add_llm_server", {"address": "http://127.0.0.1:1"})
     status, answer = await client.process()
     assert (status, "draining" in answer["detail"]) == (503, True)

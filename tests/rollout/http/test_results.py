@@ -163,7 +163,7 @@ async def test_a_wait_that_timed_out_returns_the_progress(make_bench: Any) -> No
     assert (await waiting).state is JobState.RUN
     waiting = asyncio.create_task(bench.service.groups.group("g", wait_s=5))
     await clock.wait_for_sleepers(before + 1)
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     assert (await waiting).complete
 
 
@@ -272,5 +272,5 @@ async def test_the_stream_of_a_stopped_service_is_closed(bench: Any) -> None:
         stream = client.stream()
         first = await anext(stream)
         await bench.finished(3)
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()
         assert [first.cursor, *[result.cursor async for result in stream]] == [1, 2, 3]

@@ -22,7 +22,7 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough, pytest.mark.timeout(300)]
@@ -114,7 +114,7 @@ async def test_no_generated_request_is_answered_with_a_500(renderer: TemplateRen
     world = ToyWorld()
     pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
     pool.add(SERVER)
-    service = build_service(
+    service = RolloutService(
         empty_node(), {"toy": world.family()}, renderer, pool, ServiceSettings(episodes=100)
     )
 
@@ -130,7 +130,7 @@ async def test_no_generated_request_is_answered_with_a_500(renderer: TemplateRen
 
     async with serving(service, ServerSettings(port=0, max_wait_s=0, generate_token=False)) as url:
         answers = await asyncio.to_thread(fuzz, url)
-        assert service.status.read().internal_errors == 0
+        assert service.status().internal_errors == 0
     assert world.open == 0
     assert len(answers) > 25
     never = {label for label, answered in answers.items() if not answered[200]}

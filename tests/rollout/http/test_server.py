@@ -26,7 +26,6 @@ from prorl_envs.rollout.api.errors import (
 from prorl_envs.rollout.api.types import GroupRequest, JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from tests.support.clock import FakeClock
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -38,7 +37,7 @@ TOKEN = "a-token-of-some-length"
 
 def new_service(renderer: TemplateRenderer, world: ToyWorld) -> RolloutService:
     model = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
-    return build_service(empty_node(), {"toy": world.family()}, renderer, model)
+    return RolloutService(empty_node(), {"toy": world.family()}, renderer, model)
 
 
 def group(name: str, **fields: Any) -> GroupRequest:
@@ -84,7 +83,7 @@ async def test_results_continue_after_a_cursor(renderer: TemplateRenderer) -> No
 async def test_following_expired_results_is_an_error_not_a_wait(renderer: TemplateRenderer) -> None:
     clock = FakeClock()
     model = ToyModel(renderer, lambda *_: "done")
-    service = build_service(
+    service = RolloutService(
         empty_node(),
         {"toy": ToyWorld().family()},
         renderer,
@@ -210,7 +209,7 @@ PROGRAM = """
 import asyncio, sys
 from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.rollout.http.server import serve_until_signal
-from prorl_envs.rollout.service.build import build_service
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.toy import ToyModel, ToyWorld, empty_node
@@ -219,9 +218,9 @@ async def main():
     world, renderer = ToyWorld(), builtin_renderer()
     model = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
     settings = ServiceSettings(drain_s=3600)
-    service = build_service(empty_node(), {"toy": world.family()}, renderer, model, settings)
+    service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model, settings)
     await serve_until_signal(service, ServerSettings(port=0), ready=lambda url: print(url, flush=True))
-    print("open", world.open, service.status.read().finished, flush=True)
+    print("open", world.open, service.status().finished, flush=True)
 
 asyncio.run(main())
 """

@@ -18,7 +18,6 @@ from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.nodes.handle import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
-from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.nodes import LocalNode
@@ -90,7 +89,7 @@ class Site:
 
     async def settled(self) -> None:
         """Wait until no job has resources."""
-        while self.service.status.read().unfinished:  # noqa: ASYNC110 - the service has no event for it
+        while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 
 
@@ -117,7 +116,7 @@ async def make_site(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., A
             head_takes_jobs=head,
         )
         here = ToyWorld()
-        service = build_service(
+        service = RolloutService(
             empty_node(),
             {"toy": here.family()},
             renderer,
@@ -126,13 +125,13 @@ async def make_site(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., A
             clock=clock,
             fleet=fleet,
         )
-        await service.lifecycle.start()
+        await service.start()
         sites.append(Site(renderer, given, service, fleet, pool, here, clock))
         return sites[-1]
 
     yield make
     for site in sites:
-        await site.service.lifecycle.stop()
+        await site.service.stop()
         await site.fleet.aclose()
         for node in site.nodes.values():
             await node.gone()

@@ -62,7 +62,7 @@ async def test_jobs_spread_over_the_nodes_and_a_late_one_gets_work(make_site: An
     await site.submit(samples=6)
     for name in ("a", "b"):
         await site.worlds[name].until(lambda name=name: site.worlds[name].inside["call"] == 2)
-    assert site.service.status.read().pools["init"].waiting == 2
+    assert site.service.status().pools["init"].waiting == 2
     await site.join("late", run=2, max_jobs_with_sandbox=2)
     late = site.worlds["late"]
     await late.until(lambda: late.entered["g", "close"] == 2)
@@ -84,7 +84,7 @@ async def test_jobs_of_a_lost_node_run_again_on_another(make_site: Any) -> None:
     await site.join("b")
     results = await site.results(3)
     assert [(r.state, r.attempts, r.failure) for r in results] == [(JobState.DONE, 2, None)] * 3
-    assert site.service.status.read().retries == 3
+    assert site.service.status().retries == 3
 
 
 async def test_a_job_that_loses_every_node_fails_with_the_reason(make_site: Any) -> None:
@@ -178,7 +178,7 @@ async def test_a_drained_node_finishes_its_jobs_and_gets_no_new_ones(make_site: 
     assert {result.state for result in await site.results(12)} == {JobState.DONE}
     assert not any(group == "three" for group, _ in world.log)
     assert [(view.name, view.state) for view in site.fleet.views()] == [("a", "ready"), ("b", "draining")]
-    assert site.service.status.read().retries == 0
+    assert site.service.status().retries == 0
 
 
 async def test_nodes_are_listed_drained_and_resumed_over_http(make_site: Any) -> None:
@@ -202,7 +202,7 @@ async def test_stopping_stops_stages_on_nodes(make_site: Any) -> None:
     world.gates["call"] = asyncio.Event()
     await site.submit(samples=4)
     await world.until(lambda: world.inside["call"] == 4)
-    await site.service.lifecycle.stop()
+    await site.service.stop()
     assert world.open == 0
     assert {result.state for result in await site.results(4)} == {JobState.CANCELLED}
 
@@ -340,7 +340,7 @@ async def test_an_interrupt_that_overtakes_its_stage_is_repeated(make_site: Any)
     world.gates["init"] = asyncio.Event()  # never set
     node.handle.perform_gate = asyncio.Event()
     await site.submit()
-    while not site.service.status.read().pools["init"].active:  # noqa: ASYNC110
+    while not site.service.status().pools["init"].active:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await run_ready_callbacks()
     await site.service.groups.cancel_job("g/0")
@@ -429,7 +429,7 @@ async def test_an_episode_driven_on_a_node_equals_a_local_one(make_site: Any, re
             views.append(await steps(site, *taken))
             assert (site.here.entered["e", "eval"] == 1) is head
             await site.service.episodes.close("e")
-            assert site.service.status.read().jobs_with_sandbox == 0
+            assert site.service.status().jobs_with_sandbox == 0
             assert head or not len(site.nodes["a"].worker)
         local, remote = views
         assert local.last is not None and remote.last == local.last
@@ -452,7 +452,7 @@ async def test_an_episode_whose_node_is_lost_fails_with_the_reason(make_site: An
     assert view.state is EpisodeState.FAILED
     assert view.failure.kind is FailureKind.NODE and view.result.reward is None
     await site.service.episodes.close("e")
-    assert site.service.status.read().jobs_with_sandbox == 0
+    assert site.service.status().jobs_with_sandbox == 0
 
 
 async def test_an_episode_with_an_endpoint_runs_on_the_head(make_site: Any) -> None:

@@ -211,7 +211,7 @@ async def test_a_failure_is_typed_and_closes_the_sandbox(
     await bench.idle()
     with pytest.raises(OutOfOrder, match="failed"):
         await client.evaluate_episode("e")
-    assert bench.service.status.read().internal_errors == (kind is FailureKind.INTERNAL)
+    assert bench.service.status().internal_errors == (kind is FailureKind.INTERNAL)
 
 
 @pytest.mark.parametrize("step", ["init", "call", "eval"])
@@ -229,7 +229,7 @@ async def test_ending_a_busy_episode_closes_its_sandbox(bench: Any, client: Roll
     assert bench.world.open == 0
     with pytest.raises(NotFound):
         await driving
-    status = bench.service.status.read()
+    status = bench.service.status()
     assert (status.jobs_with_sandbox, status.episodes, status.pools["init"].active) == (0, 0, 0)
 
 
@@ -312,14 +312,14 @@ async def test_episodes_and_jobs_share_the_limits(make_bench: Any) -> None:
         for task in waiting:
             with pytest.raises(NotFound):
                 await task
-        assert bench.service.status.read().jobs_with_sandbox == 2
+        assert bench.service.status().jobs_with_sandbox == 2
         await client.close_episode("first")
         bench.world.gates["call"].set()
         await bench.finished(4)
 
 
 async def test_a_pause_holds_new_episodes_and_a_drain_refuses_them(bench: Any, client: RolloutClient) -> None:
-    bench.service.lifecycle.pause(Pause.FINISH)
+    bench.service.pause(Pause.FINISH)
     starting = asyncio.create_task(client.start_episode(request()))
     while not len(bench.service.episodes):  # noqa: ASYNC110 - the service has no event for it
         await asyncio.sleep(0)
@@ -337,7 +337,7 @@ async def test_a_stop_closes_all_episodes(bench: Any, client: RolloutClient) -> 
     await client.start_episode(request("busy", faults={"call": "hang"}))
     running = asyncio.create_task(client.run_episode("busy", SAY))
     await bench.world.until(lambda: bench.world.inside["call"] == 1)
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     assert bench.world.open == 0
     with pytest.raises(NotFound):
         await running

@@ -109,15 +109,15 @@ async def test_readiness_shows_a_drain(bench: Any) -> None:
         await http.post("/v1/drain")
         answer = await http.get("/ready")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()
         assert (await http.post("/v1/resume")).status_code == 503, "a stop is final"
         assert (await http.post("/v1/drain")).status_code == 503
 
 
 async def test_a_paused_service_stops_without_waiting_for_held_jobs(bench: Any) -> None:
-    bench.service.lifecycle.pause(Pause.HOLD)
+    bench.service.pause(Pause.HOLD)
     await bench.submit(bench.group(samples=3))
-    await bench.service.lifecycle.stop(drain_s=3600)
+    await bench.service.stop(drain_s=3600)
     assert {result.state for result in await bench.finished(3)} == {JobState.CANCELLED}
 
 
@@ -159,7 +159,7 @@ async def test_a_missing_environment_fails_its_jobs_and_blocks_no_others(
         good = {"id": "good", "environment": "toy", "task": {"id": "t", "instruction": "do"}}
         requests = [GroupRequest.model_validate(fields) for fields in (gone, wrong, good)]
         await store.submit([NewGroup(request, "t") for request in requests])
-        await store.started("old/1")
+        await store.started("old/1", 1, 0)
         bench = await make_bench(kept_in=store)
         results = {result.job_id: result for result in await bench.finished(4)}
         assert results["good/0"].reward == 1.0
@@ -174,8 +174,8 @@ async def test_a_missing_environment_fails_its_jobs_and_blocks_no_others(
         assert (results["old/1"].attempts, results["old/1"].metadata) == (1, {"step": 1})
         assert sum("cannot be resumed" in record.message for record in caplog.records) == 2
         assert (await bench.service.groups.group("old")).complete
-        assert bench.service.status.read().failures == {"environment": 3}
-        await bench.service.lifecycle.stop()
+        assert bench.service.status().failures == {"environment": 3}
+        await bench.service.stop()
 
 
 async def test_a_restart_repeats_an_interrupted_attempt_but_counts_earlier_failures(
@@ -192,18 +192,18 @@ async def test_a_restart_repeats_an_interrupted_attempt_but_counts_earlier_failu
         bench.world.gates["init"] = asyncio.Event()  # the second attempt waits here
         await bench.world.until(lambda: bench.world.log.count(("failed-once", "init")) == 2)
         await bench.world.until(lambda: bench.world.inside["call"] == 1)
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()
     async with opened(path) as store:
         [first, second] = await store.unfinished()
-        assert (first.attempts, first.failures) == ((2,), (1,))
-        assert (second.attempts, second.failures) == ((1,), (0,))
+        assert (first.jobs[0].attempts, first.failures) == (2, (1,))
+        assert (second.jobs[0].attempts, second.failures) == (1, (0,))
         bench = await make_bench(kept_in=store, attempts=2)
         await bench.service.groups.cancel_job("interrupted/0")
         results = {result.group_id: result for result in await bench.finished(2)}
         failed = results["failed-once"]
         assert failed.failure.kind is FailureKind.SANDBOX
         assert failed.attempts == 3, "one failed, one was interrupted, and the last one failed"
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()
 
 
 class Counting(MemoryStore):
@@ -215,9 +215,9 @@ class Counting(MemoryStore):
         super().__init__()
         self.waited_for: list[tuple[str, bool]] = []
 
-    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
+    async def started(self, job_id: str, attempts: int, failures: int, *, at_once: bool = True) -> None:
         self.waited_for.append((job_id, at_once))
-        await super().started(job_id, failures, at_once=at_once)
+        await super().started(job_id, attempts, failures, at_once=at_once)
 
 
 async def test_only_a_jobs_possibly_last_start_is_waited_for(make_bench: Any) -> None:
@@ -228,7 +228,7 @@ async def test_only_a_jobs_possibly_last_start_is_waited_for(make_bench: Any) ->
     bench.world.gates["init"] = asyncio.Event()
     await bench.submit(bench.group("interrupted"))
     await bench.world.until(lambda: bench.world.inside["init"] == 1)
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     bench = await make_bench(kept_in=store)
     await bench.finished(2)
     assert store.waited_for == [
@@ -244,13 +244,11 @@ async def test_a_job_that_repeatedly_kills_its_service_fails(make_bench: Any, tm
         task = {"id": "t", "instruction": "do"}
         request = GroupRequest(id="g", environment="toy", task=task, samples=2)
         await store.submit([NewGroup(request, "t")])
-        for _ in range(MAX_INTERRUPTIONS):
-            await store.started("g/0")
-        for _ in range(MAX_INTERRUPTIONS - 1):
-            await store.started("g/1")
+        await store.started("g/0", MAX_INTERRUPTIONS, 0)
+        await store.started("g/1", MAX_INTERRUPTIONS - 1, 0)
         bench = await make_bench(kept_in=store)
         results = {result.sample: result for result in await bench.finished(2)}
         assert results[0].failure.kind is FailureKind.INTERNAL
         assert results[0].attempts == MAX_INTERRUPTIONS
         assert results[1].reward == 1.0
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()

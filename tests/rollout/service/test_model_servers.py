@@ -98,7 +98,7 @@ async def test_a_pause_longer_than_the_limit_costs_no_time(
             assert paused.paused and paused.in_flight == 0
             await bench.submit(bench.group("g", limits={"run_s": 60}))
             await bench.world.until(lambda: ("g", "init") in bench.world.log)
-            while bench.service.status.read().pools["run"].active == 0:  # noqa: ASYNC110 - no event for it
+            while bench.service.status().pools["run"].active == 0:  # noqa: ASYNC110 - no event for it
                 await asyncio.sleep(0)
             await clock.wait_for_sleepers(2)  # the deadlines of stage and turn
             for _ in range(10):

@@ -341,7 +341,7 @@ async def test_a_durable_service_keeps_unread_results_over_its_bounds_and_restar
             store = SqliteStore(tmp_path / "store.db", **retention.of_results)
             stack.push_async_callback(store.aclose)
             bench = await make_bench(kept_in=store, retention=retention)
-            stack.push_async_callback(bench.service.lifecycle.stop)
+            stack.push_async_callback(bench.service.stop)
             await done(bench, *names)
             async with RolloutClient("http://127.0.0.1", transport=asgi(bench), attempts=1) as client:
                 page = await client.page()
@@ -377,7 +377,7 @@ async def test_warnings_of_unread_results_over_the_bounds_are_limited(
         await done(bench, "e")
     assert len(warnings()) == 2
     assert "5 results with" in warnings()[1] and "are unread" in warnings()[1]
-    await bench.service.lifecycle.stop()
+    await bench.service.stop()
     await store.aclose()
 
 

@@ -5,8 +5,9 @@ import pytest
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Stage
+from prorl_envs.rollout.api.views import JobView
 from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS, plan_recovery
-from prorl_envs.rollout.store.base import StoredGroup, StoredOutcome
+from prorl_envs.rollout.store.base import StoredGroup
 from prorl_envs.rollout.store.statistics import SPREAD, group_statistics
 from tests.support.toy import ToyTask
 
@@ -17,17 +18,27 @@ def load(request: GroupRequest) -> Task:
     return TASK
 
 
-def outcome(reward: float | None, cursor: int = 1) -> StoredOutcome:
+def job(sample: int = 0, attempts: int = 0) -> JobView:
+    return JobView(id=f"g/{sample}", group_id="g", sample=sample, state=JobState.QUEUED, attempts=attempts)
+
+
+def outcome(reward: float | None, cursor: int = 1) -> JobView:
     failure = FailureKind.MODEL if reward is None else None
-    return StoredOutcome(JobState.DONE if reward is not None else JobState.FAILED, reward, failure, 1, cursor)
+    state = JobState.DONE if reward is not None else JobState.FAILED
+    fields = {"state": state, "reward": reward, "failure": failure, "cursor": cursor, "attempts": 1}
+    return job().model_copy(update=fields)
 
 
 def group(
-    *outcomes: StoredOutcome | None, attempts: tuple[int, ...] = (), failures: tuple[int, ...] = ()
+    *outcomes: JobView | None, attempts: tuple[int, ...] = (), failures: tuple[int, ...] = ()
 ) -> StoredGroup:
     none = (0,) * len(outcomes)
+    jobs = (
+        outcome.model_copy(update={"sample": sample}) if outcome else job(sample, (attempts or none)[sample])
+        for sample, outcome in enumerate(outcomes)
+    )
     request = GroupRequest(id="g", environment="toy", task={}, samples=len(outcomes), metadata={"step": 3})
-    return StoredGroup(request, "t", outcomes, attempts or none, failures or none, batch_id=None)
+    return StoredGroup(request, "t", tuple(jobs), failures or none, batch_id=None)
 
 
 def test_only_unfinished_samples_are_resumed() -> None:

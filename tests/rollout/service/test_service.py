@@ -70,7 +70,7 @@ async def test_a_failure_is_typed_has_no_reward_and_does_not_affect_other_jobs(
     assert (bad.failure.kind, bad.failure.stage) == (kind, stage)
     assert all(result.reward == 1.0 for result in by_group.values())
     await bench.idle()
-    assert bench.service.status.read().failures == {kind.value: 1}
+    assert bench.service.status().failures == {kind.value: 1}
     loud = [record for record in caplog.records if record.levelno >= logging.ERROR and record.exc_info]
     assert bool(loud) == (kind is FailureKind.INTERNAL), "a bug, and only a bug, is loud"
     statistics = (await bench.service.groups.group("bad")).statistics
@@ -84,7 +84,7 @@ async def test_infrastructure_failures_are_retried_in_a_new_environment(bench: A
     steps = [step for _, step in bench.world.log]
     first = ["init", "call", "close", "init", "call", "eval"]
     assert steps[:6] == first, "the old environment is closed before the new one starts"
-    assert bench.service.status.read().retries == 1
+    assert bench.service.status().retries == 1
 
 
 async def test_retries_are_bounded(make_bench: Any) -> None:
@@ -169,7 +169,7 @@ async def test_a_close_that_hangs_or_fails_blocks_no_other_job(make_bench: Any) 
     await bench.world.until(lambda: bench.world.inside["close"] == 1)
     clock.advance(10)
     await bench.gone()
-    assert bench.service.status.read().close_failures == 2
+    assert bench.service.status().close_failures == 2
 
 
 @pytest.mark.parametrize("step", ["init", "call", "eval"])
@@ -228,7 +228,7 @@ async def test_cancelling_at_random_moments_leaks_nothing(make_bench: Any, seed:
     assert sorted(result.job_id for result in results) == sorted(jobs), "one result for every job"
     await bench.idle()
     await bench.gone()
-    status = bench.service.status.read()
+    status = bench.service.status()
     assert (status.jobs_with_sandbox, status.close_failures) == (0, 0)
     assert {pool.active + pool.waiting for pool in status.pools.values()} == {0}
     for stage, most in (("init", 3), ("call", 4), ("eval", 2)):
@@ -262,7 +262,7 @@ async def test_a_slow_run_bounds_the_sandboxes_in_front_of_it(make_bench: Any) -
     for _ in range(50):
         await asyncio.sleep(0)
     assert bench.world.open == 4
-    assert bench.service.status.read().pools["run"].waiting == 3
+    assert bench.service.status().pools["run"].waiting == 3
     bench.world.gates["call"].set()
     await bench.finished(20)
 
@@ -322,7 +322,7 @@ async def test_waiting_for_results_returns_with_the_first_or_at_the_time_limit(m
 async def test_a_graceful_stop_lets_accepted_jobs_finish(bench: Any) -> None:
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group(samples=3))
-    stopping = asyncio.create_task(bench.service.lifecycle.stop(drain_s=60))
+    stopping = asyncio.create_task(bench.service.stop(drain_s=60))
     await bench.world.until(lambda: bench.world.inside["call"] == 3)
     with pytest.raises(Unavailable):
         await bench.submit(bench.group("late"))
@@ -338,7 +338,7 @@ async def test_an_immediate_stop_cancels_and_closes(make_bench: Any, interrupted
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group(samples=9))
     await bench.world.until(lambda: bench.world.inside["call"] == 2)
-    stopping = asyncio.create_task(bench.service.lifecycle.stop(drain_s=600 if interrupted else 0))
+    stopping = asyncio.create_task(bench.service.stop(drain_s=600 if interrupted else 0))
     if interrupted:
         await asyncio.sleep(0)
         stopping.cancel()

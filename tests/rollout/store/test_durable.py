@@ -12,7 +12,7 @@ from prorl_envs.rollout.api.errors import CursorExpired, NotFound, Unavailable
 from prorl_envs.rollout.api.types import JobState, Result, Trajectory, TurnRecord
 from prorl_envs.rollout.store.base import UnreadResults
 from tests.rollout.conftest import OpenStore
-from tests.rollout.store.test_store import group, read, result
+from tests.rollout.store.test_store import attempts_of, group, read, result
 
 pytestmark = pytest.mark.anyio
 
@@ -29,50 +29,50 @@ def with_numbers(ids: list[int], logprobs: list[float]) -> Result:
 async def test_everything_survives_a_restart(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group("a"), group("b")])
-        await store.started("b/1")
+        await store.started("b/1", 1, 0)
         kept = [await store.record(result("a", i, tokens=9)) for i in range(2)]
     async with opened() as store:
         assert await store.submit([group("a")]) == [False]
         assert await store.results(0, 10) == kept
         assert (await store.group("a")).complete
         [unfinished] = await store.unfinished()
-        assert (unfinished.request.id, unfinished.attempts) == ("b", (0, 1))
+        assert (unfinished.request.id, attempts_of(unfinished)) == ("b", (0, 1))
         assert (await store.record(result("b"))).cursor > kept[-1].cursor
 
 
 async def test_a_start_that_may_wait_is_written_with_the_next_write(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group(samples=3)])
-        await store.started("g/0", at_once=False)
-        await store.started("g/1", at_once=False)
-        assert (await store.group("g")).attempts == (0, 0, 0)
+        await store.started("g/0", 1, 0, at_once=False)
+        await store.started("g/1", 1, 0, at_once=False)
+        assert attempts_of(await store.group("g")) == (0, 0, 0)
         await store.record(result(sample=2))
-        assert (await store.group("g")).attempts[:2] == (1, 1)
+        assert attempts_of(await store.group("g"))[:2] == (1, 1)
 
 
 async def test_a_start_that_may_wait_is_written_soon_without_another_write(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group()])
-        await store.started("g/0", at_once=False)
-        while (await store.group("g")).attempts == (0, 0):  # noqa: ASYNC110 - the store has no event for it
+        await store.started("g/0", 1, 0, at_once=False)
+        while attempts_of(await store.group("g")) == (0, 0):  # noqa: ASYNC110 - the store has no event for it
             await asyncio.sleep(0.01)
 
 
 async def test_a_start_that_may_wait_is_written_when_the_store_is_closed(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group()])
-        await store.started("g/0", at_once=False)
+        await store.started("g/0", 1, 0, at_once=False)
     async with opened() as store:
-        assert (await store.group("g")).attempts == (1, 0)
+        assert attempts_of(await store.group("g")) == (1, 0)
 
 
 async def test_a_start_is_written_even_if_the_write_in_its_transaction_is_refused(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group()])
-        await store.started("g/0", at_once=False)
+        await store.started("g/0", 1, 0, at_once=False)
         with pytest.raises(NotFound):
-            await store.started("unknown/0")
-        assert (await store.group("g")).attempts == (1, 0)
+            await store.started("unknown/0", 1, 0)
+        assert attempts_of(await store.group("g")) == (1, 0)
 
 
 async def test_concurrent_starts_are_all_counted(opened: OpenStore) -> None:
@@ -80,9 +80,9 @@ async def test_concurrent_starts_are_all_counted(opened: OpenStore) -> None:
         await store.submit([group(str(number), samples=4) for number in range(20)])
 
         async def job(number: int, sample: int) -> None:
-            await store.started(f"{number}/{sample}", at_once=False)
+            await store.started(f"{number}/{sample}", 1, 0, at_once=False)
             await asyncio.sleep(0.001 * (number % 3))
-            await store.started(f"{number}/{sample}", 1, at_once=bool(sample % 2))
+            await store.started(f"{number}/{sample}", 2, 1, at_once=bool(sample % 2))
             if sample == 3:
                 await store.record(result(str(number), sample))
             if sample == 2:
@@ -92,7 +92,7 @@ async def test_concurrent_starts_are_all_counted(opened: OpenStore) -> None:
     async with opened() as store:
         for stored in await store.unfinished():
             if not stored.request.id.startswith("more"):
-                assert stored.attempts[:3] == (2, 2, 2)
+                assert attempts_of(stored)[:3] == (2, 2, 2)
 
 
 async def test_a_named_value_is_the_last_one_written(opened: OpenStore) -> None:
@@ -172,7 +172,7 @@ async def test_a_stopped_service_leaves_unfinished_jobs_to_the_next(
         await bench.world.until(lambda: bench.world.inside["call"] == 1)
         await bench.service.groups.cancel_job("done/1")
         await bench.submit(bench.group("waits"))
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()
         assert bench.world.open == 0
         assert [r.job_id for r in await store.results(0, 10)] == ["done/1"]
     async with opened() as store:
@@ -186,7 +186,7 @@ async def test_a_stopped_service_leaves_unfinished_jobs_to_the_next(
         }
         assert results["done/0"].attempts == 2, "the one that the stop interrupted counts"
         assert results["waits/0"].attempts == 1
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()
 
 
 async def test_the_age_of_results_survives_a_restart(opened: OpenStore) -> None:

@@ -199,7 +199,7 @@ async def test_a_service_on_a_full_disk_halts_and_later_continues(make_bench: An
         clock.advance(1)
         [kept] = await bench.finished(1)
         assert (kept.job_id, kept.reward, kept.attempts) == ("g/0", 1.0, 1)
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()
 
 
 MOUNTS = """\

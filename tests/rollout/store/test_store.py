@@ -22,7 +22,7 @@ from prorl_envs.rollout.api.types import (
     Trajectory,
     job_id,
 )
-from prorl_envs.rollout.store.base import NewGroup, StoredBatch, UnreadResults
+from prorl_envs.rollout.store.base import NewGroup, StoredBatch, StoredGroup, UnreadResults
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 
@@ -90,6 +90,10 @@ def result(group_id: str = "g", sample: int = 0, reward: float | None = 1.0, tok
         failure=failure,
         trajectory=Trajectory(ids=ids, loss_mask=ids, logprobs=[0.0] * tokens, turns=[]) if tokens else None,
     )
+
+
+def attempts_of(stored: StoredGroup) -> tuple[int, ...]:
+    return tuple(job.attempts for job in stored.jobs)
 
 
 async def read(store: SqlStore, new: Result) -> int:
@@ -208,9 +212,10 @@ async def test_a_group_has_the_outcomes_of_its_jobs(store: SqlStore) -> None:
     assert [g.request.id for g in await store.unfinished()] == ["g"]
     await store.record(result(sample=1, reward=None))
     stored = await store.group("g")
-    assert stored.outcomes[0] is None
-    assert stored.outcomes[1] is not None
-    assert stored.outcomes[1].failure is FailureKind.GRADER
+    assert [(job.id, job.state, job.failure) for job in stored.jobs] == [
+        ("g/0", JobState.QUEUED, None),
+        ("g/1", JobState.FAILED, FailureKind.GRADER),
+    ]
     assert not stored.complete
     await store.record(result(sample=0))
     assert (await store.group("g")).complete
@@ -263,16 +268,16 @@ async def test_the_tokens_of_a_page_are_bounded_but_it_has_at_least_one_result(s
 
 async def test_attempts_are_counted_until_there_is_a_result(store: SqlStore) -> None:
     await store.submit([group()])
-    for job, failures in (("g/1", 0), ("g/1", 1), ("g/0", 0)):
-        await store.started(job, failures)
-    assert (await store.group("g")).attempts == (1, 2)
+    for job, attempts, failures in (("g/1", 1, 0), ("g/1", 2, 1), ("g/0", 1, 0)):
+        await store.started(job, attempts, failures)
+    assert attempts_of(await store.group("g")) == (1, 2)
     assert (await store.group("g")).failures == (0, 1)
     await store.record(result(sample=1).model_copy(update={"attempts": 2}))
     [unfinished] = await store.unfinished()
-    assert unfinished.attempts == (1, 2)
+    assert attempts_of(unfinished) == (1, 2)
     for unknown in ("g/2", "h/0", "g"):
         with pytest.raises(NotFound):
-            await store.started(unknown)
+            await store.started(unknown, 1, 0)
 
 
 async def test_requests_are_equal_for_any_order_of_their_keys(store: SqlStore) -> None:

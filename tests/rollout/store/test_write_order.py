@@ -28,11 +28,11 @@ class HeldStore(MemoryStore):
         self.asked = asyncio.Event()
         self.starts: list[tuple[str, bool]] = []
 
-    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
+    async def started(self, job_id: str, attempts: int, failures: int, *, at_once: bool = True) -> None:
         self.starts.append((job_id, at_once))
         self.asked.set()
         await self.open.wait()
-        await super().started(job_id, failures, at_once=at_once)
+        await super().started(job_id, attempts, failures, at_once=at_once)
 
     async def record(self, result: Result) -> Result:
         self.asked.set()
@@ -118,7 +118,7 @@ async def test_a_service_with_a_full_store_does_not_spin_and_can_stop(make_bench
         clock.advance(STORE_PAUSE_S)
         await some_turns()
         assert store.tries == 2
-        stopping = asyncio.create_task(bench.service.lifecycle.stop())
+        stopping = asyncio.create_task(bench.service.stop())
         for _ in range(10):
             await some_turns()
             clock.advance(STORE_PAUSE_S)
@@ -127,4 +127,4 @@ async def test_a_service_with_a_full_store_does_not_spin_and_can_stop(make_bench
     finally:
         store.full = False
         clock.advance(STORE_PAUSE_S)
-        await bench.service.lifecycle.stop()
+        await bench.service.stop()

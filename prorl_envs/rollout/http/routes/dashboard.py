@@ -124,8 +124,8 @@ def _add_state(app: FastAPI, service: RolloutService) -> None:
     async def set_limits(body: LimitsRequest) -> StatusView:
         """Change the concurrency limits of the service's own machine until the service stops. Jobs above a
         lowered limit run to completion."""
-        service.lifecycle.resize(body)
-        return service.status.read()
+        service.resize(body)
+        return service.status()
 
 
 async def _events(service: RolloutService, every_s: float) -> AsyncIterator[bytes]:

@@ -28,14 +28,14 @@ def add_operation(app: FastAPI, service: RolloutService, settings: ServerSetting
     @app.post("/v1/pause")
     async def pause(body: ServicePauseRequest | None = None) -> StatusView:
         """Accept groups, but start no stages, until `resume` or a restart. Deadlines exclude this time."""
-        service.lifecycle.pause((body or ServicePauseRequest()).mode)
-        return service.status.read()
+        service.pause((body or ServicePauseRequest()).mode)
+        return service.status()
 
     @app.post("/v1/resume")
     async def resume() -> StatusView:
         """Resume after a pause or a drain."""
-        service.lifecycle.resume()
-        return service.status.read()
+        service.resume()
+        return service.status()
 
     @app.post("/v1/drain")
     async def drain(
@@ -43,5 +43,5 @@ def add_operation(app: FastAPI, service: RolloutService, settings: ServerSetting
     ) -> StatusView:
         """Accept no more work and finish the accepted jobs. Waits up to `wait_s` seconds for them; all are
         finished when `unfinished` is 0. Lasts until `resume`."""
-        await service.lifecycle.drain(wait_s)
-        return service.status.read()
+        await service.drain(wait_s)
+        return service.status()

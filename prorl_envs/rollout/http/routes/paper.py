@@ -218,7 +218,7 @@ class _Paper:
 
     def status(self) -> dict[str, Any]:
         self._check_running()
-        pools = self._service.status.read().pools
+        pools = self._service.status().pools
         active = {stage: pool.active for stage, pool in pools.items()}
         return {"pending_jobs": len(self._pending), "running": True, "jobs": len(self._pending), **active}
 
