@@ -43,8 +43,9 @@ class StageExecutor(Protocol):
         ...
 
     async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
-        """Run a step of an episode that its caller drives. Return its failure, or None. The attempt's report
-        contains the outcome. Without a request, render the prompt, which must precede the first step."""
+        """Run a step of an episode that its caller drives. Return its failure, or None. The attempt's
+        `progress` contains the outcome. Without a request, render the prompt, which must precede the first
+        step."""
         ...
 
     async def collect(self, job: Job) -> None:
@@ -127,7 +128,7 @@ class Engine:
 
     def give_up(self, result: Result) -> None:
         """Record the result of a stored job that cannot be started again."""
-        self._records[result.job_id] = self._spawn(self._record(result.job_id, result))
+        self._records[result.job_id] = self._spawn(self._record(result))
 
     def pause(self, mode: Pause) -> None:
         """Start no stages, or no jobs, until `resume`."""
@@ -236,8 +237,13 @@ class Engine:
                     self._start_stage(job, decision.stage)
                 case Interrupt():
                     self._stages[decision.job].cancel()
+                case Finish() if self._leaving and decision.state is JobState.CANCELLED:
+                    job = self._jobs[decision.job]
+                    tracing.end_job(job.span, decision.state, None, job.attempts)
+                    self._forget_if_gone(job.id)
                 case Finish():
-                    self._finish(self._jobs[decision.job], decision.state)
+                    concluding = self._conclude(self._jobs[decision.job], decision)
+                    self._records[decision.job] = self._spawn(concluding)
                 case Close():
                     self._spawn(self._close(self._jobs[decision.job]))
                 case AdmitExternal():
@@ -280,34 +286,27 @@ class Engine:
         else:
             self._apply(self.scheduler.ended(job.id))
 
-    def _finish(self, job: Job, state: JobState) -> None:
-        if state is JobState.CANCELLED and self._leaving:
-            tracing.end_job(job.span, state, None, job.attempts)
-            self._forget_if_gone(job.id)
-            return
-        self._records[job.id] = self._spawn(self._conclude(job, state))
-
-    async def _conclude(self, job: Job, state: JobState) -> None:
-        """Build the job's result and record it."""
+    async def _conclude(self, job: Job, finish: Finish) -> None:
+        """Build the result of a finished job and record it."""
         await self.executor.collect(job)
-        if state is JobState.CANCELLED:
-            job.cancelled()
-        result = job.result(state)
-        tracing.end_job(job.span, state, result.reward, result.attempts)
-        await self._record(job.id, result)
+        if finish.state is JobState.CANCELLED:
+            message = "a client cancelled this job"
+            job.attempt.failure = Failure(kind=FailureKind.CANCELLED, stage=finish.stage, message=message)
+        result = job.result(finish.state)
+        tracing.end_job(job.span, result.state, result.reward, result.attempts)
+        await self._record(result)
 
-    async def _record(self, job_id: str, result: Result) -> None:
+    async def _record(self, result: Result) -> None:
         try:
             stored = await self._persist(partial(self.store.record, result))
         except Unavailable as error:
-            log.error("the result of job %s is lost; the next start runs it again: %s", job_id, error)
-            self._forget_if_gone(job_id)
-            return
-        self.finished[result.state] += 1
-        if result.failure is not None:
-            self.failures[result.failure.kind] += 1
-        self.announce(stored)
-        self._forget_if_gone(job_id)
+            log.error("the result of job %s is lost; the next start runs it again: %s", result.job_id, error)
+        else:
+            self.finished[result.state] += 1
+            if result.failure is not None:
+                self.failures[result.failure.kind] += 1
+            self.announce(stored)
+        self._forget_if_gone(result.job_id)
 
     async def _persist[T](self, write: Callable[[], Awaitable[T]]) -> T:
         """Write to the store, and retry while it is unavailable. Meanwhile the job keeps its slot. So a full

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
-from prorl_envs.errors import FailureKind
+from prorl_envs.env.base import Environment, Grade, Prompt, Task
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.agent.agent_loop import AgentLoop, EpisodeSettings, Transcript
 from prorl_envs.rollout.api.interactive import PromptView, StepView
@@ -23,16 +22,6 @@ from prorl_envs.rollout.api.types import (
     job_id,
 )
 from prorl_envs.rollout.scheduling.placement import HERE
-
-_NO_TIME = dict.fromkeys(Stage, 0.0)
-
-
-class Spent(NamedTuple):
-    """Seconds of model calls, tool calls and holds in the agent loop, see `Timings`."""
-
-    model_s: float = 0.0
-    tools_s: float = 0.0
-    held_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,52 +39,16 @@ class StepProgress:
     last: StepView | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptReport:
-    """Partial or final result of an attempt.
-
-    Args:
-        prompted: INIT has returned its prompt.
-        messages: the conversation; `tools`: the tools offered to the model, in OpenAI's format.
-        trajectory: the tokens; None before the prompt is rendered. `forks`: the rows before it.
-        unfinished_answers: answers that a harness did not wait for.
-        stop_reason: why the agent loop stopped; None if it did not stop by itself.
-        grade: the grade, if there is one.
-        spent: time spent in the agent loop.
-        progress: progress of an episode that its caller drives, else None.
-    """
-
-    prompted: bool = False
-    messages: Sequence[Message] = ()
-    tools: Sequence[dict[str, Any]] = ()
-    trajectory: Trajectory | None = None
-    forks: Sequence[Trajectory] = ()
-    unfinished_answers: Sequence[Trajectory] = ()
-    stop_reason: StopReason | None = None
-    grade: Grade | None = None
-    spent: Spent = field(default_factory=Spent)
-    progress: StepProgress | None = None
-
-    @property
-    def rows(self) -> list[Trajectory]:
-        """All token rows of the attempt."""
-        return [*self.forks, *([self.trajectory] if self.trajectory else [])]
-
-    @property
-    def trainable(self) -> bool:
-        """True if the attempt has a grade and sampled tokens, and all rows are token-exact."""
-        sampled = any(turn.end > turn.start for row in self.rows for turn in row.turns)
-        return self.grade is not None and sampled and all(row.token_exact for row in self.rows)
-
-
 @dataclass(slots=True)
 class Attempt:
     """State of one attempt; a new attempt starts empty.
 
     Attributes:
-        loop, steps, progress: agent loop, number of started steps and progress, if a caller drives the
-            attempt. They are only set on the machine that runs the attempt.
-        remote_report: last report of the node that runs the attempt; None if it runs on this machine.
+        active_s: active seconds of each stage.
+        loop, steps: agent loop and number of started steps, if a caller drives the attempt.
+        progress: progress of an attempt that its caller drives; None before the prompt is rendered.
+        reported: last result that the node of the attempt has sent; None if it runs on this machine, where
+            the attributes before `progress` have its state.
     """
 
     environment: Environment[Any] | None = None
@@ -104,43 +57,23 @@ class Attempt:
     stop_reason: StopReason | None = None
     grade: Grade | None = None
     failure: Failure | None = None
+    active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     loop: AgentLoop | None = None
     steps: int = 0
     progress: StepProgress | None = None
-    remote_report: AttemptReport | None = None
+    reported: Result | None = None
 
-    def report(self) -> AttemptReport:
-        """Return the attempt's current report."""
-        if self.remote_report is not None:
-            return self.remote_report
+    def timings(self) -> Timings:
+        """Return the times of the attempt so far. They do not include `queued_s`."""
+        if self.reported is not None:
+            return self.reported.timings
         ledger = self.transcript.ledger
-        tools = self.transcript.tools
-        if tools is None:
-            tools = self.prompt.tools if self.prompt else ()
-        return AttemptReport(
-            prompted=self.prompt is not None,
-            messages=list(self.transcript.messages),
-            tools=[tool.to_openai() for tool in tools],
-            trajectory=ledger.trajectory() if ledger else None,
-            forks=ledger.forks if ledger else (),
-            unfinished_answers=ledger.unfinished_answers if ledger else (),
-            stop_reason=self.stop_reason,
-            grade=self.grade,
-            spent=self.spent(),
-            progress=self.progress,
+        return Timings(
+            **{f"{stage}_s": seconds for stage, seconds in self.active_s.items()},
+            model_s=ledger.model_s if ledger else 0.0,
+            tools_s=ledger.tools_s if ledger else 0.0,
+            held_s=self.transcript.held.seconds(),
         )
-
-    @property
-    def current_progress(self) -> StepProgress | None:
-        """Progress of an attempt that its caller drives, on any node; None before the prompt is rendered."""
-        return self.remote_report.progress if self.remote_report is not None else self.progress
-
-    def spent(self) -> Spent:
-        """Return the seconds that the agent loop has used so far."""
-        if self.remote_report is not None:
-            return self.remote_report.spent
-        ledger, held_s = self.transcript.ledger, self.transcript.held.seconds()
-        return Spent(ledger.model_s, ledger.tools_s, held_s) if ledger else Spent(held_s=held_s)
 
 
 @dataclass(slots=True)
@@ -156,6 +89,8 @@ class Job:
         interrupted: number of attempts that stops of earlier services interrupted. They did not fail.
         batch_id: the batch that started the group, if any.
         readmitted: True if an earlier service accepted the job.
+        queued_s: seconds that the job waited for its stages.
+        earlier: times of the attempts that failed.
         span: trace span of the job.
         node: node of the current or last attempt.
         started_at: clock time at which the last stage started, in seconds.
@@ -171,23 +106,14 @@ class Job:
     readmitted: bool = False
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
-    active_s: dict[Stage, float] = field(default_factory=_NO_TIME.copy)
-    model_s: float = 0.0
-    tools_s: float = 0.0
+    earlier: Timings = field(default_factory=Timings)
     span: Span = INVALID_SPAN
-    held_s: float = 0.0
     node: str = HERE
     started_at: float = 0.0
 
     @property
     def id(self) -> str:
         return job_id(self.request.id, self.sample)
-
-    @property
-    def session(self) -> str:
-        """Session id for the router. All attempts share it, so that a further attempt is sent to the server
-        that has the prompt in its cache."""
-        return self.id
 
     @property
     def sampling(self) -> Sampling:
@@ -200,64 +126,72 @@ class Job:
 
     @property
     def settings(self) -> EpisodeSettings:
-        """Settings for the agent loop, a harness or a model endpoint."""
-        return {"limits": self.request.limits, "sampling": self.sampling, "session": self.session}
+        """Settings for the agent loop, a harness or a model endpoint. All attempts share a session, so that a
+        further attempt is sent to the model server that has the prompt in its cache."""
+        return {"limits": self.request.limits, "sampling": self.sampling, "session": self.id}
 
     def new_attempt(self) -> None:
-        """Replace the failed attempt with an empty one. Add its times to those of the job."""
-        self._add_times()
+        """Replace the failed attempt with an empty one. Its times still count."""
+        self.earlier = self.timings()
         self.attempt = Attempt()
 
-    def cancelled(self) -> None:
-        """Set the failure of a job that was cancelled on request."""
-        report = self.attempt.report()
-        stage = Stage.RUN if report.prompted else Stage.INIT
-        self.attempt.failure = Failure(
-            kind=FailureKind.CANCELLED,
-            stage=Stage.EVAL if report.stop_reason is not None else stage,
-            message="a client cancelled this job",
-        )
+    def result(self, state: JobState, *, whole: bool = True) -> Result:
+        """Return the job's result. If `state` is not final, the result is partial.
 
-    def result(self, state: JobState) -> Result:
-        """Return the job's result. If `state` is not final, the result is partial."""
-        report = self.attempt.report()
-        grade = report.grade if state is JobState.DONE else None
+        Args:
+            whole: include the messages and tokens.
+        """
+        attempt, graded = self.attempt, state is JobState.DONE
+        fields: dict[str, Any] = {
+            "batch_id": self.batch_id,
+            "state": state,
+            "failure": None if graded else attempt.failure,
+            "timings": self.timings(),
+            "attempts": self.attempts,
+        }
+        if attempt.reported is not None:
+            ungraded: dict[str, Any] = {"reward": None, "mask_sample": True, "components": {}, "evidence": {}}
+            return attempt.reported.model_copy(update=fields if graded else fields | ungraded)
+        if whole:
+            fields |= self._messages_and_tokens()
+        rows = [*fields.get("forks", ()), *filter(None, [fields.get("trajectory")])]
+        grade = attempt.grade if graded else None
         return Result(
             job_id=self.id,
             group_id=self.request.id,
-            batch_id=self.batch_id,
             sample=self.sample,
             environment=self.request.environment,
             task_id=self.task.id,
-            state=state,
             reward=grade.reward if grade else None,
-            mask_sample=grade is None or not report.trainable,
-            stop_reason=report.stop_reason,
-            failure=None if grade else self.attempt.failure,
+            mask_sample=grade is None or not _trainable(rows),
+            stop_reason=attempt.stop_reason,
             components=dict(grade.components) if grade else {},
             evidence=grade.evidence if grade else {},
-            messages=list(report.messages),
-            tools=list(report.tools),
-            trajectory=report.trajectory,
-            forks=list(report.forks),
-            unfinished_answers=list(report.unfinished_answers),
-            timings=self.timings(),
-            attempts=self.attempts,
             metadata=self.request.metadata,
+            **fields,
         )
+
+    def _messages_and_tokens(self) -> dict[str, Any]:
+        transcript, prompt = self.attempt.transcript, self.attempt.prompt
+        ledger, tools = transcript.ledger, transcript.tools
+        if tools is None:
+            tools = prompt.tools if prompt else ()
+        return {
+            "messages": list(transcript.messages),
+            "tools": [tool.to_openai() for tool in tools],
+            "trajectory": ledger.trajectory() if ledger else None,
+            "forks": list(ledger.forks) if ledger else [],
+            "unfinished_answers": list(ledger.unfinished_answers) if ledger else [],
+        }
 
     def timings(self) -> Timings:
-        spent = self.attempt.spent()
-        return Timings(
-            queued_s=self.queued_s,
-            init_s=self.active_s[Stage.INIT],
-            run_s=self.active_s[Stage.RUN],
-            eval_s=self.active_s[Stage.EVAL],
-            model_s=self.model_s + spent.model_s,
-            tools_s=self.tools_s + spent.tools_s,
-            held_s=self.held_s + spent.held_s,
-        )
+        """Return the times of all attempts so far."""
+        earlier, current = self.earlier.model_dump(), self.attempt.timings().model_dump()
+        total = {name: earlier[name] + current[name] for name in earlier}
+        return Timings(**{**total, "queued_s": self.queued_s})
 
-    def _add_times(self) -> None:
-        spent = self.timings()
-        self.model_s, self.tools_s, self.held_s = spent.model_s, spent.tools_s, spent.held_s
+
+def _trainable(rows: Sequence[Trajectory]) -> bool:
+    """Return True if there are sampled tokens, and all rows are token-exact."""
+    sampled = any(turn.end > turn.start for row in rows for turn in row.turns)
+    return sampled and all(row.token_exact for row in rows)

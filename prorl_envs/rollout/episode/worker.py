@@ -77,7 +77,7 @@ class Worker:
             return await self._guard(job, stage, work, seconds)
         finally:
             elapsed = self.clock.monotonic() - started
-            job.active_s[stage] += elapsed - (held.seconds() - held_before)
+            job.attempt.active_s[stage] += elapsed - (held.seconds() - held_before)
 
     async def collect(self, job: Job) -> None:
         """Do nothing, since the attempt's state is in this process."""

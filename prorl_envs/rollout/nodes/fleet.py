@@ -29,7 +29,7 @@ from prorl_envs.rollout.scheduling.placement import HEAD, HERE, NodeRecord
 
 log = logging.getLogger(__name__)
 
-#: Timeout in seconds for the report of an attempt that failed or was cancelled.
+#: Timeout in seconds for the result of an attempt that failed or was cancelled.
 COLLECT_S = 10.0
 #: Number of lost nodes that are listed.
 _LISTED_LOST = 32
@@ -43,7 +43,7 @@ class _Order:
 
     number: int
     node: RemoteNode
-    complete: bool = False  # the attempt's report has arrived with messages and tokens
+    complete: bool = False  # the attempt's result has arrived with messages and tokens
 
 
 class Fleet:
@@ -131,8 +131,8 @@ class Fleet:
         except NodeLost as error:
             self._lose(node, error.message)
             return node.failure(stage)
-        job.active_s[stage] += outcome.seconds
-        job.attempt.remote_report = outcome.report
+        job.attempt.reported = outcome.result or job.attempt.reported
+        job.attempt.progress = outcome.progress
         order.complete = stage is Stage.EVAL and outcome.failure is None
         return outcome.failure
 
@@ -143,14 +143,14 @@ class Fleet:
         node = order.node
         try:
             async with self._clock.timeout(COLLECT_S):
-                report = await node.call(node.handle.collect(order.number))
+                result = await node.call(node.handle.collect(order.number))
         except TimeoutError:
             log.warning("job %s: node %s does not report the attempt's state", job.id, node.name)
         except NodeLost as error:
             self._lose(node, error.message)
         else:
-            if report is not None:
-                job.attempt.remote_report, order.complete = report, True
+            if result is not None:
+                job.attempt.reported, order.complete = result, True
 
     async def close(self, job: Job) -> bool:
         """See `StageExecutor.close`. Returns True if the node is lost, since its sandboxes are lost too."""
@@ -164,7 +164,7 @@ class Fleet:
             closed = await node.call(node.handle.close(order.number))
         except NodeLost as error:
             self._lose(node, error.message)
-            self._pool.forget(job.session)  # a node that is not lost sends `SessionClosed` for this
+            self._pool.forget(job.id)  # a node that is not lost sends `SessionClosed` for this
             closed = True
         node.orders.discard(order.number)
         node.finished += 1

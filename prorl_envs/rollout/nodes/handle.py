@@ -2,7 +2,7 @@
 
 All stages of an attempt run on the same node, where its sandbox is. The head decides which stages a node runs
 and when, and which model server samples each turn. Tokens, prompts and tool output stay on the node until the
-head requests the report. `order` is the number of an attempt on a node, `turn` the number of a model call in
+head requests the result. `order` is the number of an attempt on a node, `turn` the number of a model call in
 RUN. All arguments and results can be pickled.
 """
 
@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 from prorl_envs.errors import ModelError
 from prorl_envs.model.types import FinishReason
 from prorl_envs.rollout.api.interactive import StepRequest
-from prorl_envs.rollout.api.types import Failure, GroupRequest, Stage
-from prorl_envs.rollout.episode.job import AttemptReport
+from prorl_envs.rollout.api.types import Failure, GroupRequest, Result, Stage
+from prorl_envs.rollout.episode.job import StepProgress
 from prorl_envs.rollout.scheduling.placement import StageLimits
 
 
@@ -90,14 +90,15 @@ class StageOutcome:
     """Outcome of a stage that has stopped completely.
 
     Args:
-        seconds: active seconds of the stage, or of the step.
         failure: failure of the stage, or None.
-        report: report of the attempt. It has messages and tokens only if the attempt is graded.
+        result: result of the attempt so far. It has messages and tokens only if the attempt is graded. None
+            if the node has no such attempt.
+        progress: progress of an attempt that its caller drives, else None.
     """
 
-    seconds: float
     failure: Failure | None
-    report: AttemptReport
+    result: Result | None = None
+    progress: StepProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +199,8 @@ class NodeHandle(Protocol):
         """Cancel the running stage of an attempt. Return False if no stage is running, or none yet."""
         ...
 
-    async def collect(self, order: int) -> AttemptReport | None:
-        """Return the complete report of an attempt; None if the node does not know it."""
+    async def collect(self, order: int) -> Result | None:
+        """Return the partial result of an attempt; None if the node does not know it."""
         ...
 
     async def close(self, order: int) -> bool:

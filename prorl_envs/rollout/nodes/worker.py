@@ -19,8 +19,8 @@ from prorl_envs.errors import FailureKind, InputError, ModelError
 from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.agent import tracing
 from prorl_envs.rollout.agent.agent_loop import Agent
-from prorl_envs.rollout.api.types import Failure, Stage
-from prorl_envs.rollout.episode.job import Attempt, AttemptReport, Job
+from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage
+from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.episode.worker import Worker
 from prorl_envs.rollout.nodes.handle import (
@@ -118,10 +118,9 @@ class NodeWorker:
         except InputError as error:
             problem = f"the node cannot read the job: {error}"
             unreadable = Failure(kind=FailureKind.ENVIRONMENT, stage=order.stage, message=problem)
-            return StageOutcome(0.0, unreadable, AttemptReport())
+            return StageOutcome(unreadable)
         attempt.interrupted = False
         job, worker = attempt.job, self._worker
-        seconds_before = job.active_s[order.stage]
         work = worker.step(job, order.step) if order.caller else worker.perform(job, order.stage)
         with tracing.continued(job.id, dict(order.trace)):
             stage = attempt.stage = asyncio.create_task(work)
@@ -129,8 +128,7 @@ class NodeWorker:
         attempt.stage = None
         failure = None if stage.cancelled() else stage.result()
         graded = order.stage is Stage.EVAL and failure is None
-        report = job.attempt.report() if graded else _short_report(job.attempt)
-        return StageOutcome(job.active_s[order.stage] - seconds_before, failure, report)
+        return StageOutcome(failure, job.result(JobState.DONE, whole=graded), job.attempt.progress)
 
     async def interrupt(self, order: int) -> bool:
         attempt = self._attempts.get(order)
@@ -141,9 +139,9 @@ class NodeWorker:
             attempt.stage.cancel()
         return True
 
-    async def collect(self, order: int) -> AttemptReport | None:
+    async def collect(self, order: int) -> Result | None:
         attempt = self._attempts.get(order)
-        return attempt.job.attempt.report() if attempt is not None else None
+        return attempt.job.result(JobState.DONE) if attempt is not None else None
 
     async def close(self, order: int) -> bool:
         attempt = self._attempts.pop(order, None)
@@ -219,16 +217,6 @@ def fingerprint(renderer: Renderer) -> str:
     tool = ToolSpec("bash", "Run it.", {"type": "object", "properties": {"command": {"type": "string"}}})
     ids = renderer.prompt(messages, [tool])
     return hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()
-
-
-def _short_report(attempt: Attempt) -> AttemptReport:
-    """Return the report of an unfinished attempt, without messages and tokens."""
-    return AttemptReport(
-        attempt.prompt is not None,
-        stop_reason=attempt.stop_reason,
-        spent=attempt.spent(),
-        progress=attempt.progress,
-    )
 
 
 def _resident_bytes() -> int:

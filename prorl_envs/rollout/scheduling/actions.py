@@ -25,10 +25,15 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Action: record the result of the finished job. Returned exactly once for every job."""
+    """Action: record the result of the finished job. Returned exactly once for every job.
+
+    Args:
+        stage: the stage that the job was in, or waited for.
+    """
 
     job: str
     state: JobState
+    stage: Stage
 
 
 @dataclass(frozen=True, slots=True)

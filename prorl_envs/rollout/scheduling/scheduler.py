@@ -339,7 +339,7 @@ class Scheduler:
 
     def _finish(self, entry: _Job, state: JobState) -> Finish:
         entry.finished = True
-        return Finish(entry.id, state)
+        return Finish(entry.id, state, entry.stage)
 
     def _close(self, entry: _Job) -> Close:
         entry.phase = _Phase.CLOSING

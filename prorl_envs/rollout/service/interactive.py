@@ -225,7 +225,7 @@ class InteractiveEpisodes:
         if failure is not None:
             await self._fail(episode, failure)
             return
-        progress = job.attempt.current_progress
+        progress = job.attempt.progress
         assert progress is not None
         episode.prompt, episode.room = progress.prompt, progress.room
         episode.state = EpisodeState.READY
@@ -235,7 +235,7 @@ class InteractiveEpisodes:
         if failure is not None:
             await self._fail(episode, failure)
             return
-        progress = episode.job.attempt.current_progress
+        progress = episode.job.attempt.progress
         assert progress is not None and progress.last is not None
         episode.last, episode.room = progress.last, progress.room
         episode.state = EpisodeState.READY if progress.last.stop_reason is None else EpisodeState.STOPPED
@@ -277,7 +277,7 @@ class InteractiveEpisodes:
 
     async def _close(self, episode: _OpenEpisode) -> None:
         await self._close_model(episode)
-        self.agent.forget(episode.job.session)
+        self.agent.forget(episode.job.id)
         if not await self.executor.close(episode.job):
             self.engine.close_failures += 1
         self.engine.release(episode.guest)

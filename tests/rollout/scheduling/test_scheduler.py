@@ -28,7 +28,7 @@ def test_a_job_runs_its_stages_and_is_finished_before_it_is_closed() -> None:
     assert scheduler.submit([("a", "g")]) == [Start("a", Stage.INIT, 1)]
     assert scheduler.ended("a") == [Start("a", Stage.RUN, 1)]
     assert scheduler.ended("a") == [Start("a", Stage.EVAL, 1)]
-    assert scheduler.ended("a") == [Finish("a", JobState.DONE), Close("a")]
+    assert scheduler.ended("a") == [Finish("a", JobState.DONE, Stage.EVAL), Close("a")]
     assert scheduler.jobs_with_sandbox == 1
     assert scheduler.closed("a") == []
     assert len(scheduler) == 0
@@ -96,14 +96,14 @@ def test_removing_the_group_in_turn_starts_a_new_turn() -> None:
 def test_a_queued_job_is_cancelled_without_anything_to_close() -> None:
     scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=1))
     scheduler.submit([("a", "g"), ("b", "g")])
-    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED)]
+    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED, Stage.INIT)]
     assert "b" not in scheduler
 
 
 def test_a_running_job_is_cancelled_at_once_and_closed_when_its_stage_has_stopped() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
-    assert scheduler.cancel("a") == [Finish("a", JobState.CANCELLED), Interrupt("a")]
+    assert scheduler.cancel("a") == [Finish("a", JobState.CANCELLED, Stage.INIT), Interrupt("a")]
     assert scheduler.state("a") is None
     assert scheduler.cancel("a") == []
     assert scheduler.ended("a") == [Close("a")]
@@ -116,7 +116,7 @@ def test_a_job_that_waits_between_stages_is_cancelled_and_closed() -> None:
     scheduler.submit([("a", "g"), ("b", "g")])
     scheduler.ended("a")
     scheduler.ended("b")
-    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED), Close("b")]
+    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED, Stage.RUN), Close("b")]
     assert scheduler.waiting[Stage.RUN] == 0
 
 
@@ -132,14 +132,14 @@ def test_a_retry_waits_for_the_old_sandbox_to_be_closed() -> None:
     scheduler.submit([("a", "g")])
     assert scheduler.failed("a", retryable=True) == [Close("a")]
     assert scheduler.closed("a") == [Start("a", Stage.INIT, 2)]
-    assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED), Close("a")]
+    assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED, Stage.INIT), Close("a")]
 
 
 def test_a_job_can_be_cancelled_between_two_attempts() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
     scheduler.failed("a", retryable=True)
-    assert scheduler.cancel("a") == [Finish("a", JobState.CANCELLED)]
+    assert scheduler.cancel("a") == [Finish("a", JobState.CANCELLED, Stage.INIT)]
     assert scheduler.closed("a") == []
     assert len(scheduler) == 0
 
@@ -151,7 +151,7 @@ def test_a_paused_scheduler_takes_jobs_and_starts_no_stage() -> None:
     assert scheduler.submit([("b", "g")]) == []
     assert scheduler.ended("a") == [], "its stage ends, and the next one waits"
     assert scheduler.waiting == {Stage.INIT: 1, Stage.RUN: 1, Stage.EVAL: 0}
-    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED)]
+    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED, Stage.INIT)]
     assert scheduler.resume() == [Start("a", Stage.RUN, 1)]
     assert scheduler.paused is None
 
@@ -225,7 +225,7 @@ def test_attempts_that_failed_under_an_earlier_scheduler_count() -> None:
         Start("a", Stage.INIT, 2),
         Start("b", Stage.INIT, 1),
     ]
-    assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED), Close("a")]
+    assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED, Stage.INIT), Close("a")]
     assert scheduler.failed("b", retryable=True) == [Close("b")]
 
 
@@ -443,7 +443,7 @@ class World:
                     self.running[job] = stage
                 case Interrupt(job):
                     assert job in self.running
-                case Finish(job, state):
+                case Finish(job, state, _):
                     assert job not in self.finished, "finished twice"
                     self.finished[job] = state
                 case AdmitExternal(guest, node):

@@ -390,5 +390,5 @@ async def test_time_for_which_an_endpoint_held_turns_is_not_subtracted_from_late
         clock.advance(10)
     for _ in range(2):
         assert await worker.step(job, SAY) is None
-    assert job.active_s[Stage.RUN] == 0
+    assert job.attempt.active_s[Stage.RUN] == 0
     assert await worker.close(job)
