@@ -20,20 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prorl_envs.rollout.api.batches import BatchState, GroupFilter
+from prorl_envs.rollout.api.batches import BatchRequest, BatchState, GroupFilter
 from prorl_envs.rollout.store.statistics import SPREAD, deviation
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Selection rules of a batch. For the fields see `BatchRequest`; `carry`: `on_complete` is "carry"."""
-
-    groups: int
-    in_flight: int
-    max_speculative_groups: int | None = None
-    min_rewards: int | None = None
-    filter: GroupFilter | None = field(default_factory=GroupFilter)
-    carry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +89,7 @@ class PlannedGroup:
         return [sample for sample in range(self.samples) if sample not in self.ended]
 
 
-def judge(rules: Rules, group: PlannedGroup) -> GroupDecision | None:
+def judge(rules: BatchRequest, group: PlannedGroup) -> GroupDecision | None:
     """Return the decision on a group, or None while it is undecided. Must be called after each outcome.
 
     A group is decided when `min_rewards` samples have a reward, when this number can no longer be reached, or
@@ -154,10 +142,10 @@ class BatchPlan:
     """Groups of one batch, the decisions on them, and the pending actions.
 
     Args:
-        rules: selection rules of the batch.
+        rules: request of the batch, which has the rules of the selection.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: BatchRequest) -> None:
         self.rules = rules
         self.tasks = 0
         self.started = 0
@@ -283,7 +271,7 @@ class BatchPlan:
     def _room(self) -> int:
         if self.state is not BatchState.RUNNING:
             return 0
-        limit = self.rules.in_flight
+        limit = self.rules.in_flight or self.rules.groups
         if self.rules.max_speculative_groups is not None:
             limit = min(limit, self.rules.groups - len(self.selected) + self.rules.max_speculative_groups)
         return max(0, limit - len(self._open))
@@ -311,7 +299,7 @@ class BatchPlan:
         if self._cancelled_at is not None:
             return True
         complete = len(self.selected) >= self.rules.groups
-        return complete and (not self.rules.carry or self.passed_on is not None)
+        return complete and (self.rules.on_complete == "cancel" or self.passed_on is not None)
 
     def _discard_leftover(self) -> None:
         if self._discards_leftover():

@@ -10,7 +10,6 @@ from prorl_envs.rollout.batches.dynamic_sampling import (
     BatchPlan,
     GroupOutcome,
     PlannedGroup,
-    Rules,
     SampleOutcome,
     fresh_enough,
 )
@@ -52,18 +51,6 @@ class Batch:
         """True if the batch is finished, and no samples are in flight or must be cancelled."""
         pending = (self.plan.groups[name].pending for name in self.plan.undecided)
         return self.plan.state.over and not any(pending) and not self.plan.unneeded()
-
-
-def rules_of(request: BatchRequest) -> Rules:
-    """Return the selection rules of a batch request."""
-    return Rules(
-        groups=request.groups,
-        in_flight=request.in_flight or request.groups,
-        max_speculative_groups=request.max_speculative_groups,
-        min_rewards=request.min_rewards,
-        filter=request.filter,
-        carry=request.on_complete == "carry",
-    )
 
 
 def group_request(batch: BatchRequest, row: BatchTask, index: int) -> GroupRequest:

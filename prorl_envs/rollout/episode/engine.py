@@ -19,11 +19,9 @@ from prorl_envs.rollout.agent import tracing
 from prorl_envs.rollout.api.errors import Unavailable
 from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
-from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
-from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.scheduling.scheduler import Scheduler
 from prorl_envs.rollout.store.base import StoredGroup
 from prorl_envs.rollout.store.sql import SqlStore
@@ -124,51 +122,18 @@ class Engine:
         self.unfinished_of.update(_owner(job.id) for job in jobs)
         pairs = [(job.id, job.request.id) for job in jobs]
         failures = {job.id: job.attempts - job.interrupted for job in jobs}
-        self._apply(self.scheduler.submit(pairs, failures, share))
+        self.apply(self.scheduler.submit(pairs, failures, share))
 
     def give_up(self, result: Result) -> None:
         """Record the result of a stored job that cannot be started again."""
         self._records[result.job_id] = self._spawn(self._record(result))
-
-    def pause(self, mode: Pause) -> None:
-        """Start no stages, or no jobs, until `resume`."""
-        self._apply(self.scheduler.pause(mode))
-
-    def resume(self) -> None:
-        """Cancel a pause."""
-        self._apply(self.scheduler.resume())
-
-    def resize(self, limits: StageLimits) -> None:
-        """Change the stage limits of this machine."""
-        self._apply(self.scheduler.resize(limits))
-
-    def join(self, node: str, limits: StageLimits) -> None:
-        """Add a node that runs jobs.
-
-        Raises:
-            ValueError: a node with this name exists.
-        """
-        self._apply(self.scheduler.join(node, limits))
 
     def lost(self, node: str, failure: Failure) -> None:
         """Remove a lost node. Jobs that wait there fail with this failure. For stages that run there, the
         executor returns the same failure."""
         for job_id in self.scheduler.waiting_on(node):
             self._jobs[job_id].attempt.failure = failure
-        self._apply(self.scheduler.lost(node))
-
-    def admit_jobs(self, node: str, *, jobs: bool) -> None:
-        """Open or close a node for further jobs. Its current jobs continue.
-
-        Raises:
-            KeyError: there is no such node.
-        """
-        self._apply(self.scheduler.admit(node, jobs=jobs))
-
-    def attempts(self, job_id: str) -> int:
-        """Return the number of attempts of an unfinished job; 0 for an unknown job."""
-        job = self._jobs.get(job_id)
-        return job.attempts if job else 0
+        self.apply(self.scheduler.lost(node))
 
     @property
     def jobs(self) -> Mapping[str, Job]:
@@ -184,7 +149,7 @@ class Engine:
         """Cancel jobs, and return once their results are stored. Their sandboxes are closed after that."""
         jobs = list(jobs)
         for job_id in jobs:
-            self._apply(self.scheduler.cancel(job_id))
+            self.apply(self.scheduler.cancel(job_id))
         if records := [self._records[job_id] for job_id in jobs if job_id in self._records]:
             await asyncio.wait(records)
 
@@ -192,7 +157,7 @@ class Engine:
         """Stop every job. With a durable store they get no result, so that the next start resumes them."""
         self._leaving = self.store.durable
         for job_id in list(self._jobs):
-            self._apply(self.scheduler.cancel(job_id))
+            self.apply(self.scheduler.cancel(job_id))
 
     async def reserve(self, guest: str, *, here: bool) -> str:
         """Wait until a guest may start its environment. If this call is cancelled, it releases the guest.
@@ -205,7 +170,7 @@ class Engine:
             Name of the node on which the guest may start its environment.
         """
         grant = self._grants[guest] = asyncio.get_running_loop().create_future()
-        self._apply(self.scheduler.reserve(guest, here=here))
+        self.apply(self.scheduler.reserve(guest, here=here))
         try:
             node: str = await grant
             return node
@@ -213,14 +178,10 @@ class Engine:
             self.release(guest)
             raise
 
-    def prepared(self, guest: str) -> None:
-        """Record that a guest's environment has started, or has failed to start."""
-        self._apply(self.scheduler.prepared(guest))
-
     def release(self, guest: str) -> None:
         """Release the slot of a guest whose environment is closed. Idempotent."""
         self._grants.pop(guest, None)
-        self._apply(self.scheduler.release(guest))
+        self.apply(self.scheduler.release(guest))
 
     async def settled(self) -> None:
         """Wait until all jobs have left the engine and no task runs."""
@@ -228,7 +189,8 @@ class Engine:
             await asyncio.wait(self._tasks)
             await asyncio.sleep(0)  # let the callbacks of finished tasks start the next tasks
 
-    def _apply(self, decisions: Iterable[Decision]) -> None:
+    def apply(self, decisions: Iterable[Decision]) -> None:
+        """Carry out decisions that an event of the scheduler has returned."""
         for decision in decisions:
             match decision:
                 case Start():
@@ -277,14 +239,14 @@ class Engine:
         del self._stages[job.id]
         job.waiting_since = self.clock.monotonic()
         if task.cancelled():  # by the engine, or because the event loop stops; both count as a cancellation
-            self._apply(self.scheduler.cancel(job.id))
-            self._apply(self.scheduler.ended(job.id))
+            self.apply(self.scheduler.cancel(job.id))
+            self.apply(self.scheduler.ended(job.id))
         elif failure := task.result():
             job.attempt.failure = failure
             self.internal_errors += failure.kind is FailureKind.INTERNAL
-            self._apply(self.scheduler.failed(job.id, retryable=failure.retryable))
+            self.apply(self.scheduler.failed(job.id, retryable=failure.retryable))
         else:
-            self._apply(self.scheduler.ended(job.id))
+            self.apply(self.scheduler.ended(job.id))
 
     async def _conclude(self, job: Job, finish: Finish) -> None:
         """Build the result of a finished job and record it."""
@@ -335,7 +297,7 @@ class Engine:
             job.new_attempt()
             job.waiting_since = self.clock.monotonic()
             self.retries += 1
-        self._apply(decisions)
+        self.apply(decisions)
         self._forget_if_gone(job.id)
 
     def _forget_if_gone(self, job_id: str) -> None:

@@ -63,8 +63,8 @@ class Fleet:
         self._pool = pool
         self._terms = terms
         self._clock = clock or SystemClock()
-        self._executor: StageExecutor | None = None
-        self._engine: Engine | None = None
+        self._executor: StageExecutor  # both are set by `attach`
+        self._engine: Engine
         self._is_attached = asyncio.Event()
         self._nodes: dict[str, RemoteNode] = {}
         self._lost: list[RemoteNode] = []
@@ -93,7 +93,7 @@ class Fleet:
 
     def views(self) -> list[NodeView]:
         """Return the API views of `nodes`."""
-        records = {record.name: record for record in self._attached_engine.scheduler.nodes}
+        records = {record.name: record for record in self._engine.scheduler.nodes}
         return [_view(node, records.get(node.name)) for node in self.nodes]
 
     def heartbeats(self) -> dict[str, dict[str, float]]:
@@ -104,12 +104,12 @@ class Fleet:
 
     async def perform(self, job: Job, stage: Stage) -> Failure | None:
         if job.node == HERE:
-            return await self._local.perform(job, stage)
+            return await self._executor.perform(job, stage)
         return await self._perform(job, stage)
 
     async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
         if job.node == HERE:
-            return await self._local.step(job, request)
+            return await self._executor.step(job, request)
         return await self._perform(job, Stage.RUN, caller=True, step=request)
 
     async def _perform(
@@ -155,7 +155,7 @@ class Fleet:
     async def close(self, job: Job) -> bool:
         """See `StageExecutor.close`. Returns True if the node is lost, since its sandboxes are lost too."""
         if job.node == HERE:
-            return await self._local.close(job)
+            return await self._executor.close(job)
         order = self._orders.pop(id(job), None)
         if order is None:
             return True
@@ -210,7 +210,7 @@ class Fleet:
         """
         node = self._get(name)
         node.state = NodeState.DRAINING
-        self._attached_engine.admit_jobs(name, jobs=False)
+        self._engine.apply(self._engine.scheduler.admit(name, jobs=False))
 
     def undrain(self, name: str) -> None:
         """Resume sending jobs to a node.
@@ -219,7 +219,7 @@ class Fleet:
             NotFound: there is no such node.
         """
         self._get(name).state = NodeState.READY
-        self._attached_engine.admit_jobs(name, jobs=True)
+        self._engine.apply(self._engine.scheduler.admit(name, jobs=True))
 
     async def aclose(self) -> None:
         """Shut down every node. Later nodes are not accepted. Idempotent."""
@@ -243,7 +243,7 @@ class Fleet:
         await node.hold()
         self._nodes[node.name] = node
         log.info("node %s joins, with at most %d jobs in RUN", node.name, info.limits.run)
-        self._attached_engine.join(node.name, info.limits)
+        self._engine.apply(self._engine.scheduler.join(node.name, info.limits))
         return node
 
     async def _shut_down(self, handle: NodeHandle) -> None:
@@ -287,7 +287,7 @@ class Fleet:
         del self._nodes[node.name]
         self._lost = [*self._lost, node][-_LISTED_LOST:]
         node.lose(reason)
-        self._attached_engine.lost(node.name, node.failure(Stage.RUN))
+        self._engine.lost(node.name, node.failure(Stage.RUN))
 
     async def _interrupt(self, order: _Order, performing: asyncio.Task[StageOutcome]) -> None:
         """Interrupt a stage, and wait until no part of it runs, even if this call is cancelled."""
@@ -335,18 +335,6 @@ class Fleet:
         if node is None:
             raise NotFound(f"no node {name!r}", hint="GET /v1/nodes lists them")
         return node
-
-    @property
-    def _local(self) -> StageExecutor:
-        if self._executor is None:
-            raise AssertionError("attach comes first")
-        return self._executor
-
-    @property
-    def _attached_engine(self) -> Engine:
-        if self._engine is None:
-            raise AssertionError("attach comes first")
-        return self._engine
 
 
 def _view(node: RemoteNode, record: NodeRecord | None) -> NodeView:

@@ -320,7 +320,7 @@ class Batches:
 
     def _add(self, stored: StoredBatch) -> Batch:
         request = stored.request
-        batch = Batch(stored, BatchPlan(record.rules_of(request)), [*request.tasks, *stored.appended])
+        batch = Batch(stored, BatchPlan(request), [*request.tasks, *stored.appended])
         batch.plan.add_tasks(len(batch.rows), closed=stored.closed)
         self._batches[request.id] = batch
         return batch

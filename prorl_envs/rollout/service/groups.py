@@ -228,8 +228,9 @@ class Groups:
         """Return the current state of a stored job."""
         if job.state.final:
             return job
-        state = self.engine.scheduler.state(job.id) or JobState.QUEUED
-        return job.model_copy(update={"state": state, "attempts": self.engine.attempts(job.id)})
+        state, running = self.engine.scheduler.state(job.id), self.engine.jobs.get(job.id)
+        attempts = running.attempts if running else 0
+        return job.model_copy(update={"state": state or JobState.QUEUED, "attempts": attempts})
 
 
 def _accepted(group: NewGroup) -> StoredGroup:

@@ -220,7 +220,7 @@ class InteractiveEpisodes:
         try:
             failure = await self.executor.perform(job, Stage.INIT)
         finally:
-            self.engine.prepared(episode.guest)
+            self.engine.apply(self.engine.scheduler.prepared(episode.guest))
         failure = failure or await self.executor.step(job, None)
         if failure is not None:
             await self._fail(episode, failure)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind, InputError
-from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage, job_id
+from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
+from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.store.base import StoredGroup
 
 log = logging.getLogger(__name__)
@@ -55,22 +56,11 @@ def plan_recovery(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> R
 
 def _unstarted(group: StoredGroup, sample: int, failure: Failure) -> Result:
     """Return the result of a stored job that cannot be started again."""
-    request = group.request
-    return Result(
-        job_id=job_id(request.id, sample),
-        group_id=request.id,
-        batch_id=group.started_by_batch,
-        sample=sample,
-        environment=request.environment,
-        task_id=group.task_id,
-        state=JobState.FAILED,
-        reward=None,
-        mask_sample=True,
-        stop_reason=None,
-        failure=failure,
-        attempts=group.jobs[sample].attempts,
-        metadata=request.metadata,
+    job = Job(
+        group.request, sample, Task.model_construct(id=group.task_id), 0.0, batch_id=group.started_by_batch
     )
+    job.attempts, job.attempt.failure = group.jobs[sample].attempts, failure
+    return job.result(JobState.FAILED)
 
 
 def _not_offered(error: InputError) -> Failure:

@@ -186,7 +186,7 @@ class RolloutService:
             mode: which stages do not start.
         """
         log.warning("paused: %s", mode)
-        self._engine.pause(mode)
+        self._engine.apply(self._engine.scheduler.pause(mode))
 
     async def drain(self, wait_s: float = 0.0) -> None:
         """Accept no more work until `resume`, and finish the accepted jobs. Idempotent.
@@ -215,7 +215,7 @@ class RolloutService:
         self.guard.check_operable()
         log.warning("resumed")
         self.guard.state = ServiceState.SERVING
-        self._engine.resume()
+        self._engine.apply(self._engine.scheduler.resume())
         self.batches.freed()
 
     def resize(self, request: LimitsRequest) -> None:
@@ -224,7 +224,8 @@ class RolloutService:
         log.warning("limits: %s", ", ".join(f"{name} {value}" for name, value in changes.items()))
         self.settings = ServiceSettings.model_validate({**self.settings.model_dump(), **changes})
         self.groups.admission.queue = self.settings.queue
-        self._engine.resize(StageLimits.of_settings(self.settings))
+        limits = StageLimits.of_settings(self.settings)
+        self._engine.apply(self._engine.scheduler.resize(limits))
 
     async def start_episode(
         self, request: EpisodeRequest, *, wait_s: float, quota: Quota | None = None

@@ -2,18 +2,18 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.rollout.api.batches import BatchState, GroupFilter
+from prorl_envs.rollout.api.batches import BatchRequest, BatchState, GroupFilter
 from prorl_envs.rollout.batches.dynamic_sampling import (
     BatchPlan,
     GroupDecision,
     GroupOutcome,
     PlannedGroup,
-    Rules,
     SampleOutcome,
     fresh_enough,
     judge,
@@ -31,13 +31,18 @@ def group(name: str = "g", samples: int = 4, *rewards: float | None, first: int 
     return PlannedGroup(name, samples, 0, ended)
 
 
-def verdict(rules: Rules, *rewards: float | None, samples: int = 4) -> tuple[GroupOutcome, str] | None:
+def rules_of(groups: int, in_flight: int, *, carry: bool = False, **fields: Any) -> BatchRequest:
+    on_complete = "carry" if carry else "cancel"
+    return BatchRequest.model_construct(groups=groups, in_flight=in_flight, on_complete=on_complete, **fields)
+
+
+def verdict(rules: BatchRequest, *rewards: float | None, samples: int = 4) -> tuple[GroupOutcome, str] | None:
     judgement = judge(rules, group("g", samples, *rewards))
     return (judgement.verdict, judgement.reason) if judgement else None
 
 
-ALL = Rules(groups=1, in_flight=1)
-TWO = Rules(groups=1, in_flight=1, min_rewards=2)
+ALL = rules_of(groups=1, in_flight=1)
+TWO = rules_of(groups=1, in_flight=1, min_rewards=2)
 INFORMATIVE = (GroupOutcome.INFORMATIVE, "")
 
 
@@ -57,11 +62,11 @@ INFORMATIVE = (GroupOutcome.INFORMATIVE, "")
         (TWO, (None, None, 1), None),
         (TWO, (None, None, 1, 0), INFORMATIVE),
         (TWO, (None, None, None), (GroupOutcome.FAILED, "too_few_rewards")),
-        (Rules(groups=1, in_flight=1, filter=None), (1, 1, 1, 1), INFORMATIVE),
+        (rules_of(groups=1, in_flight=1, filter=None), (1, 1, 1, 1), INFORMATIVE),
     ],
 )
 def test_a_group_is_decided_when_its_rewards_suffice(
-    rules: Rules, rewards: tuple[float | None, ...], expected: tuple[GroupOutcome, str] | None
+    rules: BatchRequest, rewards: tuple[float | None, ...], expected: tuple[GroupOutcome, str] | None
 ) -> None:
     assert verdict(rules, *rewards) == expected
 
@@ -95,7 +100,7 @@ def test_the_bounds_of_the_mean_allow_for_rounding() -> None:
     assert uninformative(bounds, [0.0, 1 + 4 * SPREAD]) == "high_mean"
 
 
-def started_plan(rules: Rules, tasks: int, samples: int = 2) -> BatchPlan:
+def started_plan(rules: BatchRequest, tasks: int, samples: int = 2) -> BatchPlan:
     """A plan whose first groups, named by their indices, have started."""
     plan = BatchPlan(rules)
     plan.add_tasks(tasks, closed=True)
@@ -118,14 +123,14 @@ def end(plan: BatchPlan, name: str, *rewards: float | None, cursor: int) -> None
 
 
 def test_groups_are_counted_by_their_reason_for_exclusion() -> None:
-    plan = started_plan(Rules(groups=1, in_flight=2), tasks=3)
+    plan = started_plan(rules_of(groups=1, in_flight=2), tasks=3)
     end(plan, "0", 1, 1, cursor=1)
     end(plan, "1", 0, 0, cursor=3)
     assert plan.reasons == {"equal_rewards": 2}
 
 
 def test_a_group_without_spread_is_replaced_at_once() -> None:
-    plan = started_plan(Rules(groups=2, in_flight=2), tasks=4)
+    plan = started_plan(rules_of(groups=2, in_flight=2), tasks=4)
     end(plan, "0", 1, 1, cursor=1)
     assert begin(plan) == [2]
     end(plan, "1", None, None, cursor=3)
@@ -139,13 +144,13 @@ def test_a_group_without_spread_is_replaced_at_once() -> None:
 
 
 def test_a_result_of_an_unknown_group_changes_nothing() -> None:
-    plan = started_plan(Rules(groups=1, in_flight=1), tasks=1)
+    plan = started_plan(rules_of(groups=1, in_flight=1), tasks=1)
     assert plan.ended("of another batch", 0, SampleOutcome(1, 1.0)) is None
     assert list(plan.groups) == ["0"] and not plan.decisions
 
 
 def test_every_decided_group_is_counted() -> None:
-    plan = started_plan(Rules(groups=2, in_flight=3), tasks=3)
+    plan = started_plan(rules_of(groups=2, in_flight=3), tasks=3)
     end(plan, "0", 1, 1, cursor=1)
     end(plan, "1", None, None, cursor=3)
     end(plan, "2", 0, 1, cursor=5)
@@ -153,7 +158,7 @@ def test_every_decided_group_is_counted() -> None:
 
 
 def test_a_cancelled_batch_counts_only_earlier_results() -> None:
-    plan = started_plan(Rules(groups=2, in_flight=2), tasks=2)
+    plan = started_plan(rules_of(groups=2, in_flight=2), tasks=2)
     plan.cancel(5)
     plan.cancel(9)
     end(plan, "0", 0, 1, cursor=4)
@@ -162,7 +167,7 @@ def test_a_cancelled_batch_counts_only_earlier_results() -> None:
 
 
 def test_a_group_that_starts_after_the_end_is_not_needed() -> None:
-    plan = started_plan(Rules(groups=1, in_flight=1), tasks=2)
+    plan = started_plan(rules_of(groups=1, in_flight=1), tasks=2)
     plan.cancel(5)
     plan.begin(1, PlannedGroup("1", 2, 0))
     assert plan.unneeded() == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
@@ -171,14 +176,14 @@ def test_a_group_that_starts_after_the_end_is_not_needed() -> None:
 
 
 def test_unknown_groups_cannot_be_carried_over() -> None:
-    plan = started_plan(Rules(groups=1, in_flight=2, carry=True), tasks=2)
+    plan = started_plan(rules_of(groups=1, in_flight=2, carry=True), tasks=2)
     end(plan, "0", 0, 1, cursor=1)
     assert [taken.id for taken in plan.pass_on(["1", "of another batch"])] == ["1"]
     assert list(plan.groups) == ["0"] and not plan.unneeded()
 
 
 def test_groups_that_the_batch_does_not_need_are_cancelled() -> None:
-    plan = started_plan(Rules(groups=1, in_flight=3), tasks=9)
+    plan = started_plan(rules_of(groups=1, in_flight=3), tasks=9)
     end(plan, "2", 0, cursor=1)
     end(plan, "1", 0, 1, cursor=2)
     assert plan.unneeded() == [("0", 0), ("0", 1), ("2", 1)]
@@ -189,7 +194,7 @@ def test_groups_that_the_batch_does_not_need_are_cancelled() -> None:
 
 
 def test_the_samples_that_a_decided_group_does_not_need_are_cancelled() -> None:
-    plan = started_plan(Rules(groups=2, in_flight=1, min_rewards=2), tasks=2, samples=4)
+    plan = started_plan(rules_of(groups=2, in_flight=1, min_rewards=2), tasks=2, samples=4)
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == [("0", 2), ("0", 3)]
     assert plan.state is BatchState.RUNNING
@@ -199,7 +204,7 @@ def test_the_samples_that_a_decided_group_does_not_need_are_cancelled() -> None:
 
 
 def test_at_most_the_spare_groups_run_beside_the_missing_ones() -> None:
-    plan = started_plan(Rules(groups=3, in_flight=10, max_speculative_groups=1), tasks=99)
+    plan = started_plan(rules_of(groups=3, in_flight=10, max_speculative_groups=1), tasks=99)
     assert len(plan.undecided) == 4
     end(plan, "0", 0, 1, cursor=1)
     assert not plan.to_start(), "two are missing, and three under way"
@@ -208,13 +213,13 @@ def test_at_most_the_spare_groups_run_beside_the_missing_ones() -> None:
 
 
 def test_leftover_groups_count_for_the_next_batch() -> None:
-    plan = started_plan(Rules(groups=1, in_flight=4, carry=True), tasks=4)
+    plan = started_plan(rules_of(groups=1, in_flight=4, carry=True), tasks=4)
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == []
     plan.ended("2", 0, SampleOutcome(3, 0.0))
     end(plan, "3", 1, 0, cursor=4)
     assert [group.id for group in plan.carriable] == ["1", "2", "3"]
-    following = BatchPlan(Rules(groups=2, in_flight=2))
+    following = BatchPlan(rules_of(groups=2, in_flight=2))
     following.adopt(plan.pass_on(["2", "3"]))
     assert plan.unneeded() == [("1", 0), ("1", 1)], "nobody wants it any more"
     assert plan.carriable == []
@@ -233,7 +238,7 @@ def test_a_carried_group_is_within_the_cap() -> None:
 
 
 def test_a_cancelled_batch_keeps_earlier_decisions() -> None:
-    plan = started_plan(Rules(groups=2, in_flight=3, carry=True), tasks=9)
+    plan = started_plan(rules_of(groups=2, in_flight=3, carry=True), tasks=9)
     end(plan, "0", 0, 1, cursor=1)
     plan.ended("1", 0, SampleOutcome(3, 0.0))
     plan.cancel(3)
@@ -243,7 +248,7 @@ def test_a_cancelled_batch_keeps_earlier_decisions() -> None:
 
 
 def test_a_batch_waits_for_an_open_stream() -> None:
-    plan = BatchPlan(Rules(groups=1, in_flight=1))
+    plan = BatchPlan(rules_of(groups=1, in_flight=1))
     assert plan.waiting_for_tasks
     plan.add_tasks(1, closed=False)
     assert not plan.waiting_for_tasks
@@ -276,7 +281,7 @@ class World:
             plan.add_tasks(count, closed=plan.tasks + count == len(self.rewards))
         before = len(plan.undecided)
         started = begin(plan, self.samples)
-        assert before + len(started) <= max(before, plan.rules.in_flight)
+        assert before + len(started) <= max(before, plan.rules.in_flight or 0)
         if plan.rules.max_speculative_groups is not None:
             missing = plan.rules.groups - len(plan.selected)
             assert before + len(started) <= max(before, missing + plan.rules.max_speculative_groups)
@@ -299,7 +304,7 @@ class World:
     def check(self) -> None:
         plan, rules = self.plan, self.plan.rules
         undecided, unneeded = set(plan.undecided), plan.unneeded()
-        assert len(undecided) <= max(rules.in_flight, self.carried)
+        assert len(undecided) <= max(rules.in_flight or 0, self.carried)
         assert len(plan.selected) <= rules.groups
         assert undecided.isdisjoint(plan.decisions)
         assert undecided | set(plan.decisions) == set(plan.groups)
@@ -325,7 +330,7 @@ class World:
 
 
 rules = st.builds(
-    Rules,
+    rules_of,
     groups=st.integers(1, 4),
     in_flight=st.integers(1, 6),
     max_speculative_groups=st.none() | st.integers(0, 3),
@@ -338,7 +343,7 @@ outcomes = st.lists(st.sampled_from([0.0, 1.0, 1.0, None]), min_size=3, max_size
 
 @given(rules, st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 2**32))
 def test_any_order_reaches_the_target_if_it_can_be_reached(
-    rules: Rules, rewards: list[list[float | None]], seed: int
+    rules: BatchRequest, rewards: list[list[float | None]], seed: int
 ) -> None:
     world = World(BatchPlan(rules), 3, random.Random(seed), rewards)
     while not (world.plan.state.over and not world.pending()):
@@ -356,7 +361,7 @@ def test_any_order_reaches_the_target_if_it_can_be_reached(
 
 @given(rules, st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 2**32), st.data())
 def test_a_plan_rebuilt_from_the_store_has_decided_the_same(
-    rules: Rules, rewards: list[list[float | None]], seed: int, data: st.DataObject
+    rules: BatchRequest, rewards: list[list[float | None]], seed: int, data: st.DataObject
 ) -> None:
     world = World(BatchPlan(rules), 3, random.Random(seed), rewards)
     for _ in range(data.draw(st.integers(0, 40))):
@@ -379,7 +384,12 @@ def test_a_plan_rebuilt_from_the_store_has_decided_the_same(
     st.integers(0, 4),
 )
 def test_carried_groups_are_within_the_cap_and_in_one_batch_only(
-    first: Rules, second: Rules, rewards: list[list[float | None]], seed: int, cap: int | None, version: int
+    first: BatchRequest,
+    second: BatchRequest,
+    rewards: list[list[float | None]],
+    seed: int,
+    cap: int | None,
+    version: int,
 ) -> None:
     world = World(BatchPlan(first), 3, random.Random(seed), rewards)
     while not world.plan.state.over:
