@@ -28,7 +28,7 @@ from prorl_envs.model.servers.detect import Protocol, Servers
 from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.tokens.loading import load_renderer
 from prorl_envs.model.tokens.rendering import TemplateRenderer
-from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.episode.environments import Defaults
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.base import Driver, Network, SandboxSpec

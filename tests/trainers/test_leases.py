@@ -53,8 +53,7 @@ async def test_a_lease_expires_unless_a_client_sends_requests_or_waits() -> None
             raise RuntimeError("and the others end all the same")
 
     leases = Leases(clock)
-    leases.on_expiry("groups", end)
-    leases.start()
+    leases.start({"groups": end})
     for name in ("left", "odd", "asked", "waited"):
         leases.grant("groups", name, 10.0)
     leases.grant("groups", "free", None)

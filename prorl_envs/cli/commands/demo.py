@@ -28,7 +28,7 @@ from prorl_envs.model.tokens.token_texts import token_texts
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, GroupStatistics
 from prorl_envs.rollout.client.client import RolloutClient
-from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.episode.environments import Defaults
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.runs.folder import submissions
 from prorl_envs.testing.scripted import Behaviour, Mix, Script, ScriptBook

@@ -20,8 +20,7 @@ from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err
 from prorl_envs.config import ServerSettings, Settings
 from prorl_envs.env.node import Node
-from prorl_envs.rollout.http.auth import require_token
-from prorl_envs.rollout.http.logins import Logins
+from prorl_envs.rollout.http.auth import Logins, require_token
 from prorl_envs.rollout.http.server import bind, needs_token, serve_until_signal
 from prorl_envs.rollout.store.sql import SqlStore
 

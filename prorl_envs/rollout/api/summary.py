@@ -83,8 +83,8 @@ class _Turn(Struct):
 
 
 class _Row(Struct):
-    ids: Raw
     turns: list[_Turn]
+    ids: Raw = Raw(b"[]")  # a store has them in another column
     drift: int = 0
 
 
@@ -125,19 +125,7 @@ class _Stored(Struct):
     attempts: int = 1
 
 
-class _BareRow(_Row, kw_only=True):
-    ids: Raw = Raw(b"[]")
-
-
-class _Body(_Stored, kw_only=True):
-    """Result in the format of a store: without the cursor, and without the arrays of the trajectory."""
-
-    trajectory: _BareRow | None
-
-
 _DECODER = msgspec.json.Decoder(_Stored)
-_BODY = msgspec.json.Decoder(_Body)
-_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def summary_of(line: bytes) -> Summary:
@@ -149,10 +137,7 @@ def summary_of(line: bytes) -> Summary:
     Raises:
         InputError: the JSON is not a result.
     """
-    try:
-        stored = _DECODER.decode(line)
-    except _NOT_JSON as error:
-        raise InputError(f"not a rollout result: {error}") from error
+    stored = _decoded(line)
     rows = _rows(stored)
     return _summary_from(stored, rows, sum(_length(row.ids) for row in rows))
 
@@ -168,10 +153,7 @@ def summary_of_body(body: bytes, cursor: int, tokens: int) -> Summary:
     Raises:
         InputError: the JSON is not a result.
     """
-    try:
-        stored = _BODY.decode(body)
-    except _NOT_JSON as error:
-        raise InputError(f"not a rollout result: {error}") from error
+    stored = _decoded(body)
     stored.cursor = cursor
     return _summary_from(stored, _rows(stored), tokens)
 
@@ -196,6 +178,13 @@ def needles(text: str) -> list[bytes]:
 def holds(line: bytes, needles: Sequence[bytes]) -> bool:
     """Return whether the line contains at least one of the needles."""
     return any(needle in line for needle in needles)
+
+
+def _decoded(result: bytes) -> _Stored:
+    try:
+        return _DECODER.decode(result)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not a rollout result: {error}") from error
 
 
 def _rows(stored: _Stored) -> list[_Row]:

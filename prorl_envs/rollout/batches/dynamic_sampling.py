@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prorl_envs.rollout.api.batches import BatchRequest, BatchState, GroupFilter
-from prorl_envs.rollout.store.statistics import SPREAD, deviation
+from prorl_envs.rollout.store.base import SPREAD, deviation
 
 
 @dataclass(frozen=True, slots=True)

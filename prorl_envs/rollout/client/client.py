@@ -209,7 +209,7 @@ class RolloutClient:
         return await self._call(ResultPage, "GET", "/v1/results", wait_s=wait_s, params=query)
 
     async def acknowledge(self, after: int = 0, up_to: int | None = None, *, only: Selection = ALL) -> None:
-        """Mark results as read. A service with a durable store drops only read results. `page`, `results` and
+        """Mark results as read. A service with a durable store drops only read results. `page` and
         `batch_results` mark the results of a page when they request the next page; `follow` and `stream` call
         this method.
 
@@ -230,8 +230,12 @@ class RolloutClient:
             await self._call(Health, "POST", "/v1/results/acknowledge", json=body)
 
     async def stream(self, after: int = 0, *, only: Selection = ALL) -> AsyncIterator[Result]:
-        """Yield results like `results`, over one open connection, which is reopened if it breaks. Stops when
-        the service stops.
+        """Yield every result after a cursor as it arrives, over one open connection, which is reopened if it
+        breaks. Stops when the service stops. To resume later, pass the `cursor` of the last result.
+
+        Args:
+            after: a cursor; 0 starts with the oldest stored result.
+            only: filter for results.
 
         Raises:
             CursorExpired: some of the following results are no longer stored.
@@ -266,27 +270,6 @@ class RolloutClient:
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 
-    async def results(
-        self, after: int = 0, *, wait_s: float = 20.0, only: Selection = ALL
-    ) -> AsyncIterator[Result]:
-        """Yield every result after a cursor as it arrives. Never stops by itself. To resume later, pass the
-        `cursor` of the last result.
-
-        Args:
-            after: a cursor; 0 starts with the oldest stored result.
-            wait_s: seconds for which one request waits.
-            only: filter for results.
-
-        Raises:
-            CursorExpired: some of the following results are no longer stored.
-            Unavailable: the last try failed too.
-        """
-        while True:
-            page = await self.page(after, wait_s=wait_s, only=only)
-            for result in page.results:
-                yield result
-            after = page.next
-
     async def follow(self, group_ids: Collection[str], after: int = 0) -> AsyncIterator[Result]:
         """Yield the results of these groups as they arrive, until all groups are complete.
 
@@ -296,7 +279,7 @@ class RolloutClient:
 
         Raises:
             NotFound: a group is unknown, or a result of a group is no longer stored.
-            CursorExpired, Unavailable: see `results`.
+            CursorExpired, Unavailable: see `stream`.
         """
         only, processed = _of_groups(group_ids), Processed(self, after)
         missing = {job.id for name in group_ids for job in (await self.group(name)).jobs}

@@ -130,7 +130,6 @@ class SyncRolloutClient:
     page = _waiting(RolloutClient.page)
     acknowledge = _waiting(RolloutClient.acknowledge)
     stream = _iterating(RolloutClient.stream)
-    results = _iterating(RolloutClient.results)
     follow = _iterating(RolloutClient.follow)
     start_episode = _waiting(RolloutClient.start_episode)
     episode = _waiting(RolloutClient.episode)

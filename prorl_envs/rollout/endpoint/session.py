@@ -84,7 +84,6 @@ class ModelSession:
         #: True if the last call was refused because its prompt was too long.
         self.context_full = False
         self.refused = 0
-        self.cancelled_calls = 0
         self.last_used = agent.clock.monotonic()
         self._agent = agent
         self._transcript = transcript
@@ -100,11 +99,6 @@ class ModelSession:
     def calls(self) -> int:
         """Number of unfinished calls, including waiting ones."""
         return len(self._calls)
-
-    @property
-    def answers(self) -> list[LiveAnswer]:
-        """Answers of the unfinished calls, as far as they are sampled."""
-        return list(self._calls.values())
 
     async def call(self, request: EndpointRequest, live: LiveAnswer | None = None) -> EndpointAnswer:
         """Answer one request. If the call is cancelled, sampling stops, and the tokens sampled so far are
@@ -129,7 +123,6 @@ class ModelSession:
             async with self._slots:
                 return await self._call(request, live)
         except asyncio.CancelledError:
-            self.cancelled_calls += 1
             self.count_refused()
             raise
         finally:

@@ -20,9 +20,16 @@ from prorl_envs.rollout.api.errors import Unavailable
 from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
 from prorl_envs.rollout.episode.job import Job
-from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
-from prorl_envs.rollout.scheduling.scheduler import Scheduler
+from prorl_envs.rollout.scheduling.scheduler import (
+    AdmitExternal,
+    Close,
+    Decision,
+    Finish,
+    Interrupt,
+    Scheduler,
+    Start,
+)
 from prorl_envs.rollout.store.base import StoredGroup
 from prorl_envs.rollout.store.sql import SqlStore
 
@@ -79,7 +86,8 @@ class Engine:
     retries: int = field(default=0, init=False)
     close_failures: int = field(default=0, init=False)
     internal_errors: int = field(default=0, init=False)
-    _freed: list[Callable[[], None]] = field(default_factory=list, init=False)
+    #: Called whenever a job leaves the engine.
+    on_free: Callable[[], None] = field(default=lambda: None, init=False)
     _jobs: dict[str, Job] = field(default_factory=dict, init=False)
     _stages: dict[str, asyncio.Task[Failure | None]] = field(default_factory=dict, init=False)
     _records: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
@@ -87,10 +95,6 @@ class Engine:
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
     #: True during a shutdown that keeps unfinished jobs for the next start.
     _leaving: bool = field(default=False, init=False)
-
-    def on_free(self, notify: Callable[[], None]) -> None:
-        """Call `notify` whenever a job leaves the engine."""
-        self._freed.append(notify)
 
     def admit(
         self, request: GroupRequest, task: Task, *, batch_id: str | None = None, share: Share = COMMON
@@ -309,8 +313,7 @@ class Engine:
             self.unfinished_of[owner] -= 1
             if not self.unfinished_of[owner]:
                 del self.unfinished_of[owner]
-        for notify in self._freed:
-            notify()
+        self.on_free()
 
     def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

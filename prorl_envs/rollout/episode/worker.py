@@ -16,7 +16,7 @@ from prorl_envs.model.routing.pause_gate import ActiveTimeout
 from prorl_envs.rollout.agent.agent_loop import Agent
 from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, Stage
-from prorl_envs.rollout.episode import caller_steps, stages
+from prorl_envs.rollout.episode import stages
 from prorl_envs.rollout.episode.job import Job
 from prorl_envs.strict_json import encodable
 
@@ -62,10 +62,7 @@ class Worker:
                 return await self._timed(job, stage, stages.evaluate(job), limits.eval_s)
 
     async def step(self, job: Job, request: StepRequest | None) -> Failure | None:
-        if request is None:
-            work = caller_steps.render(job, self.agent)
-        else:
-            work = caller_steps.take(job, self.agent, request)
+        work = stages.render(job, self.agent) if request is None else stages.step(job, self.agent, request)
         return await self._timed(job, Stage.RUN, work, job.request.limits.run_s + self.grace_s)
 
     async def _timed(

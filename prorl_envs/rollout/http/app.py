@@ -33,19 +33,15 @@ from prorl_envs.rollout.api.views import (
     JobView,
     StatusView,
 )
-from prorl_envs.rollout.http.auth import CurrentCaller, TokenStore, authorize, require_token
-from prorl_envs.rollout.http.logins import Logins
+from prorl_envs.rollout.http.auth import CurrentCaller, Logins, TokenStore, authorize, require_token
 from prorl_envs.rollout.http.middleware import BodyLimit, LeaseMiddleware, TokenGuard, error_response
 from prorl_envs.rollout.http.routes.batches import add_batches
 from prorl_envs.rollout.http.routes.dashboard import add_dashboard
 from prorl_envs.rollout.http.routes.endpoint import add_endpoint
 from prorl_envs.rollout.http.routes.interactive import add_episodes
-from prorl_envs.rollout.http.routes.model_servers import add_models
-from prorl_envs.rollout.http.routes.nodes import add_nodes
 from prorl_envs.rollout.http.routes.operation import add_operation
 from prorl_envs.rollout.http.routes.paper import add_paper_routes
 from prorl_envs.rollout.http.routes.results import add_results, json_response
-from prorl_envs.rollout.http.routes.search import add_search
 from prorl_envs.rollout.monitoring.metrics import CONTENT_TYPE
 from prorl_envs.rollout.service.service import RolloutService
 
@@ -95,7 +91,6 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
     )
     _add_errors(app)
     add_dashboard(app, service, tokens.logins)
-    add_search(app, service)
     _add_groups(app, service, settings, tokens)
     add_results(app, service, settings)
     add_batches(app, service, settings)
@@ -104,8 +99,6 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
     if settings.paper_routes:
         add_paper_routes(app, service, settings.paper_sources)
     add_operation(app, service, settings)
-    add_models(app, service, settings)
-    add_nodes(app, service)
     app.add_middleware(LeaseMiddleware, leases=service.groups.leases)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Authentication by token, and authorization by id.
+"""Authentication by token or by the session of a browser, and authorization by id.
 
 The operator's token permits everything. A tenant's token is limited to ids that start with the tenant's name
 and a slash: `alice` owns `alice/step7/a` and its jobs. So the id itself names the owner: ownership survives
@@ -9,7 +9,9 @@ job's token permits reading and cancelling this job.
 import base64
 import binascii
 import hmac
+import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated
 
@@ -17,9 +19,7 @@ from fastapi import Depends, Request
 
 from prorl_envs.config import ServerSettings, TenantSettings
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.caller import OPERATOR, Caller
 from prorl_envs.rollout.api.errors import Conflict, Forbidden, NotFound
-from prorl_envs.rollout.http.logins import Logins
 
 #: Routes that tenants may use, for ids of their own. All other routes are for the operator only, so a new
 #: route is closed to tenants until it is listed here.
@@ -73,6 +73,8 @@ JOB_ROUTES = frozenset(
 )
 _NAMES = ("group_id", "job_id", "batch_id", "episode_id")
 _JOB_TOKEN = "prorl-job"
+#: Maximum numbers of unused codes and of sessions. The oldest are dropped first.
+MAX_CODES, MAX_SESSIONS = 16, 64
 
 
 def require_token(settings: ServerSettings) -> None:
@@ -86,6 +88,101 @@ def require_token(settings: ServerSettings) -> None:
             f"binding {settings.host} gives other machines access, so a token is needed",
             hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Authenticated sender of a request.
+
+    Args:
+        tenant: name of a tenant, "" for the operator.
+        max_jobs: quota of unfinished jobs; None means no limit.
+        max_batches: quota of running batches; None means no limit.
+        job: the only job that the caller may access; "" if the caller is not restricted to one job.
+    """
+
+    tenant: str = ""
+    max_jobs: int | None = None
+    max_batches: int | None = None
+    job: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the caller's ids."""
+        return f"{self.tenant}/" if self.tenant else ""
+
+    @property
+    def quota(self) -> tuple[str, int] | None:
+        """Prefix of the caller's ids and its quota of unfinished jobs; None means no limit."""
+        return (self.prefix, self.max_jobs) if self.max_jobs is not None else None
+
+    @property
+    def batches(self) -> tuple[str, int] | None:
+        """Prefix of the caller's ids and its quota of running batches; None means no limit."""
+        return (self.prefix, self.max_batches) if self.max_batches is not None else None
+
+    def owns(self, name: str) -> bool:
+        """Return True if a group, job, batch or episode belongs to the caller."""
+        return name == self.job if self.job else name.startswith(self.prefix)
+
+    def owns_all(self, name: str) -> bool:
+        """Return True if a group or batch with all its jobs belongs to the caller. A caller that is
+        restricted to one job owns no group."""
+        return not self.job and self.owns(name)
+
+    def check_ids(self, *names: str) -> None:
+        """Check that the caller may use these new ids.
+
+        Raises:
+            Forbidden: an id does not belong to the caller.
+        """
+        for name in names:
+            if not self.owns(name):
+                raise Forbidden(f"{name!r} is not yours", hint=f"your ids start with {self.prefix!r}")
+
+
+OPERATOR = Caller()
+
+
+class Logins:
+    """One-time codes of links, and the browser sessions that they started. Only their digests are stored."""
+
+    def __init__(self) -> None:
+        self._codes: dict[bytes, None] = {}
+        self._sessions: dict[bytes, None] = {}
+
+    def link(self) -> str:
+        """Return path and query of a link that signs one browser in, once."""
+        return f"/dashboard/login?code={_new(self._codes, MAX_CODES)}"
+
+    def redeem(self, code: str) -> str | None:
+        """Return the secret of a new session; None if the code was used or is unknown."""
+        digest = _digest(code)
+        if digest not in self._codes:
+            return None
+        del self._codes[digest]
+        return _new(self._sessions, MAX_SESSIONS)
+
+    def known(self, session: str) -> bool:
+        """Return True if the session was started by this service and is not dropped."""
+        return _digest(session) in self._sessions
+
+
+def cookie_name(port: int) -> str:
+    """Return the name of the session cookie, with the port: all ports of a host receive the same cookies."""
+    return f"prorl_session_{port}"
+
+
+def _new(digests: dict[bytes, None], limit: int) -> str:
+    secret = secrets.token_urlsafe(32)
+    digests[_digest(secret)] = None
+    if len(digests) > limit:
+        del digests[next(iter(digests))]
+    return secret
+
+
+def _digest(secret: str) -> bytes:
+    return sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
 class TokenStore:

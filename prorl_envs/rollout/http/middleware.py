@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.rollout.api.caller import OPERATOR, Caller
 from prorl_envs.rollout.api.errors import (
     CompressedBody,
     QueueFull,
@@ -26,8 +25,7 @@ from prorl_envs.rollout.api.errors import (
     to_wire,
 )
 from prorl_envs.rollout.api.views import ErrorBody, ErrorDetail
-from prorl_envs.rollout.http.auth import TokenStore
-from prorl_envs.rollout.http.logins import cookie_name
+from prorl_envs.rollout.http.auth import OPERATOR, Caller, TokenStore, cookie_name
 from prorl_envs.rollout.service.leases import Leases
 from prorl_envs.strict_json import encodable
 

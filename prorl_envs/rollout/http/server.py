@@ -16,7 +16,7 @@ from prorl_envs.listener.connection import ConnectionCounts, ConnectionLimits
 from prorl_envs.listener.listener import DEFAULT_LIMITS, HttpListener
 from prorl_envs.rollout.client.token_files import addresses_of, drop_token, new_token, stored_token
 from prorl_envs.rollout.http.app import create_app
-from prorl_envs.rollout.http.logins import Logins
+from prorl_envs.rollout.http.auth import Logins
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.stop_signals import on_stop
 

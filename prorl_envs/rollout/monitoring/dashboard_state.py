@@ -4,10 +4,11 @@ Each result is counted once, when it is stored. Views are built on request, and 
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from prorl_envs.rollout.api.dashboard import (
 from prorl_envs.rollout.api.errors import QueueFull
 from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import JobState, Result
+from prorl_envs.rollout.store.base import deviation
 from prorl_envs.rollout.store.sql import SqlStore
-from prorl_envs.rollout.store.statistics import deviation
 
 #: Seconds of a bucket, and number of buckets.
 BUCKET_S, BUCKETS = 10.0, 60
@@ -35,6 +36,49 @@ LAST_RESULTS, LAST_CALLS = 1_000, 5_000
 GROUPS = 24
 #: Maximum number of followers.
 MAX_STREAMS = 64
+#: Minimum seconds between two measurements, and the largest share of time that measuring may take. Slow
+#: measurements are made less often.
+MEASURE_S, MEASURE_SHARE = 2.0, 0.02
+
+log = logging.getLogger(__name__)
+
+
+class SandboxMemory:
+    """Last measurement of the memory use of sandboxes. Reading it starts the next one if it is due.
+
+    Args:
+        clock: measures time.
+        measure: measures the service's own machine.
+    """
+
+    def __init__(self, clock: Clock, measure: Callable[[], Awaitable[MemoryUse]]) -> None:
+        self._clock = clock
+        self._measure = measure
+        self._last = MemoryUse()
+        self._due = 0.0
+        self._measuring: asyncio.Task[None] | None = None
+
+    def look(self) -> MemoryUse:
+        """Return the last measurement, and start the next one if it is due. Empty on the first call."""
+        idle = self._measuring is None or self._measuring.done()
+        if idle and self._clock.monotonic() >= self._due:
+            self._measuring = asyncio.create_task(self._update())
+        return self._last
+
+    async def aclose(self) -> None:
+        """Cancel a running measurement."""
+        if self._measuring is not None:
+            self._measuring.cancel()
+            await asyncio.wait({self._measuring})
+
+    async def _update(self) -> None:
+        started = self._clock.monotonic()
+        try:
+            self._last = await self._measure()
+        except OSError as error:
+            log.warning("the memory of sandboxes cannot be measured: %s", error)
+        now = self._clock.monotonic()
+        self._due = now + max(MEASURE_S, (now - started) / MEASURE_SHARE)
 
 
 class DashboardState:

@@ -4,8 +4,9 @@ from its result, so that their cost does not depend on the number of scrapes.
 Names and types follow https://prometheus.io/docs/practices/naming/.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -16,7 +17,7 @@ from prometheus_client import (
     Summary,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from prorl_envs.env.node import NodeUse
@@ -25,9 +26,8 @@ from prorl_envs.listener.listener import REASONS
 from prorl_envs.model.types import ServerHealth
 from prorl_envs.rollout.api.batches import BatchState, BatchView
 from prorl_envs.rollout.api.types import Result, Stage, Trajectory
-from prorl_envs.rollout.api.views import RouterView, StatusView
+from prorl_envs.rollout.api.views import NodeView, RouterView, StatusView
 from prorl_envs.rollout.batches.dynamic_sampling import GroupDecision
-from prorl_envs.rollout.monitoring.node_metrics import filled, nodes, sandboxes, use_of
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.scheduling.placement import HEAD
 from prorl_envs.rollout.store.base import UnreadResults
@@ -102,7 +102,10 @@ class Metrics:
             if seconds := getattr(timings, f"{stage}_s"):
                 self._stages.labels(family, stage).observe(seconds)
         if result.trajectory is not None:
-            self._observe_trajectory(result)
+            self._turns.labels(family).observe(sum(len(row.turns) for row in result.rows))
+            self._length.labels(family).observe(sum(len(row.ids) for row in result.rows))
+            for row in result.rows:
+                self._observe_row(family, row)
 
     def decided(self, decision: GroupDecision) -> None:
         """Count a decided group, once."""
@@ -111,13 +114,6 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
-
-    def _observe_trajectory(self, result: Result) -> None:
-        family = result.environment
-        self._turns.labels(family).observe(sum(len(row.turns) for row in result.rows))
-        self._length.labels(family).observe(sum(len(row.ids) for row in result.rows))
-        for row in result.rows:
-            self._observe_row(family, row)
 
     def _observe_row(self, family: str, trajectory: Trajectory) -> None:
         sampled = sum(turn.end - turn.start for turn in trajectory.turns)
@@ -159,10 +155,10 @@ class ScrapeCollector(Collector):
         yield from _http(self.connections)
         yield from _model_servers(status)
         heartbeats = self.fleet.heartbeats() if self.fleet is not None else {}
-        yield from sandboxes(
-            {HEAD: self.node(), **{name: use_of(heartbeat) for name, heartbeat in heartbeats.items()}}
+        yield from _sandboxes(
+            {HEAD: self.node(), **{name: _use_of(heartbeat) for name, heartbeat in heartbeats.items()}}
         )
-        yield from nodes(self.fleet.views() if self.fleet is not None else (), heartbeats)
+        yield from _nodes(self.fleet.views() if self.fleet is not None else (), heartbeats)
         yield from _batches(self.batches())
 
     def describe(self) -> Iterator[Metric]:
@@ -172,10 +168,10 @@ class ScrapeCollector(Collector):
 def _service(status: StatusView) -> Iterator[Metric]:
     yield _gauge("prorl_up_seconds", "Seconds since the service's start.", status.uptime_s)
     help_text = "1 for the state that the service is in."
-    yield filled(_gauge("prorl_service_state", help_text, labels=["state"]), {status.state: 1})
+    yield _filled(_gauge("prorl_service_state", help_text, labels=["state"]), {status.state: 1})
     for field, help_text in _POOL.items():
         values = {stage: getattr(view, field) for stage, view in status.pools.items()}
-        yield filled(_gauge(f"prorl_pool_{field}", help_text, labels=["stage"]), values)
+        yield _filled(_gauge(f"prorl_pool_{field}", help_text, labels=["stage"]), values)
     yield _gauge("prorl_jobs_with_sandbox", "Jobs that hold a sandbox.", status.jobs_with_sandbox)
     help_text = "Maximum number of jobs that hold a sandbox."
     yield _gauge("prorl_max_jobs_with_sandbox", help_text, status.max_jobs_with_sandbox)
@@ -199,7 +195,7 @@ def _http(connections: ConnectionCounts) -> Iterator[Metric]:
     yield _gauge("prorl_http_connections_limit", "Maximum number of connections.", connections.limit)
     help_text = "Connections that the server closed or refused."
     closed = _counter("prorl_http_connections_closed", help_text, labels=["reason"])
-    yield filled(closed, {reason: connections.closed[reason] for reason in REASONS})
+    yield _filled(closed, {reason: connections.closed[reason] for reason in REASONS})
 
 
 _POOL = {
@@ -216,7 +212,7 @@ def _model_servers(status: StatusView) -> Iterator[Metric]:
     }
     for name, help_text in views.items():
         values = {server.url: float(getattr(server, name)) for server in status.model_servers}
-        yield filled(_gauge(f"prorl_model_server_{name}", help_text, labels=["server"]), values)
+        yield _filled(_gauge(f"prorl_model_server_{name}", help_text, labels=["server"]), values)
     family = GaugeMetricFamily(
         "prorl_model_server_state", "1 for the state that the server is in.", labels=["server", "state"]
     )
@@ -241,7 +237,7 @@ def _router(router: RouterView) -> Iterator[Metric]:
             hits.add_metric([source], rate)
     yield hits
     moves = _counter("prorl_router_rerouted_sessions", "Sessions that left a server.", labels=["reason"])
-    yield filled(moves, {"rebalanced": router.rebalanced, "failed_over": router.failed_over})
+    yield _filled(moves, {"rebalanced": router.rebalanced, "failed_over": router.failed_over})
     help_text = "Calls in flight of the busiest server, divided by the mean over all servers."
     yield _gauge("prorl_router_load_imbalance", help_text, router.load_imbalance)
     yield _gauge("prorl_router_paused", "1 while turns are held.", router.paused)
@@ -250,11 +246,90 @@ def _router(router: RouterView) -> Iterator[Metric]:
 
 def _batches(batches: list[BatchView]) -> Iterator[Metric]:
     states = {state.value: sum(batch.state is state for batch in batches) for state in BatchState}
-    yield filled(_gauge("prorl_batches", "Stored batches.", labels=["state"]), states)
+    yield _filled(_gauge("prorl_batches", "Stored batches.", labels=["state"]), states)
     running = [batch for batch in batches if batch.state is BatchState.RUNNING]
     waiting = sum(batch.waiting_for_tasks for batch in running)
     yield _gauge("prorl_batches_without_tasks", "Running batches that wait for further tasks.", waiting)
     help_text = "Groups of the running batches: wanted, informative, in flight."
     names = ("wanted", "informative", "in_flight")
     groups = {name: sum(getattr(batch, name) for batch in running) for name in names}
-    yield filled(_gauge("prorl_batch_groups", help_text, labels=["state"]), groups)
+    yield _filled(_gauge("prorl_batch_groups", help_text, labels=["state"]), groups)
+
+
+_GAUGES = {
+    "prorl_sandboxes_open": ("Sandboxes that are not closed.", "open"),
+    "prorl_sandboxes_warm": ("Open sandboxes that are unused, in the warm pool.", "warm"),
+    "prorl_sandbox_starts_active": ("Sandboxes that are starting.", "starting"),
+    "prorl_sandbox_starts_waiting": ("Sandbox starts that wait for the start limiter.", "waiting"),
+}
+_COUNTERS = {
+    "prorl_sandboxes_from_pool": ("Sandboxes that were taken from the warm pool.", "from_pool"),
+    "prorl_sandbox_failures": ("Sandboxes that failed to start.", "failed"),
+}
+_NODE_GAUGES = {
+    "prorl_node_jobs_with_sandbox": ("Jobs that hold a sandbox on the node.", "jobs_with_sandbox"),
+    "prorl_node_max_jobs_with_sandbox": ("Maximum number of these jobs.", "max_jobs_with_sandbox"),
+}
+_NODE_POOL = {
+    "active": "Jobs in the stage on the node.",
+    "waiting": "Jobs on the node that wait for the stage.",
+    "limit": "Maximum number of jobs in the stage on the node at once.",
+}
+
+
+def _use_of(heartbeat: Mapping[str, float]) -> NodeUse:
+    """Return the values of a node's last heartbeat; missing values are 0."""
+    known: dict[str, Any] = {field.name: heartbeat.get(field.name, 0) for field in fields(NodeUse)}
+    return NodeUse(**known)
+
+
+def _filled[Family: CounterMetricFamily | GaugeMetricFamily](
+    family: Family, values: Mapping[str, float]
+) -> Family:
+    """Add the values to a family with one label, by the label's value."""
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
+
+
+def _sandboxes(uses: Mapping[str, NodeUse]) -> Iterator[Metric]:
+    """Yield the sandbox metrics of each machine or process, by name."""
+    for family_type, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, (help_text, key) in metrics.items():
+            values = {node: getattr(use, key) for node, use in uses.items()}
+            yield _filled(family_type(name, help_text, labels=["node"]), values)
+    help_text = "Seconds from the request for a sandbox until it is ready."
+    ready = SummaryMetricFamily("prorl_sandbox_ready_seconds", help_text, labels=["node"])
+    for node, use in uses.items():
+        ready.add_metric([node], use.handed_out, use.seconds)
+    yield ready
+
+
+def _nodes(views: Iterable[NodeView], heartbeats: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+    """Yield the metrics of the nodes beside the service's own process, from their last heartbeats: nodes are
+    not scraped."""
+    views = list(views)
+    state = GaugeMetricFamily(
+        "prorl_node_state", "1 for the state that the node is in.", labels=["node", "state"]
+    )
+    for view in views:
+        state.add_metric([view.name, view.state], 1)
+    yield state
+    with_pools = [view for view in views if view.pools is not None]
+    for key, help_text in _NODE_POOL.items():
+        family = GaugeMetricFamily(f"prorl_node_pool_{key}", help_text, labels=["node", "stage"])
+        for view in with_pools:
+            for stage, pool in (view.pools or {}).items():
+                family.add_metric([view.name, stage], getattr(pool, key))
+        yield family
+    for name, (help_text, key) in _NODE_GAUGES.items():
+        values = {view.name: getattr(view, key) for view in with_pools}
+        yield _filled(GaugeMetricFamily(name, help_text, labels=["node"]), values)
+    attempts = CounterMetricFamily("prorl_node_attempts", "Attempts that ended on the node.", labels=["node"])
+    yield _filled(attempts, {view.name: view.attempts for view in with_pools})
+    help_text = "Processor time of the node's process."
+    cpu = CounterMetricFamily("prorl_node_cpu_seconds", help_text, labels=["node"])
+    yield _filled(cpu, {node: heartbeat.get("cpu_s", 0.0) for node, heartbeat in heartbeats.items()})
+    help_text = "Memory of the node's process."
+    memory = GaugeMetricFamily("prorl_node_resident_memory_bytes", help_text, labels=["node"])
+    yield _filled(memory, {node: heartbeat.get("memory", 0.0) for node, heartbeat in heartbeats.items()})

@@ -1,7 +1,9 @@
 """Batch manager: applies requests of callers and events of the service to the batches.
 
 Plans receive results in the order of their cursors, when they are stored. Only the groups and results of a
-batch are stored, not its progress. A restarted service reads them, and its plans decide the same again.
+batch are stored, not its progress. A restarted service reads them, and its plans decide the same again. One
+asyncio task starts the groups that changed plans want, and cancels samples that are not needed. A plan
+computes these actions from its current state, so they can be computed again at any time.
 """
 
 import asyncio
@@ -13,19 +15,23 @@ from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask, BatchTasks, BatchView, SelectedGroups
-from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull
+from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavailable
 from prorl_envs.rollout.api.types import Result, job_id, split_job_id
 from prorl_envs.rollout.api.views import ResultPage
 from prorl_envs.rollout.batches import record
-from prorl_envs.rollout.batches.dynamic_sampling import BatchPlan, GroupDecision, SampleOutcome
-from prorl_envs.rollout.batches.record import Batch
+from prorl_envs.rollout.batches.dynamic_sampling import BatchPlan, GroupDecision, PlannedGroup, SampleOutcome
+from prorl_envs.rollout.batches.record import Batch, group_request
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
-from prorl_envs.rollout.service.batch_worker import BatchWorker, unneeded
 from prorl_envs.rollout.service.groups import Groups
-from prorl_envs.rollout.store.base import PAGE_TOKENS, StoredBatch, token_count
+from prorl_envs.rollout.store.base import PAGE_TOKENS, NewGroup, StoredBatch, token_count
 from prorl_envs.rollout.store.sql import SqlStore
 
 log = logging.getLogger(__name__)
+
+#: Maximum number of groups started by one write.
+CHUNK = 64
+#: Seconds before a failed start of groups is tried again if the store is unavailable.
+PAUSE_S = 1.0
 
 
 @dataclass(eq=False)
@@ -43,20 +49,19 @@ class Batches:
     settings: ServiceSettings
     clock: Clock
     store: SqlStore = field(init=False)
-    _observers: list[Callable[[GroupDecision], None]] = field(default_factory=list, init=False)
+    #: Called with each decision on a group.
+    on_decision: Callable[[GroupDecision], None] = field(default=lambda _: None, init=False)
     _batches: dict[str, Batch] = field(default_factory=dict, init=False)
     _owners: dict[str, Batch] = field(default_factory=dict, init=False)  # by group id
     _change: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: bool = field(default=False, init=False)
-    _worker: BatchWorker = field(init=False)
+    _pending: dict[str, Batch] = field(default_factory=dict, init=False)  # they may have pending actions
+    _blocked: dict[str, Batch] = field(default_factory=dict, init=False)  # they wait for room in the queue
+    _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _worker: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.store = self.groups.store
-        self._worker = BatchWorker(self.groups, self.clock, self._owners.__setitem__)
-
-    def on_decision(self, observe: Callable[[GroupDecision], None]) -> None:
-        """Call `observe` with each decision on a group."""
-        self._observers.append(observe)
 
     # Lifecycle.
 
@@ -81,15 +86,18 @@ class Batches:
 
     def start(self) -> None:
         """Start the worker, and let it look at every batch."""
-        self._worker.start()
+        self._worker = asyncio.create_task(self._work())
+        self._worker.add_done_callback(_ended)
         for batch in self._batches.values():
-            self._worker.mark_changed(batch)
+            self._mark_pending(batch)
 
     async def aclose(self) -> None:
         """Stop starting groups. The groups in flight are not stopped here. Idempotent."""
         self._stopped = True
         self._announce()
-        await self._worker.aclose()
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.wait([self._worker])
 
     # Requests of callers.
 
@@ -227,16 +235,80 @@ class Batches:
             kind = result.failure.kind.value if result.failure else ""
             outcome = SampleOutcome(result.cursor, result.reward, kind)
             if decision := batch.plan.ended(result.group_id, result.sample, outcome):
-                for observe in self._observers:
-                    observe(decision)
+                self.on_decision(decision)
             if batch.read_to_the_end and result.group_id not in {group.id for group in batch.plan.carriable}:
                 # A sample that the batch cancelled, or did not choose: no reader will receive its result.
                 self.store.acknowledge([result.cursor])
             self._changed(batch)
 
     def freed(self) -> None:
-        """Resume batches that wait for room in the queue."""
-        self._worker.freed()
+        """Resume blocked batches, after the queue has room again or the service accepts work again."""
+        if self._blocked:
+            self._pending |= self._blocked
+            self._blocked.clear()
+            self._wake.set()
+
+    # The task that carries out the pending actions.
+
+    def _mark_pending(self, batch: Batch) -> None:
+        self._pending[batch.id] = batch
+        self._wake.set()
+
+    async def _work(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            changed, self._pending = self._pending, {}
+            for batch in sorted(changed.values(), key=lambda batch: -batch.request.priority):
+                try:
+                    await self._advance(batch)
+                except Unavailable as error:
+                    log.debug("batch %s: trying again in %g s: %s", batch.id, PAUSE_S, error)
+                    await self.clock.sleep(PAUSE_S)
+                    self._mark_pending(batch)
+
+    async def _advance(self, batch: Batch) -> None:
+        """Carry out the pending actions of a batch."""
+        if jobs := _unneeded(batch.plan):
+            await self.groups.engine.cancel(jobs)
+        indices = batch.plan.to_start()
+        try:
+            self.groups.guard.check_open()
+        except Unavailable:  # the batch is blocked until the service accepts work again
+            self._blocked[batch.id] = batch
+            return
+        remaining = self.groups.remaining_for(batch.id) // batch.request.samples
+        fitting = indices[: min(CHUNK, remaining)]
+        if len(fitting) < len(indices):
+            self._blocked[batch.id] = batch
+        if not fitting:
+            return
+        try:
+            await self._start_groups(batch, fitting)
+        except QueueFull:  # another caller has filled the queue meanwhile
+            self._blocked[batch.id] = batch
+            if self.groups.remaining_for(batch.id) >= batch.request.samples:
+                self.freed()  # the queue has room again already
+        else:
+            self._mark_pending(batch)
+
+    async def _start_groups(self, batch: Batch, indices: range) -> None:
+        request = batch.request
+        requests = [group_request(request, batch.rows[index], index) for index in indices]
+        tasks = [self.groups.environments.load(group) for group in requests]
+        groups = [
+            NewGroup(group, task.id, batch.id, request.weight_version)
+            for group, task in zip(requests, tasks, strict=True)
+        ]
+
+        def on_stored() -> None:
+            for index, group in zip(indices, requests, strict=True):
+                batch.plan.begin(index, PlannedGroup(group.id, request.samples, request.weight_version))
+                self._owners[group.id] = batch
+
+        # If this task is cancelled here, a group that is stored must still be started.
+        accepting = self.groups.accept(groups, tasks, share=batch.share, on_stored=on_stored)
+        await asyncio.shield(asyncio.create_task(accepting))
 
     # Changes that hold the lock. Each runs in its own task, so that a disconnected caller does not cancel it.
 
@@ -296,7 +368,7 @@ class Batches:
                 await self._cancel_plan(batch)
                 self._acknowledge_rest(batch)
                 self._changed(batch)
-        await self.groups.cancel_jobs(unneeded(plan))
+        await self.groups.engine.cancel(_unneeded(plan))
 
     async def _cancel_plan(self, batch: Batch) -> None:
         cancelled_at = await self.store.cancel_batch(batch.id)
@@ -359,7 +431,7 @@ class Batches:
 
     def _check_bounds(self, request: BatchRequest) -> None:
         settings = self.settings
-        quota = self.groups.admission.quota_of(request.id)
+        quota = self.groups.quota_of(request.id)
         bounds = {
             "groups": (request.groups, settings.batch_groups, "service.batch_groups"),
             "in_flight": (request.in_flight or 1, settings.batch_groups, "service.batch_groups"),
@@ -405,9 +477,19 @@ class Batches:
             pass  # the returned view shows the current state
 
     def _changed(self, batch: Batch) -> None:
-        self._worker.mark_changed(batch)
+        self._mark_pending(batch)
         self._announce()
 
     def _announce(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
+
+
+def _unneeded(plan: BatchPlan) -> list[str]:
+    """Return the ids of the jobs to cancel."""
+    return [job_id(group, sample) for group, sample in plan.unneeded()]
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the service has a bug: batches start no more groups", exc_info=error)

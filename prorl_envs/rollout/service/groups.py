@@ -1,24 +1,26 @@
-"""Groups and their jobs: submission, state, cancellation, retry."""
+"""Groups and their jobs: admission control, submission, state, cancellation, retry."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prorl_envs.env.base import Task
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.errors import Conflict, NotFound
+from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull
 from prorl_envs.rollout.api.types import GroupRequest, JobState, job_id, split_job_id
 from prorl_envs.rollout.api.views import GroupView, JobView
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
-from prorl_envs.rollout.service.admission import AdmissionControl, Quota
+from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.leases import Leases
-from prorl_envs.rollout.service.notifier import Notifier
+from prorl_envs.rollout.service.result_feed import Notifier
 from prorl_envs.rollout.service.state import StateGuard
-from prorl_envs.rollout.store.base import NewGroup, StoredGroup
+from prorl_envs.rollout.store.base import NewGroup, StoredGroup, group_statistics
 from prorl_envs.rollout.store.sql import SqlStore
-from prorl_envs.rollout.store.statistics import group_statistics
+
+type Quota = tuple[str, int]
+"""Prefix of a tenant's ids, and the tenant's maximum number of unfinished jobs and open episodes."""
 
 
 @dataclass(eq=False)
@@ -28,7 +30,8 @@ class Groups:
     Args:
         guard: knows whether the service accepts groups now.
         environments: load the tasks of groups.
-        admission: limits the number of jobs.
+        queue: maximum number of unfinished jobs.
+        episodes: interactive episodes, which count towards quotas.
         store: stores the groups.
         engine: runs the jobs.
         leases: cancel groups whose client sends no requests any more.
@@ -37,16 +40,66 @@ class Groups:
 
     guard: StateGuard
     environments: EnvironmentRegistry
-    admission: AdmissionControl
+    queue: int
+    episodes: InteractiveEpisodes
     store: SqlStore
     engine: Engine
     leases: Leases
     notifier: Notifier
+    #: Maximum number of unfinished jobs and open episodes, by the prefix of a tenant's ids.
+    _quotas: Mapping[str, int] = field(default_factory=dict, init=False)
     _reserved: Callable[[str], bool] | None = field(default=None, init=False)
 
     def limit_tenants(self, jobs: Mapping[str, int]) -> None:
         """Set each tenant's maximum number of unfinished jobs and open episodes, by the tenant's name."""
-        self.admission.quotas = {f"{name}/": limit for name, limit in jobs.items()}
+        self._quotas = {f"{name}/": limit for name, limit in jobs.items()}
+
+    def quota_of(self, name: str) -> Quota | None:
+        """Return the quota of the tenant that owns this id; None if it has no quota."""
+        prefix = name.partition("/")[0] + "/"
+        return (prefix, self._quotas[prefix]) if prefix in self._quotas else None
+
+    def remaining_for(self, name: str) -> int:
+        """Return the remaining job quota of the tenant that owns this id."""
+        return self.remaining(self.quota_of(name))
+
+    def remaining(self, quota: Quota | None) -> int:
+        """Return the number of jobs that may still be accepted under a quota."""
+        remaining = self.queue - len(self.engine.scheduler)
+        if quota is not None:
+            remaining = min(remaining, self._remaining_quota(quota))
+        return max(0, remaining)
+
+    async def _check_room(self, requests: Sequence[GroupRequest], quota: Quota | None) -> None:
+        """Check that queue and quota have room for all of the groups.
+
+        Raises:
+            QueueFull: there is no room for them.
+        """
+        room = self.remaining(quota)
+        if sum(request.samples for request in requests) <= room:
+            return  # they fit even if all are new, so the store need not be queried for each
+        new = 0
+        for request in requests:
+            try:
+                await self.store.group(request.id)
+            except NotFound:
+                new += request.samples
+        if new > room:
+            raise QueueFull(f"the queue has room for {room} of {new} new jobs", hint="try again later")
+
+    def check_episode(self, name: str, quota: Quota | None) -> None:
+        """Check that the quota has room for an episode of this id.
+
+        Raises:
+            QueueFull: the quota is used up.
+        """
+        if quota is not None and name not in self.episodes and self._remaining_quota(quota) < 1:
+            raise QueueFull(f"the quota is {quota[1]} unfinished jobs and episodes", hint="try again later")
+
+    def _remaining_quota(self, quota: Quota) -> int:
+        prefix, limit = quota
+        return limit - self.engine.unfinished_of[prefix] - self.episodes.count(prefix)
 
     def reserve(self, reserved: Callable[[str], bool]) -> None:
         """Refuse groups with an id for which `reserved` returns True, except groups of batches."""
@@ -110,8 +163,8 @@ class Groups:
                 if group.batch_id is None and self._reserved and self._reserved(group.request.id):
                     raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")
             started_by = groups[0].batch_id if groups else None
-            quota = quota or (self.admission.quota_of(started_by) if started_by else None)
-            await self.admission.check([group.request for group in groups], quota)
+            quota = quota or (self.quota_of(started_by) if started_by else None)
+            await self._check_room([group.request for group in groups], quota)
             fresh = await self.store.submit(groups)
             on_stored()
             for group, task, new in zip(groups, tasks, fresh, strict=True):
@@ -165,12 +218,8 @@ class Groups:
             NotFound: no such job.
         """
         await self.job(job)
-        await self.cancel_jobs([job])
+        await self.engine.cancel([job])
         return await self.job(job)
-
-    async def cancel_jobs(self, jobs: Iterable[str]) -> None:
-        """Cancel the unfinished jobs among `jobs`. Returns once their results are recorded."""
-        await self.engine.cancel(jobs)
 
     async def cancel(self, group_id: str) -> GroupView:
         """Cancel the unfinished jobs of a group.
@@ -179,7 +228,7 @@ class Groups:
             NotFound: no such group.
         """
         group = await self.store.group(group_id)
-        await self.cancel_jobs(job_id(group_id, sample) for sample in range(group.request.samples))
+        await self.engine.cancel(job_id(group_id, sample) for sample in range(group.request.samples))
         return await self.group(group_id)
 
     async def retry(self, job: str, *, quota: Quota | None = None) -> GroupView:

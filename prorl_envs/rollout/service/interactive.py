@@ -25,13 +25,12 @@ from prorl_envs.rollout.api.interactive import (
     EpisodeView,
     PromptView,
     StepRequest,
-    StepView,
     TokenStep,
 )
 from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage
 from prorl_envs.rollout.endpoint.session import ModelSession
 from prorl_envs.rollout.episode.engine import Engine, StageExecutor
-from prorl_envs.rollout.episode.job import Job
+from prorl_envs.rollout.episode.job import Job, StepProgress
 from prorl_envs.rollout.scheduling.placement import HERE
 
 log = logging.getLogger(__name__)
@@ -46,16 +45,19 @@ class _OpenEpisode:
     idle_s: float
     last_used: float
     state: EpisodeState = EpisodeState.WAITING
-    room: int = 0  # tokens by which the context may still grow
     prompt: PromptView | None = None
     steps: int = 0
     by_tokens: bool | None = None  # True if steps contain tokens; None before the first step
-    last: StepView | None = None
     model: ModelSession | None = None  # the episode's model endpoint, if the caller's agent opened one
     result: Result | None = None
     work: asyncio.Task[None] | None = None
     closing: asyncio.Task[None] | None = None
     idle_watch: asyncio.Task[None] | None = None
+
+    @property
+    def progress(self) -> StepProgress:
+        """Progress of the episode; empty before the prompt is rendered."""
+        return self.job.attempt.progress or StepProgress(0)
 
     @property
     def guest(self) -> str:
@@ -225,9 +227,7 @@ class InteractiveEpisodes:
         if failure is not None:
             await self._fail(episode, failure)
             return
-        progress = job.attempt.progress
-        assert progress is not None
-        episode.prompt, episode.room = progress.prompt, progress.room
+        episode.prompt = episode.progress.prompt
         episode.state = EpisodeState.READY
 
     async def _run(self, episode: _OpenEpisode, step: StepRequest) -> None:
@@ -235,10 +235,9 @@ class InteractiveEpisodes:
         if failure is not None:
             await self._fail(episode, failure)
             return
-        progress = episode.job.attempt.progress
-        assert progress is not None and progress.last is not None
-        episode.last, episode.room = progress.last, progress.room
-        episode.state = EpisodeState.READY if progress.last.stop_reason is None else EpisodeState.STOPPED
+        last = episode.progress.last
+        assert last is not None
+        episode.state = EpisodeState.READY if last.stop_reason is None else EpisodeState.STOPPED
 
     async def _evaluate(self, episode: _OpenEpisode) -> None:
         failure = await self.executor.perform(episode.job, Stage.EVAL)
@@ -346,7 +345,7 @@ class InteractiveEpisodes:
             state=episode.state,
             steps=episode.steps,
             prompt=episode.prompt if prompt else None,
-            last=episode.last,
+            last=episode.progress.last,
             failure=episode.job.attempt.failure,
             result=episode.result,
         )
@@ -366,8 +365,10 @@ class InteractiveEpisodes:
                 "an episode is driven by tokens or by tool calls",
                 hint="after tool calls the service does not know the context",
             )
-        if isinstance(step, TokenStep) and len(step.ids) > episode.room:
-            raise InputError(f"{len(step.ids)} tokens do not fit: the context has room for {episode.room}")
+        if isinstance(step, TokenStep) and len(step.ids) > episode.progress.room:
+            raise InputError(
+                f"{len(step.ids)} tokens do not fit: the context has room for {episode.progress.room}"
+            )
 
 
 _BUG = Failure(

@@ -7,7 +7,7 @@ does not expire while such a request is open, for example a long poll.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Leases:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._cancel: dict[str, Callable[[str], Awaitable[object]]] = {}
+        self._cancel: Mapping[str, Callable[[str], Awaitable[object]]] = {}
         self._leases: dict[tuple[str, str], _Lease] = {}
         self._not_empty = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -43,12 +43,9 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def on_expiry(self, kind: str, cancel: Callable[[str], Awaitable[object]]) -> None:
-        """Call `cancel` with the id of each item of a kind (`groups` or `batches`) whose lease expires."""
-        self._cancel[kind] = cancel
-
-    def start(self) -> None:
-        """Start the task that cancels items with expired leases."""
+    def start(self, cancel: Mapping[str, Callable[[str], Awaitable[object]]]) -> None:
+        """Start the task that cancels items with expired leases. `cancel`: cancels an item, by kind."""
+        self._cancel = cancel
         self._task = asyncio.create_task(self._watch())
 
     async def aclose(self) -> None:

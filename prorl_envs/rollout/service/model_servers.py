@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from pydantic import BaseModel
 
@@ -53,37 +53,39 @@ class ModelServers:
         clock: measures timeouts.
     """
 
-    model: ModelClient
+    model: InitVar[ModelClient]
     store: SqlStore
     clock: Clock
     _added: dict[str, str] = field(default_factory=dict, init=False)  # by base URL, the URL from the caller
 
+    def __post_init__(self, model: ModelClient) -> None:
+        self._pool = model if isinstance(model, ModelPool) else None
+
     async def restore(self) -> None:
         """Add the servers that callers of the previous service had added."""
         text = await self.store.get_value(_STORE_KEY)
-        if text is None or not isinstance(self.model, ModelPool):
+        if text is None or self._pool is None:
             return
         stored = _StoredServers.model_validate_json(text)
         if stored.servers:
             log.info("model servers added to the previous service: %s", ", ".join(stored.servers))
-            self.model.restore(stored.servers, stored.weight_version)
+            self._pool.restore(stored.servers, stored.weight_version)
             self._added = {split_protocol(url)[1]: url for url in stored.servers}
 
     def can_sample(self) -> bool:
         """Return True unless the model is a pool in which no server accepts turns."""
-        return not isinstance(self.model, ModelPool) or any(
-            server.state is not ServerHealth.DRAINING for server in server_views(self.model)
-        )
+        draining = ServerHealth.DRAINING
+        return self._pool is None or any(view.state is not draining for view in server_views(self._pool))
 
     def router(self) -> RouterView | None:
         """Return the view of the router; None if the model is not a pool."""
-        return router_view(self.model) if isinstance(self.model, ModelPool) else None
+        return router_view(self._pool) if self._pool is not None else None
 
     def all(self) -> ModelServerList:
         """Return the servers in use; an empty list if the model is not a pool."""
-        if not isinstance(self.model, ModelPool):
+        if self._pool is None:
             return ModelServerList(servers=[])
-        return ModelServerList(servers=server_views(self.model), paused=self.model.paused)
+        return ModelServerList(servers=server_views(self._pool), paused=self._pool.paused)
 
     async def add(self, request: ModelServerRequest) -> ModelServerList:
         """Add a server and send it a health check. A server that does not answer is added too, and receives
@@ -95,7 +97,7 @@ class ModelServers:
             Unavailable: the server was added but not stored: a restart loses it, unless it is added again.
         """
         url = f"{request.protocol}+{request.url}" if request.protocol else request.url
-        pool = self._pool()
+        pool = self._checked_pool()
         base = pool.add(url)
         self._added.setdefault(base, url)
         await self._save()
@@ -111,7 +113,7 @@ class ModelServers:
             NotFound: no such server.
             InputError, Conflict: see `add`.
         """
-        pool = self._pool()
+        pool = self._checked_pool()
         _, base = split_protocol(url)
         if base not in {server.url for server in pool.servers}:
             raise NotFound(f"no model server {url!r}")
@@ -126,7 +128,7 @@ class ModelServers:
         Raises:
             Conflict: this service's model is not a pool.
         """
-        pool = self._pool()
+        pool = self._checked_pool()
         acknowledgements = await pool.pause(request.mode, resample=request.resample, wait_s=request.wait_s)
         return _pause_view(pool, acknowledgements)
 
@@ -136,21 +138,21 @@ class ModelServers:
         Raises:
             Conflict: this service's model is not a pool.
         """
-        pool = self._pool()
+        pool = self._checked_pool()
         view = _pause_view(pool, await pool.resume(request.weight_version))
         if self._added:
             await self._save()
         return view
 
     async def _save(self) -> None:
-        version = self._pool().weight_version
+        version = self._checked_pool().weight_version
         stored = _StoredServers(servers=list(self._added.values()), weight_version=version)
         await self.store.put_value(_STORE_KEY, stored.model_dump_json())
 
-    def _pool(self) -> ModelPool:
-        if not isinstance(self.model, ModelPool):
+    def _checked_pool(self) -> ModelPool:
+        if self._pool is None:
             raise Conflict("the model of this service is fixed", hint="start it with model servers")
-        return self.model
+        return self._pool
 
 
 def server_views(pool: ModelPool) -> list[ModelServerView]:

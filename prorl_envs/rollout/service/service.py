@@ -17,28 +17,24 @@ from prorl_envs.rollout.api.dashboard import LimitsRequest
 from prorl_envs.rollout.api.interactive import EpisodeRequest, EpisodeView
 from prorl_envs.rollout.api.types import JobState, Stage
 from prorl_envs.rollout.api.views import Pause, PoolView, StatusView
-from prorl_envs.rollout.episode.defaults import Defaults
 from prorl_envs.rollout.episode.engine import Engine
-from prorl_envs.rollout.episode.environments import EnvironmentRegistry
+from prorl_envs.rollout.episode.environments import Defaults, EnvironmentRegistry
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.episode.worker import Worker
-from prorl_envs.rollout.monitoring.dashboard_state import DashboardState, sandboxes_view
+from prorl_envs.rollout.monitoring.dashboard_state import DashboardState, SandboxMemory, sandboxes_view
 from prorl_envs.rollout.monitoring.metrics import Metrics, ScrapeCollector
-from prorl_envs.rollout.monitoring.sandbox_memory import SandboxMemory
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.scheduling.scheduler import Scheduler
-from prorl_envs.rollout.service.admission import AdmissionControl, Quota
 from prorl_envs.rollout.service.batches import Batches
-from prorl_envs.rollout.service.groups import Groups
+from prorl_envs.rollout.service.groups import Groups, Quota
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.leases import Leases
 from prorl_envs.rollout.service.live_jobs import LiveJobs
 from prorl_envs.rollout.service.model_servers import ModelServers
-from prorl_envs.rollout.service.notifier import Notifier
 from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.service.recovery import plan_recovery
-from prorl_envs.rollout.service.result_feed import ResultFeed
+from prorl_envs.rollout.service.result_feed import Notifier, ResultFeed
 from prorl_envs.rollout.service.state import ServiceState, StateGuard
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import MemoryStore
@@ -108,8 +104,9 @@ class RolloutService:
             fleet or worker, agent, engine, clock, max_open=settings.episodes, idle_s=settings.episode_idle_s
         )
         registry = EnvironmentRegistry(environments, defaults)
-        admission = AdmissionControl(settings.queue, engine, self.episodes, store)
-        self.groups = Groups(self.guard, registry, admission, store, engine, leases, self._notifier)
+        self.groups = Groups(
+            self.guard, registry, settings.queue, self.episodes, store, engine, leases, self._notifier
+        )
         self.batches = Batches(self.groups, settings, clock)
 
         self._node, self._memory = node, SandboxMemory(clock, node.memory)
@@ -129,10 +126,8 @@ class RolloutService:
         )
 
         self.groups.reserve(self.batches.owns)
-        leases.on_expiry("groups", self.groups.cancel)
-        leases.on_expiry("batches", self.batches.cancel)
-        engine.on_free(self.batches.freed)
-        self.batches.on_decision(self.metrics.decided)
+        engine.on_free = self.batches.freed
+        self.batches.on_decision = self.metrics.decided
         self.feed.subscribe(self.metrics.observe, self.dashboard.observe, self.batches.ended)
 
     async def start(self) -> None:
@@ -155,7 +150,7 @@ class RolloutService:
         # Only now: a group that was submitted during recovery would be among the unfinished groups as well.
         self.guard.state = ServiceState.SERVING
         self.batches.start()
-        leases.start()
+        leases.start({"groups": self.groups.cancel, "batches": self.batches.cancel})
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
         """Stop the service. It accepts no more work; results can still be read. Idempotent.
@@ -223,7 +218,7 @@ class RolloutService:
         changes = request.model_dump(exclude_none=True)
         log.warning("limits: %s", ", ".join(f"{name} {value}" for name, value in changes.items()))
         self.settings = ServiceSettings.model_validate({**self.settings.model_dump(), **changes})
-        self.groups.admission.queue = self.settings.queue
+        self.groups.queue = self.settings.queue
         limits = StageLimits.of_settings(self.settings)
         self._engine.apply(self._engine.scheduler.resize(limits))
 
@@ -245,7 +240,7 @@ class RolloutService:
         """
         task = self.groups.environments.load(request)
         self.guard.check_open()
-        self.groups.admission.check_episode(request.id, quota)
+        self.groups.check_episode(request.id, quota)
         return await self.episodes.start(request, task, wait_s=wait_s)
 
     def status(self) -> StatusView:
@@ -267,7 +262,7 @@ class RolloutService:
             max_jobs_with_sandbox=scheduler.max_jobs_with_sandbox,
             episodes=len(self.episodes),
             unfinished=len(scheduler),
-            queue_limit=self.groups.admission.queue,
+            queue_limit=self.groups.queue,
             finished={state.value: engine.finished[state] for state in JobState if state.final},
             failures={kind.value: count for kind, count in engine.failures.items()},
             retries=engine.retries,

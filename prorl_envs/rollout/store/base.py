@@ -1,16 +1,17 @@
-"""Records of the store of groups and results, and pages of results.
+"""Records of the store of groups and results, pages of results, and statistics of groups.
 
 The store contains the requests, the number of attempts of each job, and the results. The state of a running
 job is not stored, so a job takes three writes, independent of its number of turns.
 """
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
-from prorl_envs.rollout.api.types import GroupRequest, Result, split_job_id
+from prorl_envs.rollout.api.types import GroupRequest, GroupStatistics, Result, split_job_id
 from prorl_envs.rollout.api.views import JobView
 
 #: Maximum number of tokens in one page of results. A token takes some 25 bytes of JSON.
@@ -19,6 +20,8 @@ PAGE_TOKENS = 500_000
 KNOWN_DROPPED = 100_000
 #: Maximum numbers of results and tokens that are also cached in memory: some 20 MB.
 RECENT_RESULTS, RECENT_TOKENS = 256, 200_000
+#: Rewards that differ by at most this amount count as equal.
+SPREAD = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +154,30 @@ def first_page(results: Iterable[Result], limit: int, max_tokens: int) -> list[R
 def token_count(result: Result) -> int:
     """Return the number of tokens of a result's rows."""
     return sum(len(row.ids) for row in result.rows)
+
+
+def group_statistics(group: StoredGroup) -> GroupStatistics | None:
+    """Return the statistics of a group, or None if the group is incomplete.
+
+    A group is informative if its rewards differ: with a group-relative advantage, equal rewards give no
+    gradient (the filter of DAPO, arXiv 2503.14476, section 3.2).
+    """
+    if not group.complete:
+        return None
+    rewards = [job.reward for job in group.jobs if job.reward is not None]
+    mean = math.fsum(rewards) / len(rewards) if rewards else None
+    return GroupStatistics(
+        group_id=group.request.id,
+        task_id=group.task_id,
+        environment=group.request.environment,
+        rewards=[job.reward for job in group.jobs],
+        mean=mean,
+        std=None if mean is None else deviation(rewards, mean),
+        informative=bool(rewards) and max(rewards) - min(rewards) > SPREAD,
+        failures=dict(Counter(job.failure.value for job in group.jobs if job.failure)),
+    )
+
+
+def deviation(values: Sequence[float], mean: float) -> float:
+    """Return the population standard deviation."""
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

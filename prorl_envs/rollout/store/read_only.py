@@ -4,7 +4,7 @@ import bisect
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -21,8 +21,7 @@ class StoredEpisodes:
 
     Args:
         name: name of the store.
-        view: a read-only connection.
-        resources: closes the connection.
+        view: a read-only connection, which `close` closes.
         errors: exceptions of the connection if the database fails.
 
     Attributes:
@@ -32,14 +31,12 @@ class StoredEpisodes:
 
     generation = 0
 
-    def __init__(
-        self, name: str, view: DbConnection, resources: ExitStack, errors: tuple[type[Exception], ...]
-    ) -> None:
+    def __init__(self, name: str, view: DbConnection, errors: tuple[type[Exception], ...]) -> None:
         self.name = name
         self.summaries: list[Summary] = []
         self.bad: list[tuple[int, str]] = []
         self.bad_lines = self.read = self.size = 0
-        self._view, self._resources, self._errors = view, resources, errors
+        self._view, self._errors = view, errors
         self._cursors: list[int] = []
         self._lock = threading.Lock()
 
@@ -50,9 +47,7 @@ class StoredEpisodes:
         Raises:
             InputError: the file cannot be read, or is not a store.
         """
-        with ExitStack() as stack:
-            view = stack.enter_context(closing(open_to_read(path)))
-            return cls(path.name, view, stack.pop_all(), (sqlite3.Error,))
+        return cls(path.name, open_to_read(path), (sqlite3.Error,))
 
     @classmethod
     def of_postgres(cls, url: str) -> Self:
@@ -63,13 +58,11 @@ class StoredEpisodes:
         """
         from prorl_envs.rollout.store import postgres
 
-        with ExitStack() as stack:
-            name, view = postgres.open_to_read(url)
-            stack.callback(view.close)
-            return cls(name, view, stack.pop_all(), postgres.PostgresStore.errors)
+        name, view = postgres.open_to_read(url)
+        return cls(name, view, postgres.PostgresStore.errors)
 
     def close(self) -> None:
-        self._resources.close()
+        self._view.close()
 
     def extend(self, max_bytes: int | None = None) -> bool:
         with self._reading():

@@ -19,7 +19,7 @@ from prorl_envs.rollout.batches.dynamic_sampling import (
     judge,
     uninformative,
 )
-from prorl_envs.rollout.store.statistics import SPREAD
+from prorl_envs.rollout.store.base import SPREAD
 
 
 def group(name: str = "g", samples: int = 4, *rewards: float | None, first: int = 1) -> PlannedGroup:

@@ -16,7 +16,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask, BatchTasks
 from prorl_envs.rollout.api.types import AgentLimits, JobState
 from prorl_envs.rollout.client.client import RolloutClient
-from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.episode.environments import Defaults
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import StoredBatch
 from prorl_envs.rollout.store.sqlite import SqliteStore

@@ -12,8 +12,7 @@ from prorl_envs.env.base import Message
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import Sampled
 from prorl_envs.rollout.api.types import Trajectory
-from prorl_envs.rollout.endpoint.conversation_key import key_of
-from prorl_envs.rollout.endpoint.recording import Recording
+from prorl_envs.rollout.endpoint.recording import Recording, key_of
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolSpec
 from tests.rollout.endpoint.conftest import LS, check_rows, validated

@@ -110,7 +110,7 @@ async def test_tokens_sampled_for_a_disconnected_client_are_kept_apart(stream: b
 
 async def _sampled(served: Served) -> None:
     """Wait until tokens have been sampled."""
-    while not any(live.partial and live.partial.ids for live in served.session.answers):  # noqa: ASYNC110
+    while not any(live.partial and live.partial.ids for live in served.session._calls.values()):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

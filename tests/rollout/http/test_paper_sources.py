@@ -14,7 +14,7 @@ from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.batches import BatchRequest
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, Timings, Trajectory
 from prorl_envs.rollout.http.app import create_app
-from prorl_envs.rollout.http.routes.paper_sources import SOURCES, environment_of
+from prorl_envs.rollout.http.routes.paper import SOURCES, environment_of
 
 pytestmark = pytest.mark.anyio
 

@@ -69,11 +69,11 @@ async def test_results_continue_after_a_cursor(renderer: TemplateRenderer) -> No
     async with serving(new_service(renderer, ToyWorld())) as url, RolloutClient(url) as client:
         await client.submit([group("g", samples=6)])
         seen = []
-        async for result in client.results():
+        async for result in client.stream():
             seen.append(result)
             if len(seen) == 3:
                 break
-        async for result in client.results(seen[-1].cursor):
+        async for result in client.stream(seen[-1].cursor):
             seen.append(result)
             if len(seen) == 6:
                 break

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.rollout.api.types import JobState, Stage
-from prorl_envs.rollout.scheduling.actions import Close, Finish, Start
 from prorl_envs.rollout.scheduling.fair_queue import FairQueue, Share
 from prorl_envs.rollout.scheduling.placement import StageLimits
-from prorl_envs.rollout.scheduling.scheduler import Scheduler
+from prorl_envs.rollout.scheduling.scheduler import Close, Finish, Scheduler, Start
 
 weights = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0]), min_size=2, max_size=5)
 

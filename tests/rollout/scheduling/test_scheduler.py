@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 from prorl_envs.config import ServiceSettings
 from prorl_envs.rollout.api.types import JobState, Stage
 from prorl_envs.rollout.api.views import Pause
-from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
 from prorl_envs.rollout.scheduling.fair_queue import FairQueue
 from prorl_envs.rollout.scheduling.placement import HERE, NodeRecord, StageLimits, least_loaded
-from prorl_envs.rollout.scheduling.scheduler import Scheduler
+from prorl_envs.rollout.scheduling.scheduler import (
+    AdmitExternal,
+    Close,
+    Decision,
+    Finish,
+    Interrupt,
+    Scheduler,
+    Start,
+)
 
 WIDE = StageLimits(init=2, run=4, eval=2, max_jobs_with_sandbox=8)
 

@@ -209,12 +209,12 @@ async def test_a_group_that_is_not_followed_to_its_end_stays_unread(
 
 async def test_pages_of_the_client_are_read(client: RolloutClient, bench: Any) -> None:
     await done(bench, "a", "b")
-    reading = client.results()
-    assert [(await anext(reading)).job_id for _ in range(2)] == ["a/0", "b/0"]
+    page = await client.page()
+    assert [result.job_id for result in page.results] == ["a/0", "b/0"]
     assert await unread(bench) == ["a/0", "b/0"]
-    following = asyncio.ensure_future(anext(reading))
+    following = asyncio.ensure_future(client.page(page.next, wait_s=60))
     await done(bench, "c")
-    assert (await following).job_id == "c/0"
+    assert [result.job_id for result in (await following).results] == ["c/0"]
     assert await unread(bench) == ["c/0"]
 
 
@@ -294,13 +294,13 @@ async def test_a_client_reads_a_batch(batches: Any) -> None:
 async def test_samples_that_a_read_batch_cancelled_are_read_when_they_end(batches: Any) -> None:
     service, model = batches.service.batches, batches.model
     model.hold("a/0")
-    cancel, held = batches.service.groups.cancel_jobs, asyncio.Event()
+    cancel, held = batches.service.groups.engine.cancel, asyncio.Event()
 
     async def cancel_later(jobs: Any) -> None:
         await held.wait()
         await cancel(jobs)
 
-    batches.service.groups.cancel_jobs = cancel_later
+    batches.service.groups.engine.cancel = cancel_later
     await service.submit(batch(groups=1, in_flight=2, tasks=2))
     assert (await service.view("a", wait_s=60)).state.over
     assert (await service.results("a", 2, limit=9)).results == []

@@ -7,8 +7,7 @@ from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Stage
 from prorl_envs.rollout.api.views import JobView
 from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS, plan_recovery
-from prorl_envs.rollout.store.base import StoredGroup
-from prorl_envs.rollout.store.statistics import SPREAD, group_statistics
+from prorl_envs.rollout.store.base import SPREAD, StoredGroup, group_statistics
 from tests.support.toy import ToyTask
 
 TASK = ToyTask(id="t", instruction="Say it.")

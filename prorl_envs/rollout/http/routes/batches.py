@@ -6,10 +6,10 @@ from fastapi import FastAPI, Query, Response
 
 from prorl_envs.config import ServerSettings
 from prorl_envs.rollout.api.batches import BatchList, BatchRequest, BatchTasks, BatchView, SelectedGroups
-from prorl_envs.rollout.api.caller import Caller
 from prorl_envs.rollout.api.errors import Forbidden, NotFound
 from prorl_envs.rollout.api.views import ResultPage
-from prorl_envs.rollout.http.auth import CurrentCaller
+from prorl_envs.rollout.http.auth import Caller, CurrentCaller
+from prorl_envs.rollout.http.routes.results import json_response
 from prorl_envs.rollout.service.service import RolloutService
 
 
@@ -47,8 +47,7 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
     ) -> Response:
         """Return the results to train on: those of informative groups, in the order of decision. Waits up to
         `wait_s` seconds for the first result. The last page of a finished batch is empty."""
-        page = await batches.results(batch_id, after, limit=limit, wait_s=wait_s)
-        return Response(page.model_dump_json(), media_type="application/json")
+        return json_response(await batches.results(batch_id, after, limit=limit, wait_s=wait_s))
 
     @app.get("/v1/batches/{batch_id:path}")
     async def get_batch(

@@ -15,14 +15,15 @@ from prorl_envs.rollout.api.dashboard import (
     JobPage,
     LimitsRequest,
     MarkdownTrees,
+    SearchPage,
     SummaryPage,
     TokenTexts,
 )
 from prorl_envs.rollout.api.errors import NotFound
+from prorl_envs.rollout.api.summary import MAX_QUERY
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, Selection, split_job_id
 from prorl_envs.rollout.api.views import GroupView, LoginView, StatusView
-from prorl_envs.rollout.http.auth import CurrentCaller
-from prorl_envs.rollout.http.logins import Logins, cookie_name
+from prorl_envs.rollout.http.auth import CurrentCaller, Logins, cookie_name
 from prorl_envs.rollout.http.routes.results import json_response
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
@@ -32,6 +33,8 @@ from prorl_envs.viewer.markdown import markdown_of
 MAX_EVENT_SUMMARIES = 500
 #: Number of newest results that `/v1/summaries` lists, and maximum number of summaries in one response.
 MAX_SUMMARIES, PAGE = 20_000, 500
+#: Maximum number of results that one request searches.
+MAX_SEARCHED = 1000
 _EVENTS = "text/event-stream"
 
 type _Unfinished = Literal["queued", "init", "run", "eval"]
@@ -43,6 +46,7 @@ def add_dashboard(app: FastAPI, service: RolloutService, logins: Logins) -> None
     _add_pages(app)
     _add_state(app, service)
     _add_jobs(app, service)
+    _add_search(app, service)
 
 
 def _add_logins(app: FastAPI, logins: Logins) -> None:
@@ -189,3 +193,19 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
 
 def _texts(service: RolloutService, result: Result) -> list[list[str]]:
     return [token_texts(service.renderer.decode, row.ids) for row in result.rows]
+
+
+def _add_search(app: FastAPI, service: RolloutService) -> None:
+    search_lock = asyncio.Lock()  # so that readers of results wait for at most one search step
+
+    @app.get("/v1/search")
+    async def search(
+        caller: CurrentCaller,
+        text: Annotated[str, Query(min_length=1, max_length=MAX_QUERY)],
+        after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_SEARCHED)] = MAX_SEARCHED,
+    ) -> SearchPage:
+        """Return the jobs whose result contains exactly this text in one of its strings, not in its tokens.
+        A request searches at most `limit` results. Repeat it with `after=next` until `next` is unchanged."""
+        async with search_lock:
+            return await service.store.search(text, after, limit, only=Selection(prefix=caller.prefix))

@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, FastAPI, Header, Query, Response
 from fastapi.responses import StreamingResponse
-from pydantic import StringConstraints
+from pydantic import BaseModel, StringConstraints
 from starlette.background import BackgroundTask
 
 from prorl_envs.config import ServerSettings
 from prorl_envs.rollout.api.errors import CursorExpired
-from prorl_envs.rollout.api.types import JobState, Result, Selection
+from prorl_envs.rollout.api.types import JobState, Selection
 from prorl_envs.rollout.api.views import AcknowledgeRequest, Health, ResultPage
 from prorl_envs.rollout.http.auth import CurrentCaller
 from prorl_envs.rollout.service.service import RolloutService
@@ -153,12 +153,12 @@ async def _pages(
         after = page.next
 
 
-def json_response(body: ResultPage | Result, after: BackgroundTask | None = None) -> Response:
-    """Return the response for a result or a page. It is serialised without a second validation, since results
-    are large and already validated.
+def json_response(body: BaseModel, after: BackgroundTask | None = None) -> Response:
+    """Return the response for results. It is serialised without a second validation, since results are large
+    and already validated.
 
     Args:
-        body: the result or page.
+        body: the view that contains the results.
         after: a task that runs after the body was sent.
     """
     return Response(body.model_dump_json(), media_type="application/json", background=after)
