@@ -128,9 +128,10 @@ class Engine:
         failures = {job.id: job.attempts - job.interrupted for job in jobs}
         self.apply(self.scheduler.submit(pairs, failures, share))
 
-    def give_up(self, result: Result) -> None:
-        """Record the result of a stored job that cannot be started again."""
-        self._records[result.job_id] = self._spawn(self._record(result))
+    def give_up(self, job: Job) -> None:
+        """Record the failure of a stored job that cannot be started again."""
+        failed = self._conclude(job, Finish(job.id, JobState.FAILED, Stage.INIT))
+        self._records[job.id] = self._spawn(failed)
 
     def lost(self, node: str, failure: Failure) -> None:
         """Remove a lost node. Jobs that wait there fail with this failure. For stages that run there, the
@@ -260,9 +261,6 @@ class Engine:
             job.attempt.failure = Failure(kind=FailureKind.CANCELLED, stage=finish.stage, message=message)
         result = job.result(finish.state)
         tracing.end_job(job.span, result.state, result.reward, result.attempts)
-        await self._record(result)
-
-    async def _record(self, result: Result) -> None:
         try:
             stored = await self._persist(partial(self.store.record, result))
         except Unavailable as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind, InputError
-from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
+from prorl_envs.rollout.api.types import Failure, GroupRequest, Stage
 from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.store.base import StoredGroup
 
@@ -24,12 +24,12 @@ class RecoveryPlan:
     Args:
         task: the group's task; None if this service does not offer its environment.
         samples: indices of the samples that continue.
-        given_up: failed results of the samples that do not continue.
+        given_up: jobs of the samples that do not continue, with their failures.
     """
 
     task: Task | None
     samples: list[int]
-    given_up: list[Result]
+    given_up: list[Job]
 
 
 def plan_recovery(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> RecoveryPlan:
@@ -54,13 +54,12 @@ def plan_recovery(group: StoredGroup, load: Callable[[GroupRequest], Task]) -> R
     return RecoveryPlan(task, [sample for sample in missing if sample not in interrupted], given_up)
 
 
-def _unstarted(group: StoredGroup, sample: int, failure: Failure) -> Result:
-    """Return the result of a stored job that cannot be started again."""
+def _unstarted(group: StoredGroup, sample: int, failure: Failure) -> Job:
     job = Job(
         group.request, sample, Task.model_construct(id=group.task_id), 0.0, batch_id=group.started_by_batch
     )
     job.attempts, job.attempt.failure = group.jobs[sample].attempts, failure
-    return job.result(JobState.FAILED)
+    return job
 
 
 def _not_offered(error: InputError) -> Failure:

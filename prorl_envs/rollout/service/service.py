@@ -141,8 +141,8 @@ class RolloutService:
         leases = self.groups.leases
         for group in unfinished:
             recovery = plan_recovery(group, self.groups.environments.load)
-            for result in recovery.given_up:
-                self._engine.give_up(result)
+            for job in recovery.given_up:
+                self._engine.give_up(job)
             if recovery.task is not None:
                 share = self.batches.share(group.batch_id)
                 self._engine.readmit(group, recovery.task, recovery.samples, share=share)

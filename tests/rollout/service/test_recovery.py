@@ -51,7 +51,8 @@ def test_a_job_that_was_interrupted_too_often_fails() -> None:
     stored = group(None, None, None, attempts=(most, most - 1, most + 2), failures=(0, 0, 3))
     plan = plan_recovery(stored, load)
     assert plan.samples == [1, 2]
-    (failed,) = plan.given_up
+    failed = plan.given_up[0].result(JobState.FAILED)
+    assert len(plan.given_up) == 1
     assert (failed.job_id, failed.sample, failed.attempts) == ("g/0", 0, most)
     assert (failed.state, failed.reward, failed.mask_sample) == (JobState.FAILED, None, True)
     assert failed.failure is not None and failed.failure.kind is FailureKind.INTERNAL
@@ -66,8 +67,8 @@ def test_jobs_of_an_environment_that_is_gone_fail_with_its_message() -> None:
 
     plan = plan_recovery(group(None, outcome(0.0), None), refuse)
     assert (plan.task, plan.samples) == (None, [])
-    assert [result.sample for result in plan.given_up] == [0, 2]
-    for result in plan.given_up:
+    assert [job.sample for job in plan.given_up] == [0, 2]
+    for result in (job.result(JobState.FAILED) for job in plan.given_up):
         assert result.failure is not None and result.failure.kind is FailureKind.ENVIRONMENT
         assert "no environment toy" in result.failure.message and result.failure.hint == "add it"
 
