@@ -224,8 +224,8 @@ class SqlStore(Database):
             yield StoredGroup(
                 request,
                 task_id,
-                tuple(_job(request.id, *row[5:11]) for row in group),
-                tuple(row[11] for row in group),
+                tuple(_job(request.id, *row[5:-1]) for row in group),
+                tuple(row[-1] for row in group),
                 batch_id,
                 weight_version,
             )
