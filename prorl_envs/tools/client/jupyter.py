@@ -27,11 +27,10 @@ from prorl_envs.errors import EnvironmentFault, InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.linux.descriptors import opened
-from prorl_envs.tools.client.connection import ServerLost
+from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolLimits
 from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.client.jupyter_setup import SETUP
 from prorl_envs.tools.client.results import python_result
-from prorl_envs.tools.client.server_handle import ToolLimits, ToolServerHandle
 from prorl_envs.tools.protocol.messages import Done, PythonDone, Run, RunDone, Write
 from prorl_envs.tools.types import ToolResult
 
@@ -78,7 +77,7 @@ class JupyterPython:
         self._sandbox = sandbox
         self._limits = limits
         self._interpreter = interpreter
-        self._link = ToolServerHandle(sandbox, "base", limits, python=False)
+        self._link = ToolConnection(sandbox, limits)
         self._kernel: _Kernel | None = None
         self._lock = asyncio.Lock()
         #: Interrupts the cell of a cancelled call.
@@ -109,7 +108,7 @@ class JupyterPython:
         done.notice = "\n".join(filter(None, [before, done.notice]))
         return python_result(done, "", time.monotonic() - started)
 
-    async def restart(self) -> None:
+    async def restart(self, _: str) -> None:
         if self._kernel is not None:
             self._kernel.give_up("was restarted")  # stops a running cell and the kernel
         async with self._lock:
@@ -198,7 +197,7 @@ class _Kernel:
         self._ready = False
 
     @classmethod
-    async def start(cls, link: ToolServerHandle, interpreter: str) -> "_Kernel":
+    async def start(cls, link: ToolConnection, interpreter: str) -> "_Kernel":
         """Start the process in the sandbox and connect.
 
         Raises:
@@ -400,7 +399,7 @@ class _Kernel:
         self._cell_done = output.take(message["msg_type"], message["content"])
 
 
-async def _run(link: ToolServerHandle, argv: list[str], timeout_s: float) -> RunDone:
+async def _run(link: ToolConnection, argv: list[str], timeout_s: float) -> RunDone:
     return await link.ask(
         lambda id_: Run(id_, argv, "", {}, b"", timeout_s, 65536), RunDone, timeout_s=timeout_s
     )

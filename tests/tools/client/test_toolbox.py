@@ -14,11 +14,10 @@ from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.select import make_driver
-from prorl_envs.tools.client.connection import ServerLost, ToolConnection
-from prorl_envs.tools.client.python import ForkedPython, PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
+from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolLimits
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
-from prorl_envs.tools.protocol.messages import Done, Read, RunDone, encode
+from prorl_envs.tools.protocol.messages import Content, Done, Read, RunDone, encode
 from prorl_envs.tools.types import ToolCall
 from tests.tools.deadlines import TRIES_S
 
@@ -85,7 +84,7 @@ async def test_without_a_session_there_is_no_python_tool(box: Toolbox) -> None:
 
 async def test_a_server_lost_between_calls_is_replaced_and_reported(box: Toolbox) -> None:
     await box.bash("x=1; cd /tmp", timeout_s=T)
-    (await box._tools.connection()).give_up("the test took it away")
+    box._server.give_up("the test took it away")
     result = await box.bash("echo ${x-unset}; pwd", timeout_s=T)
     assert result.text == "[the tool server was lost; this is a new shell]\nunset\n/workspace"
     assert (await box.bash("echo again", timeout_s=T)).text == "again\n"
@@ -95,7 +94,7 @@ async def test_a_server_lost_during_a_call_is_an_answer_and_is_replaced(box: Too
     call = asyncio.create_task(box.bash("touch begun; sleep 100", timeout_s=T))
     other = asyncio.create_task(box.run(["sleep", "100"], timeout_s=T))
     await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
-    (await box._tools.connection()).give_up("the test took it away")
+    box._server.give_up("the test took it away")
     result = await call
     assert not result.ok
     assert "the test took it away; the next call gets a new shell" in result.text
@@ -111,7 +110,7 @@ async def test_commands_of_a_lost_server_are_killed(box: Toolbox) -> None:
     ]
     wait = "until [ -e one -a -e two ]; do sleep 0.01; done"
     await box.run(["sh", "-c", wait], timeout_s=T)
-    (await box._tools.connection()).give_up("the test took it away")
+    box._server.give_up("the test took it away")
     await asyncio.gather(*calls, return_exceptions=True)
     done = await box.run(
         ["sh", "-c", "while grep -qsE 'sleep|bash' /proc/[0-9]*/comm; do :; done"], timeout_s=T
@@ -121,8 +120,8 @@ async def test_commands_of_a_lost_server_are_killed(box: Toolbox) -> None:
 
 async def test_a_lost_python_server_is_replaced_and_reported(python_box: Toolbox) -> None:
     await python_box.python("x = 1", timeout_s=T)
-    assert isinstance(python_box._python, ForkedPython)
-    (await python_box._python._link.connection()).give_up("the test took it away")
+    assert python_box._forked is not None
+    python_box._forked.give_up("the test took it away")
     result = await python_box.python("'x' in globals()", timeout_s=T)
     assert result.text == "[the tool server was lost; this is a new Python session]\nFalse"
 
@@ -203,15 +202,11 @@ async def test_two_toolboxes_of_one_sandbox_are_independent(box: Toolbox) -> Non
 # A hostile or broken server, played by the test at the other end of a real socket
 
 
-async def ask(answer: bytes) -> Done:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        connection = await ToolConnection.open(ours)
-        try:
-            theirs.sendall(answer)
-            return await connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=0.2)
-        finally:
-            await connection.aclose()
+def connected(box: Toolbox, sock: socket.socket) -> ToolConnection:
+    """Return a connection whose server is played by the peer of `sock`."""
+    connection = ToolConnection(box.sandbox, ToolLimits(margin_s=0.0))
+    connection._take_over(sock)
+    return connection
 
 
 @pytest.mark.parametrize(
@@ -225,24 +220,29 @@ async def ask(answer: bytes) -> Done:
         (b"\0\0", "did not answer within 0.2 s"),
     ],
 )
-async def test_a_server_that_breaks_the_protocol_is_abandoned(answer: bytes, said: str) -> None:
-    with pytest.raises(ToolError, match=said):
-        await ask(answer)
-
-
-async def test_a_server_that_exits_fails_all_pending_requests() -> None:
+async def test_a_server_that_breaks_the_protocol_is_abandoned(box: Toolbox, answer: bytes, said: str) -> None:
     ours, theirs = socket.socketpair()
-    connection = await ToolConnection.open(ours)
+    with theirs:
+        connection = connected(box, ours)
+        theirs.sendall(answer)
+        with pytest.raises(ToolError, match=said):
+            await connection.ask(lambda id_: Read(id_, "/", 1), Done, timeout_s=0.2)
+        await connection.aclose()
+
+
+async def test_a_server_that_exits_fails_all_pending_requests_and_is_replaced(box: Toolbox) -> None:
+    ours, theirs = socket.socketpair()
+    connection = connected(box, ours)
     requests = [
-        asyncio.create_task(connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=T))
+        asyncio.create_task(connection.ask(lambda id_: Read(id_, "/", 1), Done, timeout_s=T))
         for _ in range(3)
     ]
     await asyncio.sleep(0)
     theirs.close()
     results = await asyncio.gather(*requests, return_exceptions=True)
     assert all(isinstance(result, ServerLost) for result in results)
-    with pytest.raises(ServerLost):
-        await connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=T)
+    read = await connection.ask(lambda id_: Read(id_, "/etc/passwd", 4), Content, timeout_s=T)
+    assert read.data == b"root"
     await connection.aclose()
 
 
