@@ -33,7 +33,7 @@ from prorl_envs.tools.protocol.messages import (
 )
 from prorl_envs.tools.protocol.tree import Transferred, TreeLimits, is_utf8
 from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
-from prorl_envs.tools.types import Completed, JsonObject, ToolCall, ToolResult
+from prorl_envs.tools.types import Completed, ToolCall, ToolResult
 
 if TYPE_CHECKING:
     from prorl_envs.tools.client.jupyter import JupyterPython
@@ -203,70 +203,35 @@ class Toolbox:
             )
         return self._kernel.connection_file()
 
-    async def edit(self, arguments: JsonObject) -> ToolResult:
-        """View or edit a file.
-
-        Args:
-            arguments: as `schemas.EDITOR` describes them; untrusted.
-
-        Returns:
-            `ok=False` with a message for the model if the arguments are wrong or the edit does not apply.
-
-        Raises:
-            SandboxError, ToolError: our infrastructure failed.
-        """
-        read = read_arguments(EDITOR, arguments)
-        if isinstance(read, str):
-            return ToolResult(text=read, ok=False)
-        inner = self.sandbox.path_inside(read["path"])
-        return await self._edit(lambda id_: Edit(id_, **{**read, "path": inner}))
-
-    async def patch(self, arguments: JsonObject) -> ToolResult:
-        """Apply a patch to files, completely or not at all.
-
-        Args:
-            arguments: as `schemas.APPLY_PATCH` describes them; untrusted.
-
-        Returns:
-            `ok=False` with a message for the model if the patch does not apply.
-
-        Raises:
-            SandboxError, ToolError: our infrastructure failed.
-        """
-        read = read_arguments(APPLY_PATCH, arguments)
-        if isinstance(read, str):
-            return ToolResult(text=read, ok=False)
-        return await self._edit(lambda id_: Patch(id_, read["input"]))
-
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Execute a model's call of a built-in tool.
+        """Execute a model's call of a built-in tool (`schemas.py`).
 
         Args:
             call: the call; untrusted in every part.
-            timeout_s: seconds the call may take.
+            timeout_s: seconds a command or cell may take.
 
         Returns:
-            `ok=False` with a message for the model if the tool or its arguments are wrong.
+            `ok=False` with a message for the model if the tool or its arguments are wrong, or if an edit or a
+            patch does not apply.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
-        match call.name:
-            case BASH.name:
-                read = read_arguments(BASH, call.arguments)
-                if not isinstance(read, str):
-                    return await self.bash(**read, timeout_s=timeout_s)
-            case name if name == PYTHON.name and (self._forked or self._kernel):
-                read = read_arguments(PYTHON, call.arguments)
-                if not isinstance(read, str):
-                    return await self.python(read["code"], timeout_s=timeout_s)
-            case EDITOR.name:
-                return await self.edit(call.arguments)
-            case APPLY_PATCH.name:
-                return await self.patch(call.arguments)
-            case _:
-                read = f"there is no tool {call.name[:50]!r}"
-        return ToolResult(text=read, ok=False)
+        python = () if (self._forked or self._kernel) is None else (PYTHON,)
+        spec = next((spec for spec in (BASH, *python, EDITOR, APPLY_PATCH) if spec.name == call.name), None)
+        if spec is None:
+            return ToolResult(text=f"there is no tool {call.name[:50]!r}", ok=False)
+        read = read_arguments(spec, call.arguments)
+        if isinstance(read, str):
+            return ToolResult(text=read, ok=False)
+        if spec is BASH:
+            return await self.bash(**read, timeout_s=timeout_s)
+        if spec is PYTHON:
+            return await self.python(read["code"], timeout_s=timeout_s)
+        if spec is EDITOR:
+            inner = self.sandbox.path_inside(read["path"])
+            return await self._edit(lambda id_: Edit(id_, **{**read, "path": inner}))
+        return await self._edit(lambda id_: Patch(id_, read["input"]))
 
     async def run(
         self,
