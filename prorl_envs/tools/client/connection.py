@@ -222,16 +222,6 @@ class ToolConnection:
         self.give_up(f"the tool server answered {type(reply).__name__}, not {reply_type.__name__}")
         raise ToolError(self._reason)
 
-    async def restart(self, reason: str) -> None:
-        """Replace the server; the model is not notified.
-
-        Raises:
-            SandboxError, ToolError: as `start`.
-        """
-        self.give_up(reason)
-        self._sessions.clear()
-        await self.start()
-
     def give_up(self, reason: str) -> None:
         """Disconnect from the server; it kills its commands and exits. Fail every request in flight."""
         if self._sock is None:

@@ -108,18 +108,10 @@ class JupyterPython:
         done.notice = "\n".join(filter(None, [before, done.notice]))
         return python_result(done, "", time.monotonic() - started)
 
-    async def restart(self, _: str) -> None:
-        if self._kernel is not None:
-            self._kernel.give_up("was restarted")  # stops a running cell and the kernel
-        async with self._lock:
-            await self._wait_until_stopped()
-            await self._end()
-            await self.start()
-
     def connection_file(self) -> Path:
         """Return the connection file: see `Toolbox.jupyter_connection_file`."""
         if self._kernel is None:
-            raise InputError("no kernel runs", hint="the next cell, or a restart, starts one")
+            raise InputError("no kernel runs", hint="the next cell starts one")
         return self._kernel.connection_file()
 
     async def aclose(self) -> None:
@@ -180,7 +172,6 @@ class _Kernel:
     def __init__(self, process: "asyncio.Task[RunDone]", info: dict[str, Any]) -> None:
         self._process = process
         self._info = info
-        self._reason = ""
         self._context = zmq.asyncio.Context()
         # Defaults of all sockets of this context, because the peer is untrusted.
         self._context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
@@ -278,7 +269,7 @@ class _Kernel:
     def ended(self) -> str:
         """Completion of "the Python session ..." with the reason for its end; "" while the kernel lives."""
         if self._process.cancelled():
-            return self._reason or "was ended"
+            return "was ended"
         if not self._process.done():
             cut_off = self._cut_off is not None and self._cut_off.done()
             return f"sent a message of more than {MESSAGE_LIMIT} bytes, and was killed" if cut_off else ""
@@ -288,11 +279,6 @@ class _Kernel:
             return f"was lost ({lost.message})"
         startup_output = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
         return f"exited with status {done.exit_code}{f' ({startup_output})' if startup_output else ''}"
-
-    def give_up(self, reason: str) -> None:
-        """Kill the process, and with it a running cell; see `ended` for the reason."""
-        self._reason = reason
-        self._process.cancel()
 
     def connection_file(self) -> Path:
         """Write the connection file for a Jupyter client; it is deleted when the kernel stops."""

@@ -177,17 +177,6 @@ class Toolbox:
         )
         return self._noted(result)
 
-    async def restart_python(self) -> None:
-        """Replace the Python session by a new one. A running cell is stopped, and its result says so.
-
-        Raises:
-            InputError: this toolbox has no Python session.
-            SandboxError, ToolError: our infrastructure failed.
-        """
-        if (session := self._forked or self._kernel) is None:
-            raise InputError("this toolbox has no Python session", hint="open it with a Python engine")
-        await session.restart("the Python session was restarted")
-
     def jupyter_connection_file(self) -> Path:
         """Return the path of the Jupyter kernel's connection file, for a Jupyter client of this user.
 

@@ -260,7 +260,8 @@ async def test_a_jupyter_client_can_attach(kernel_box: Toolbox) -> None:
         client.stop_channels()
         client.context.destroy(linger=0)
     assert (await kernel_box.python("x", timeout_s=T)).text == "42\n"
-    await kernel_box.restart_python()
+    await kernel_box.python("exit()", timeout_s=T)
+    await kernel_box.python("1", timeout_s=T)
     other = kernel_box.jupyter_connection_file()
     assert is_gone(path.parent)
     assert other != path
