@@ -204,7 +204,7 @@ class ToolServer:
 
         request = msgspec.structs.replace(request, cwd=request.cwd or self._setup.workdir)
         self._processes[request.id] = FreshProcess(
-            self._loop, request, env=os.environ, leftovers=self._leftovers, answer=ended
+            self._loop, request, leftovers=self._leftovers, answer=ended
         )
 
     def _edit(self, request: Edit | Patch) -> None:
