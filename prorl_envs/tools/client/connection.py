@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -110,7 +111,7 @@ class ToolConnection:
         self._ids = count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._deadline: asyncio.TimerHandle | None = None
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: defaultdict[str, _Session] = defaultdict(_Session)
 
     async def start(self) -> None:
         """Start a server, unless one runs.
@@ -167,7 +168,7 @@ class ToolConnection:
             ToolError: the session could not be started, or the server broke the protocol.
         """
         started = time.monotonic()
-        state = self._sessions.setdefault(session, _Session())
+        state = self._sessions[session]
         async with state.lock:
             if self._sock is None:
                 await self.start()

@@ -4,7 +4,7 @@ The kernel runs the model's code, so its messages are untrusted: frames are smal
 running cell.
 """
 
-from prorl_envs.tools.protocol.messages import Cell, Python, PythonDone, WireError, decode_cell_done, encode
+from prorl_envs.tools.protocol.messages import Python, PythonDone, WireError, decode_cell_done, encode
 from prorl_envs.tools.server.fork import Kernel
 from prorl_envs.tools.server.session import Cause, RequestSession, Running
 
@@ -29,7 +29,7 @@ class KernelSession(RequestSession[Python, Kernel]):
 
     def _begin(self, request: Python) -> None:
         kernel = self.process or self.start()
-        kernel.send(encode(Cell(request.id, request.code)))
+        kernel.send(encode(request))
 
     def _on_control(self) -> None:
         kernel = self.process
