@@ -66,7 +66,7 @@ class KernelSession(RequestSession[Python, Kernel]):
             captured.omitted,
             error,
             running.cause is Cause.TIMEOUT,
-            self.take_notices(running.stopped, notice),
+            self.take_notices(self.how_stopped(running), notice),
             display,
         )
 

@@ -47,16 +47,6 @@ class Running[RequestT: Bash | Python]:
     cause: Cause | None = None
     killed: bool = False
 
-    @property
-    def stopped(self) -> str:
-        """Notice of how the request was stopped; "" if it was not stopped."""
-        if self.cause is None:
-            return ""
-        timed_out = f"timed out after {self.request.timeout_s:g} s"
-        cause = timed_out if self.cause is Cause.TIMEOUT else "cancelled"
-        how = "it ignored the interrupt and was killed" if self.killed else "it was interrupted"
-        return f"[{cause}: {how}]"
-
 
 class SessionProcess(ABC):
     """Process of a session, a child of this process. Makes system calls but no decisions.
@@ -160,6 +150,15 @@ class RequestSession[RequestT: Bash | Python, ProcessT: SessionProcess](ABC):
         """Return the notices of a reply, each on a line."""
         notices, self.notices = [*self.notices, *more], []
         return "\n".join(filter(None, notices))
+
+    def how_stopped(self, running: Running[RequestT]) -> str:
+        """Return a notice of how a request was stopped; "" if it was not stopped."""
+        if running.cause is None:
+            return ""
+        timed_out = f"timed out after {running.request.timeout_s:g} s"
+        cause = timed_out if running.cause is Cause.TIMEOUT else "cancelled"
+        how = "it ignored the interrupt and was killed" if running.killed else "it was interrupted"
+        return f"[{cause}: {how}]"
 
     def finish(self, reply: Reply) -> None:
         """Answer the running request and start the next one."""

@@ -138,7 +138,7 @@ class ShellSession(RequestSession[Bash, Terminal]):
     ) -> BashDone:
         unread = _NOT_ALL_READ if command is not None and command.input.strip("\n") else ""
         done = self._answer(
-            running.request, None if running.cause else status, running.stopped, unread, notice
+            running.request, None if running.cause else status, self.how_stopped(running), unread, notice
         )
         done.timed_out = running.cause is Cause.TIMEOUT
         return done

@@ -1,11 +1,14 @@
 """Calls by name, and servers or sandboxes that are lost, violate the protocol, or do not answer."""
 
 import asyncio
+import contextlib
 import re
 import socket
 import struct
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolL
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.protocol.messages import Content, Done, Read, RunDone, encode
+from prorl_envs.tools.server.server import rehearse
 from prorl_envs.tools.types import ToolCall
 from tests.tools.deadlines import TRIES_S
 
@@ -250,3 +254,40 @@ async def test_a_message_that_is_too_long_is_refused_and_the_connection_survives
     with pytest.raises(ToolError, match="the limit is"):
         await box.run(["true"], stdin=b"x" * 60_000_000, timeout_s=T)
     assert (await box.bash("echo fine", timeout_s=T)).text == "fine\n"
+
+
+# The way of a tool call, as docs/ten-files.md lists it
+
+
+@contextlib.contextmanager
+def classes_crossed() -> Iterator[set[str]]:
+    """Collect the classes of the tools whose methods run, except codecs, readers and the event loop."""
+    found: set[str] = set()
+    helpers = ("/protocol/", "/loop.py", "/reader.py", "/shell_syntax.py")
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path, method, owner = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals.get("self")
+        counts = "/prorl_envs/tools/" in path and not any(helper in path for helper in helpers)
+        if counts and event == "call" and owner is not None and method not in ("__init__", "close"):
+            found.add(type(owner).__name__)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(("tool", "argument"), [("bash", "command"), ("ipython", "code")])
+async def test_a_call_crosses_two_classes_on_the_host(python_box: Toolbox, tool: str, argument: str) -> None:
+    call = ToolCall("1", tool, {argument: "1"})
+    await python_box.call(call, timeout_s=T)
+    with classes_crossed() as found:
+        await python_box.call(call, timeout_s=T)
+    assert found == {"Toolbox", "ToolConnection"}
+
+
+def test_a_command_crosses_three_classes_of_the_server() -> None:
+    with classes_crossed() as found:
+        rehearse()
+    assert found == {"ToolServer", "ShellSession", "Terminal"}
