@@ -55,7 +55,7 @@ class Kernel(SessionProcess):
         finally:
             inside.close()
             os.close(output)
-        super().__init__(pid, ours, self.control.fileno(), loop=loop, buffer=buffer)
+        super().__init__(pid, ours, (ours, self.control.fileno()), loop=loop, buffer=buffer)
         self.control.settimeout(SEND_TIMEOUT_S)
         self.framer = Framer(FRAME_LIMIT)
 

@@ -53,16 +53,18 @@ class SessionProcess(ABC):
 
     Args:
         pid: its process id.
-        output: descriptor of its output, which goes to `buffer`. This object closes it and the others.
-        others: further descriptors.
+        output: descriptor of its output, which goes to `buffer`.
+        owned: descriptors that `discard` closes.
     """
 
-    def __init__(self, pid: int, output: int, *others: int, loop: EventLoop, buffer: OutputBuffer) -> None:
+    def __init__(
+        self, pid: int, output: int, owned: tuple[int, ...], *, loop: EventLoop, buffer: OutputBuffer
+    ) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.reader = OutputReader(loop, output, buffer)
         self.loop = loop
-        self._fds = (output, self.pidfd, *others)
+        self._owned = (self.pidfd, *owned)
         #: Reason for which its session killed it, for the model; "" if it exits for another one.
         self.fault = ""
 
@@ -72,10 +74,10 @@ class SessionProcess(ABC):
 
     def discard(self) -> int:
         """Reap the exiting process and close all descriptors; return its status, negative for a signal."""
-        for fd in self._fds:
-            self.loop.forget(fd)
         _, status = os.waitpid(self.pid, 0)
-        for fd in self._fds:
+        self.reader.stop()
+        for fd in self._owned:
+            self.loop.forget(fd)
             os.close(fd)
         return os.waitstatus_to_exitcode(status)
 

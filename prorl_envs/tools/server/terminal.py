@@ -16,6 +16,8 @@ import termios
 from dataclasses import dataclass
 from typing import Self
 
+from ptyprocess import PtyProcess  # type: ignore[import-untyped]
+
 from prorl_envs.tools.protocol.output import OutputBuffer
 from prorl_envs.tools.protocol.shell_status import Reports
 from prorl_envs.tools.server.input_detection import (
@@ -79,9 +81,11 @@ class Terminal(SessionProcess):
         loop: EventLoop,
         buffer: OutputBuffer,
     ) -> None:
-        super().__init__(pid, master, report, text, loop=loop, buffer=buffer)
+        super().__init__(pid, master, (report, text), loop=loop, buffer=buffer)
         self.dialect = dialect
-        self.fd, self.report, self._text = master, report, text
+        self._process = PtyProcess(pid, master)
+        self.fd: int = self._process.fd
+        self.report, self._text = report, text
         self._settings = settings(master)
         self._unread = False
         self._reports = Reports()
@@ -210,6 +214,13 @@ class Terminal(SessionProcess):
         self.kill_foreground()
         with contextlib.suppress(ProcessLookupError):  # already reaped by another process
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def discard(self) -> int:
+        status = super().discard()
+        # `PtyProcess.close` sleeps, and signals a process that has exited.
+        self._process.fileobj.close()
+        self._process.closed = True
+        return status
 
     def _type(self, line: bytes) -> None:
         # A full input queue means that the program does not read; the deadline handles that.
