@@ -268,7 +268,12 @@ def classes_crossed() -> Iterator[set[str]]:
     def note(frame: FrameType, event: str, _: object) -> None:
         path, method, owner = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals.get("self")
         counts = "/prorl_envs/tools/" in path and not any(helper in path for helper in helpers)
-        if counts and event == "call" and owner is not None and method not in ("__init__", "close", "discard"):
+        if (
+            counts
+            and event == "call"
+            and owner is not None
+            and method not in ("__init__", "close", "discard")
+        ):
             found.add(type(owner).__name__)
 
     sys.setprofile(note)
