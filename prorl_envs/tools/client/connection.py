@@ -123,25 +123,22 @@ class ToolConnection:
         async with self._starting:
             if self._sock is not None:
                 return
-            self._check_open()
+            if self._closed:
+                raise ToolError("the toolbox is closed")
             if not self.sandbox.alive:
                 raise self.sandbox.end_error()
-            sock = await self.sandbox.spawn(ENTRY, template="ipython" if self._python else "base")
             try:
-                self._check_open()
-            except ToolError:
-                sock.close()
-                raise
+                sock = await self.sandbox.spawn(ENTRY, template="ipython" if self._python else "base")
+            except OSError as error:
+                raise ToolError(f"the tool server cannot be started: {error}") from error
             self._take_over(sock)
+            if self._closed:  # meanwhile
+                await self.aclose()
             # Not awaited, so that the first call is sent at once. If the setup fails, that call fails.
             setup = self._send(self._setup, _SETUP_S)[1]
             setup.add_done_callback(self._on_setup)
-            if self._python:
-                try:
-                    await setup
-                except BaseException:
-                    self.give_up("its start was cancelled")
-                    raise
+            if self._python:  # the server starts the Python session
+                await setup
                 self._check_connected()
 
     async def call[R: BashDone | PythonDone](
@@ -242,10 +239,6 @@ class ToolConnection:
         """Close the connection. Idempotent."""
         self._closed = True
         self.give_up("the toolbox was closed")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ToolError("the toolbox is closed")
 
     def _check_connected(self) -> None:
         if self._sock is None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import re
+import resource
 import socket
 import struct
 import sys
@@ -189,7 +191,25 @@ async def test_a_closed_toolbox_refuses_calls_and_closes_again(shared_driver: No
     other = await Toolbox.open(sandbox)
     assert (await other.bash("echo on", timeout_s=T)).text == "on\n"
     await other.aclose()
+    starting = await Toolbox.open(sandbox)
+    call = asyncio.create_task(starting.bash("true", timeout_s=T))
+    await asyncio.sleep(0)
+    await starting.aclose()
+    assert "closed" in str(await asyncio.gather(call, return_exceptions=True))
     await sandbox.close()
+
+
+async def test_a_server_that_cannot_start_fails_its_call_alone(box: Toolbox) -> None:
+    free = os.dup(0)  # the lowest number without a descriptor: at this limit, none can be opened
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(ToolError, match="the tool server cannot be started"):
+            await box.bash("true", timeout_s=T)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (await box.bash("echo on", timeout_s=T)).text == "on\n"
 
 
 async def test_two_toolboxes_of_one_sandbox_are_independent(box: Toolbox) -> None:
