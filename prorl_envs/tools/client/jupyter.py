@@ -73,7 +73,7 @@ class JupyterPython:
         interpreter: the image's Python, which must have ipykernel.
     """
 
-    def __init__(self, sandbox: Sandbox, limits: ToolLimits, *, interpreter: str = "python3") -> None:
+    def __init__(self, sandbox: Sandbox, limits: ToolLimits, *, interpreter: str) -> None:
         self._sandbox = sandbox
         self._limits = limits
         self._interpreter = interpreter

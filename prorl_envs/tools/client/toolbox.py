@@ -49,9 +49,7 @@ class Toolbox:
     Cancelling a call stops the work it started and leaves the toolbox usable.
     """
 
-    def __init__(
-        self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits, interpreter: str = "python3"
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits, interpreter: str) -> None:
         self.sandbox = sandbox
         self.limits = limits
         self._server = ToolConnection(sandbox, limits)
