@@ -23,7 +23,6 @@ from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.protocol.messages import (
     Bash,
     BashDone,
-    Cell,
     CellDone,
     Content,
     Edit,
@@ -54,10 +53,9 @@ from prorl_envs.tools.protocol.transfer import (
     Message,
     Pack,
     TransferChannel,
-    TransferEnd,
     ended,
 )
-from prorl_envs.tools.protocol.tree import TreeLimits, pack
+from prorl_envs.tools.protocol.tree import Transferred, TreeLimits, pack
 from prorl_envs.tools.protocol.unpack import unpack
 from prorl_envs.tools.server.files.patch import Update, parse
 from prorl_envs.tools.server.files.patch_match import patched
@@ -119,7 +117,6 @@ def _frame_seeds() -> Iterator[bytes]:
         Bash(1, "main", "echo hello", 10.0),
         Edit(2, "view", "/a", view_range=[1, -1]),
         Python(6, "1", 10.0),
-        Cell(3, "print(1)"),
         CellDone(3, "", [{"text/html": "<b>"}]),
         BashDone(1, "hello\n", 0, 0, "/workspace", False, ""),
         PythonDone(3, "1\n", 0, "NameError", False, "", [{"image/png": "x"}]),
@@ -171,18 +168,18 @@ def _transfer_seeds() -> Iterator[bytes]:
         Pack("/workspace", _LIMITS, False),
         Failed(2, "No such file"),
         Failed(0, "it holds a device"),
-        TransferEnd(2, 5, ["top/a: is a device"], 1),
+        Transferred(2, 5, ["top/a: is a device"], 1),
     ]
     for message in messages:
         yield bytes(encode(message))
     for archive in _archive_seeds():
         content = archive[1:]
         pieces = [Chunk(content[start : start + 700]) for start in range(0, len(content), 700)]
-        yield b"".join(encode(piece) for piece in pieces) + encode(TransferEnd(3, 9, [], 0))
+        yield b"".join(encode(piece) for piece in pieces) + encode(Transferred(3, 9, [], 0))
         yield (
             b"".join(encode(piece) for piece in pieces)
             + encode(Chunk(b"")) * 2
-            + encode(TransferEnd(3, 9, [], 0))
+            + encode(Transferred(3, 9, [], 0))
         )
 
 

@@ -11,8 +11,8 @@ from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
 from prorl_envs.sandbox.linux.cgroups import Mechanism
+from prorl_envs.tools.client.connection import ToolLimits
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.attacks.attempts import Driver, OpenBox, usable
 from tests.conftest import existing_driver

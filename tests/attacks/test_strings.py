@@ -11,7 +11,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
-from prorl_envs.tools.types import ToolResult
+from prorl_envs.tools.types import ToolCall, ToolResult
 from tests.attacks.attempts import Driver, T
 
 pytestmark = [
@@ -47,16 +47,15 @@ async def test_strings_of_the_shell(box: Toolbox, name: str) -> None:
 async def test_strings_of_the_editor(box: Toolbox) -> None:
     await box.bash("touch $'\\xff\\e[31m' $'a\\nb' $'\\xed\\xa0\\x80'; printf '\\xff\\x1b[2J\\x00' > b; "
                    "printf 'caf\\xe9\\n\\x1b[2J' > c; ln -s $'\\xff' l", timeout_s=T)  # fmt: skip
-    for path in ("/workspace", "/workspace/b", "/workspace/c", "/workspace/l", "/workspace/\ufffd", "/x\x1b"):
-        check_unchanged(await box.edit({"command": "view", "path": path}))
-    check_unchanged(
-        await box.edit({"command": "str_replace", "path": "/workspace/c", "old_str": "caf", "new_str": "x"})
-    )
+    paths = ("/workspace", "/workspace/b", "/workspace/c", "/workspace/l", "/workspace/\ufffd", "/x\x1b")
     for arguments in (
+        *({"command": "view", "path": path} for path in paths),
+        {"command": "str_replace", "path": "/workspace/c", "old_str": "caf", "new_str": "x"},
         {"command": "view", "path": "/a\0b"},
         {"command": "create", "path": "/workspace/\ud800"},
     ):
-        check_unchanged(await box.edit(arguments))
+        call = ToolCall("1", "str_replace_editor", arguments)
+        check_unchanged(await box.call(call, timeout_s=T))
 
 
 CELLS = [

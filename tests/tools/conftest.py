@@ -7,8 +7,8 @@ import pytest
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.connection import ToolLimits
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 
 #: Short, for the tests of the steps after an ignored interrupt.

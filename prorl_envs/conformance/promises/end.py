@@ -13,7 +13,7 @@ from prorl_envs.conformance.host import SECRET, eventually, marked, showing
 from prorl_envs.conformance.promise import Promises, expect, raises, same
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError, ToolError
-from prorl_envs.tools.client.server_handle import ENTRY
+from prorl_envs.tools.client.connection import ENTRY
 
 promises = Promises("end")
 

@@ -11,7 +11,7 @@ from prorl_envs.conformance.promise import NOT_LOCAL, PromiseBroken, Promises, e
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
-from prorl_envs.tools.client.server_handle import ENTRY
+from prorl_envs.tools.client.connection import ENTRY
 
 promises = Promises("start")
 

@@ -1,18 +1,23 @@
-"""Host end of one connection to a tool server: sends requests and matches replies to them."""
+"""Connection to a sandbox's tool server: starts it, sends requests, matches replies to them."""
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Self
 
-from prorl_envs.errors import RolloutFailure, ToolError
+from prorl_envs.errors import ToolError
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.client.results import server_lost
 from prorl_envs.tools.protocol.messages import (
     AnyReply,
+    BashDone,
     Cancel,
     Done,
     Framer,
+    PythonDone,
     Reply,
     Request,
     Setup,
@@ -21,17 +26,39 @@ from prorl_envs.tools.protocol.messages import (
     decode_reply,
     encode,
 )
+from prorl_envs.tools.types import ToolResult
 
+ENTRY = "prorl_envs.tools.server.server:serve"
+#: Variables of all processes of the tools. The sandbox's own variables take precedence. No user can operate a
+#: pager, and the model reads no colours.
+ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
 #: Maximum number of requests in flight.
 IN_FLIGHT_LIMIT = 256
-#: Seconds to wait for a server's setup before the connection is closed.
+#: Seconds to wait for a server's setup before the server is given up.
 _SETUP_S = 15.0
 #: Bytes received at a time. It is below the size at which `malloc` requests memory from the kernel.
 _RECEIVE_SIZE = 65536
 
 
 class ServerLost(ToolError):
-    """The server stopped, or its connection was closed, before or during a request."""
+    """The server stopped, or was given up, before or during a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """Bounds of one toolbox.
+
+    Args:
+        output_bytes: bytes of output kept of each tool call; half from its start, half from its end.
+        grace_s: seconds a command has to react to an interrupt before it is killed.
+        margin_s: seconds beyond a call's own timeout after which the server is given up.
+        transfer_s: timeout of reading, writing or editing a file, in seconds.
+    """
+
+    output_bytes: int = 32 * 1024
+    grace_s: float = 2.0
+    margin_s: float = 15.0
+    transfer_s: float = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -43,51 +70,120 @@ class _Waiting:
     deadline_s: float
 
 
-class ToolConnection:
-    """Connection to a tool server. Belongs to one event loop; everything received is untrusted.
+@dataclass(slots=True)
+class _Session:
+    """Session of the model; its lock keeps its calls in order.
 
     Args:
-        spawn: starts a server on demand; this connection owns the returned socket.
-        setup: builds the first request to the server, given its id.
+        server: number of the server of the last call; 0 before the first call, and after the model was
+            notified of a loss.
     """
 
-    def __init__(
-        self,
-        spawn: Callable[[], Awaitable[socket.socket]] | None = None,
-        setup: Callable[[int], Setup] | None = None,
-    ) -> None:
-        self._sock: socket.socket | None = None
-        self._spawn, self._setup = spawn, setup
-        self._starting: asyncio.Task[None] | None = None
+    server: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ToolConnection:
+    """Connection to a tool server, which is forked at first use, and again if it is lost.
+
+    Belongs to one event loop; everything received is untrusted.
+
+    Args:
+        sandbox: the sandbox in which the server runs.
+        limits: bounds of the server's outputs and times.
+        python: start the server with a Python session, and for nothing else: its memory is copied to the
+            session.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: ToolLimits, *, python: bool = False) -> None:
+        self.sandbox = sandbox
+        self.limits = limits
+        self._python = python
         self._loop = asyncio.get_running_loop()
-        self._ids = count(1)
+        self._starting = asyncio.Lock()
+        self._closed = False
+        #: Number of servers started so far, and the last one's socket; None once it is lost.
+        self._servers = 0
+        self._sock: socket.socket | None = None
+        self._reason = "the tool server ended"
         self._framer = Framer()
         self._unsent = bytearray()
+        self._ids = count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._deadline: asyncio.TimerHandle | None = None
-        self._reason = "the tool server ended"
-        #: True once no more requests can be sent.
-        self.lost = False
+        self._sessions: defaultdict[str, _Session] = defaultdict(_Session)
 
-    @classmethod
-    async def open(cls, sock: socket.socket) -> Self:
-        """Create a connection that owns a connected stream socket."""
-        connection = cls()
-        connection._take_over(sock)
-        return connection
-
-    async def start(self, *, deadline_s: float) -> None:
-        """Start a server and wait for its setup.
+    async def start(self) -> None:
+        """Start a server, unless one runs.
 
         Raises:
-            OSError, SandboxError, ToolError: the server cannot be started or set up.
+            SandboxError: the sandbox has stopped.
+            ToolError: the toolbox is closed, or the server cannot be set up.
         """
-        assert self._spawn is not None and self._setup is not None
-        self._take_over(await self._spawn())
-        await self.request(self._setup, Done, deadline_s=deadline_s)
+        async with self._starting:
+            if self._sock is not None:
+                return
+            if self._closed:
+                raise ToolError("the toolbox is closed")
+            if not self.sandbox.alive:
+                raise self.sandbox.end_error()
+            try:
+                sock = await self.sandbox.spawn(ENTRY, template="ipython" if self._python else "base")
+            except OSError as error:
+                raise ToolError(f"the tool server cannot be started: {error}") from error
+            self._take_over(sock)
+            if self._closed:  # meanwhile
+                await self.aclose()
+            # Not awaited, so that the first call is sent at once. If the setup fails, that call fails.
+            setup = self._send(self._setup, _SETUP_S)[1]
+            setup.add_done_callback(self._on_setup)
+            if self._python:  # the server starts the Python session
+                await setup
+                self._check_connected()
 
-    async def request[R: Reply](
-        self, make: Callable[[int], Request], reply_type: type[R], *, deadline_s: float
+    async def call[R: BashDone | PythonDone](
+        self,
+        session: str,
+        kind: str,
+        make: Callable[[int], Request],
+        reply_type: type[R],
+        convert: Callable[[R, str, float], ToolResult],
+        *,
+        timeout_s: float,
+    ) -> ToolResult:
+        """Run a request of a session after the session's other calls. If the server is lost, the result says
+        so.
+
+        Args:
+            session: name of the session.
+            kind: what the model and errors call it, such as "shell".
+            make, reply_type, timeout_s: see `ask`.
+            convert: converts the reply; see `bash_result` for its arguments.
+
+        Raises:
+            SandboxError: the sandbox has stopped.
+            ToolError: the session could not be started, or the server broke the protocol.
+        """
+        started = time.monotonic()
+        state = self._sessions[session]
+        async with state.lock:
+            if self._sock is None:
+                await self.start()
+            renewed = kind if state.server not in (0, self._servers) else ""
+            state.server = self._servers
+            try:
+                done = await self.ask(make, reply_type, timeout_s=timeout_s)
+            except ServerLost as error:
+                state.server = 0
+                return server_lost(error.message, kind, time.monotonic() - started)
+            except OSError as error:
+                raise ToolError(f"no {kind} could be started: {error}") from error
+        if done.notice and not self.sandbox.alive:
+            raise self.sandbox.end_error()
+        return convert(done, renewed, time.monotonic() - started)
+
+    async def ask[R: Reply](
+        self, make: Callable[[int], Request], reply_type: type[R], *, timeout_s: float
     ) -> R:
         """Send a request and await its reply.
 
@@ -95,73 +191,95 @@ class ToolConnection:
 
         Args:
             make: builds the request, given its id.
-            deadline_s: seconds after which the connection to the server is closed.
+            timeout_s: seconds the request itself may take; the server gets `limits.margin_s` more.
 
         Raises:
             OSError: the server refused the request with this error.
+            SandboxError: the sandbox has stopped.
             ServerLost: the server has stopped, or did not answer in time.
-            ToolError: the server sent an unexpected reply, or too many requests are in flight.
+            ToolError: the server cannot be started or broke the protocol, or too many requests are in flight.
         """
-        request, future = self._ask(make, deadline_s)
+        if self._sock is None:
+            await self.start()
+        request, future = self._send(make, timeout_s + self.limits.margin_s)
         try:
             reply = await future
+            if isinstance(reply, ToolRefused):
+                raise OSError(reply.errno, reply.message)
         except asyncio.CancelledError:
             # The reply still arrives, finds the future cancelled, and is dropped.
-            if not self.lost:
-                self._send(Cancel(request.id))
+            if request.id in self._waiting:
+                self._transmit(encode(Cancel(request.id)))
+            raise
+        except (ServerLost, OSError) as error:
+            if not self.sandbox.alive:
+                raise self.sandbox.end_error() from error
             raise
         if isinstance(reply, reply_type):
             return reply
-        if isinstance(reply, ToolRefused):
-            raise OSError(reply.errno, reply.message)
         self.give_up(f"the tool server answered {type(reply).__name__}, not {reply_type.__name__}")
         raise ToolError(self._reason)
 
-    def _on_setup_done(self, future: asyncio.Future[AnyReply]) -> None:
-        if future.exception() is None and not isinstance(reply := future.result(), Done):
-            cause = reply.message if isinstance(reply, ToolRefused) else f"it answered {type(reply).__name__}"
-            self.give_up(f"the tool server could not be set up: {cause}")
+    def give_up(self, reason: str) -> None:
+        """Disconnect from the server; it kills its commands and exits. Fail every request in flight."""
+        if self._sock is None:
+            return
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        self._sock, self._reason = None, reason
+        if self._deadline is not None:
+            self._deadline.cancel()
+        waiting, self._waiting, self._deadline = self._waiting, {}, None
+        for each in waiting.values():
+            if not each.future.done():
+                each.future.set_exception(ServerLost(reason))
 
-    def _ask(
+    async def aclose(self) -> None:
+        """Close the connection. Idempotent."""
+        self._closed = True
+        self.give_up("the toolbox was closed")
+
+    def _check_connected(self) -> None:
+        if self._sock is None:
+            raise ServerLost(self._reason)
+
+    def _setup(self, request_id: int) -> Setup:
+        return Setup(
+            request_id,
+            self.sandbox.spec.workdir,
+            {**ENVIRONMENT, **self.sandbox.spec.env},
+            self.limits.output_bytes,
+            self.limits.grace_s,
+            self._python,
+        )
+
+    def _on_setup(self, future: asyncio.Future[AnyReply]) -> None:
+        if future.cancelled() or future.exception() is not None or isinstance(reply := future.result(), Done):
+            return
+        cause = reply.message if isinstance(reply, ToolRefused) else f"it answered {type(reply).__name__}"
+        self.give_up(f"the tool server could not be set up: {cause}")
+
+    def _send(
         self, make: Callable[[int], Request], deadline_s: float
     ) -> tuple[Request, asyncio.Future[AnyReply]]:
-        if self.lost:
-            raise ServerLost(self._reason)
+        self._check_connected()
         if len(self._waiting) >= IN_FLIGHT_LIMIT:
             raise ToolError(f"{IN_FLIGHT_LIMIT} requests are under way on this toolbox already")
         request = make(next(self._ids))
+        try:
+            frame = encode(request)
+        except WireError as error:
+            raise ToolError(str(error), hint="send less at a time") from error
         future: asyncio.Future[AnyReply] = self._loop.create_future()
         due = self._loop.time() + deadline_s
         self._waiting[request.id] = _Waiting(future, due, deadline_s)
-        self._send(request)
+        self._transmit(frame)
         # One timer serves all requests and is rarely reset, because a timer per request would cost as much as
         # sending the request.
         if self._deadline is None or self._deadline.when() > due:
             self._watch_deadline(due)
         return request, future
-
-    def give_up(self, reason: str, error: Exception | None = None) -> None:
-        """Close at once; fail every request in flight with `error`, or `ServerLost` if there is none."""
-        if self.lost:
-            return
-        self.lost, self._reason = True, reason
-        self._spawn = self._setup = None  # breaks the reference cycle with the owner
-        if self._sock is not None:
-            self._loop.remove_reader(self._sock)
-            self._loop.remove_writer(self._sock)
-            self._sock.close()
-        if self._starting is not None:
-            self._starting.cancel()
-        if self._deadline is not None:
-            self._deadline.cancel()
-        for waiting in self._waiting.values():
-            if not waiting.future.done():
-                waiting.future.set_exception(error or ServerLost(reason))
-        self._waiting.clear()
-
-    async def aclose(self) -> None:
-        """Close the connection. Idempotent."""
-        self.give_up("the toolbox was closed")
 
     def _watch_deadline(self, due: float) -> None:
         if self._deadline is not None:
@@ -178,15 +296,17 @@ class ToolConnection:
         else:
             self._watch_deadline(first.due)
 
-    def _send(self, request: Request) -> None:
-        try:
-            frame = encode(request)
-        except WireError as error:
-            del self._waiting[request.id]
-            raise ToolError(str(error), hint="send less at a time") from error
-        if self._unsent or self._sock is None:
+    def _take_over(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock, self._reason = sock, "the tool server ended"
+        self._servers += 1
+        self._framer, self._unsent = Framer(), bytearray()
+        self._loop.add_reader(sock, self._on_readable)
+
+    def _transmit(self, frame: bytearray) -> None:
+        assert self._sock is not None
+        if self._unsent:
             self._unsent += frame
-            self._ensure_server()
             return
         sent = self._write(self._sock, frame)
         if sent < len(frame):
@@ -206,31 +326,6 @@ class ToolConnection:
             return 0
         except (BrokenPipeError, ConnectionResetError):  # `_on_readable` finds the end of the stream
             return len(data)
-
-    def _ensure_server(self) -> None:
-        """Start a server for the unsent requests, unless one runs or is starting."""
-        if self._sock is None and self._starting is None:
-            self._starting = self._loop.create_task(self._start_server())
-
-    async def _start_server(self) -> None:
-        assert self._spawn is not None and self._setup is not None
-        try:
-            sock = await self._spawn()
-            self._take_over(sock)
-            unsent, self._unsent = self._unsent, bytearray()
-            # Not awaited, so that the first call is sent at once. If the setup fails, that call fails.
-            self._ask(self._setup, _SETUP_S)[1].add_done_callback(self._on_setup_done)
-        except (RolloutFailure, OSError) as error:
-            self._starting = None
-            self.give_up(str(error), error)
-            return
-        self._unsent += unsent
-        self._loop.add_writer(sock, self._on_writable)
-
-    def _take_over(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self._loop.add_reader(sock, self._on_readable)
 
     def _on_readable(self) -> None:
         assert self._sock is not None

@@ -27,11 +27,10 @@ from prorl_envs.errors import EnvironmentFault, InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.linux.descriptors import opened
-from prorl_envs.tools.client.connection import ServerLost
+from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolLimits
 from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.client.jupyter_setup import SETUP
 from prorl_envs.tools.client.results import python_result
-from prorl_envs.tools.client.server_handle import ToolLimits, ToolServerHandle
 from prorl_envs.tools.protocol.messages import Done, PythonDone, Run, RunDone, Write
 from prorl_envs.tools.types import ToolResult
 
@@ -74,11 +73,11 @@ class JupyterPython:
         interpreter: the image's Python, which must have ipykernel.
     """
 
-    def __init__(self, sandbox: Sandbox, limits: ToolLimits, *, interpreter: str = "python3") -> None:
+    def __init__(self, sandbox: Sandbox, limits: ToolLimits, *, interpreter: str) -> None:
         self._sandbox = sandbox
         self._limits = limits
         self._interpreter = interpreter
-        self._link = ToolServerHandle(sandbox, "base", limits, python=False)
+        self._link = ToolConnection(sandbox, limits)
         self._kernel: _Kernel | None = None
         self._lock = asyncio.Lock()
         #: Interrupts the cell of a cancelled call.
@@ -109,18 +108,10 @@ class JupyterPython:
         done.notice = "\n".join(filter(None, [before, done.notice]))
         return python_result(done, "", time.monotonic() - started)
 
-    async def restart(self) -> None:
-        if self._kernel is not None:
-            self._kernel.give_up("was restarted")  # stops a running cell and the kernel
-        async with self._lock:
-            await self._wait_until_stopped()
-            await self._end()
-            await self.start()
-
     def connection_file(self) -> Path:
         """Return the connection file: see `Toolbox.jupyter_connection_file`."""
         if self._kernel is None:
-            raise InputError("no kernel runs", hint="the next cell, or a restart, starts one")
+            raise InputError("no kernel runs", hint="the next cell starts one")
         return self._kernel.connection_file()
 
     async def aclose(self) -> None:
@@ -181,7 +172,6 @@ class _Kernel:
     def __init__(self, process: "asyncio.Task[RunDone]", info: dict[str, Any]) -> None:
         self._process = process
         self._info = info
-        self._reason = ""
         self._context = zmq.asyncio.Context()
         # Defaults of all sockets of this context, because the peer is untrusted.
         self._context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
@@ -198,7 +188,7 @@ class _Kernel:
         self._ready = False
 
     @classmethod
-    async def start(cls, link: ToolServerHandle, interpreter: str) -> "_Kernel":
+    async def start(cls, link: ToolConnection, interpreter: str) -> "_Kernel":
         """Start the process in the sandbox and connect.
 
         Raises:
@@ -279,7 +269,7 @@ class _Kernel:
     def ended(self) -> str:
         """Completion of "the Python session ..." with the reason for its end; "" while the kernel lives."""
         if self._process.cancelled():
-            return self._reason or "was ended"
+            return "was ended"
         if not self._process.done():
             cut_off = self._cut_off is not None and self._cut_off.done()
             return f"sent a message of more than {MESSAGE_LIMIT} bytes, and was killed" if cut_off else ""
@@ -289,11 +279,6 @@ class _Kernel:
             return f"was lost ({lost.message})"
         startup_output = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
         return f"exited with status {done.exit_code}{f' ({startup_output})' if startup_output else ''}"
-
-    def give_up(self, reason: str) -> None:
-        """Kill the process, and with it a running cell; see `ended` for the reason."""
-        self._reason = reason
-        self._process.cancel()
 
     def connection_file(self) -> Path:
         """Write the connection file for a Jupyter client; it is deleted when the kernel stops."""
@@ -400,7 +385,7 @@ class _Kernel:
         self._cell_done = output.take(message["msg_type"], message["content"])
 
 
-async def _run(link: ToolServerHandle, argv: list[str], timeout_s: float) -> RunDone:
+async def _run(link: ToolConnection, argv: list[str], timeout_s: float) -> RunDone:
     return await link.ask(
         lambda id_: Run(id_, argv, "", {}, b"", timeout_s, 65536), RunDone, timeout_s=timeout_s
     )

@@ -5,11 +5,9 @@ from typing import Any
 
 import msgspec
 
-from prorl_envs.tools.protocol.messages import DISPLAY_LIMIT, ERROR_NAME_LIMIT, MIME_LIMIT, PythonDone
-from prorl_envs.tools.protocol.output import OutputBuffer
+from prorl_envs.tools.protocol.messages import ERROR_NAME_LIMIT, PythonDone
+from prorl_envs.tools.protocol.output import DisplayBuffer, OutputBuffer
 
-#: Maximum characters of all rich representations that are forwarded per cell.
-DISPLAY_CHARACTERS = 1024 * 1024
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -53,8 +51,7 @@ class CellOutput:
 
     def __init__(self, output_limit: int) -> None:
         self._text = OutputBuffer(output_limit)
-        self._display: list[dict[str, str]] = []
-        self._display_characters = 0
+        self._display = DisplayBuffer()
         self._error = ""
 
     def take(self, kind: str, content: Any) -> bool:
@@ -83,8 +80,9 @@ class CellOutput:
     def reply(self, *, timed_out: bool, notice: str, error: str = "") -> PythonDone:
         """Return the reply for the model."""
         captured = self._text.take()
+        display = self._display.take()
         return PythonDone(
-            0, captured.text(), captured.omitted, error or self._error, timed_out, notice, self._display
+            0, captured.text(), captured.omitted, error or self._error, timed_out, notice, display
         )
 
     def _write(self, text: str) -> None:
@@ -98,15 +96,8 @@ class CellOutput:
         }
         if "text/plain" in bundle:
             self._write(f"{bundle['text/plain']}\n")
-        if not rich:
-            return
-        size = sum(map(len, rich.values()))
-        total = self._display_characters + size + sum(map(len, rich))
-        allowed = len(self._display) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
-        if allowed and total <= DISPLAY_CHARACTERS:
-            self._display.append(rich)
-            self._display_characters = total
-        else:
+        if rich and not self._display.add(rich):
+            size = sum(map(len, rich.values()))
             self._write(f"[display data of {size} characters left out]\n")
 
 

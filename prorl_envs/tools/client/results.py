@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 from prorl_envs.errors import printable
-from prorl_envs.tools.client.connection import ServerLost
 from prorl_envs.tools.protocol.messages import BashDone, PythonDone
 from prorl_envs.tools.types import JsonObject, ToolResult
 
 
-def server_lost(error: ServerLost, kind: str, duration_s: float) -> ToolResult:
+def server_lost(reason: str, kind: str, duration_s: float) -> ToolResult:
     """Return the result of a call whose server was lost. `kind` names the session: "shell", for example."""
-    text = f"[{error.message}; the next call gets a new {kind}, and what this one held is lost]"
+    text = f"[{reason}; the next call gets a new {kind}, and what this one held is lost]"
     return ToolResult(text=text, ok=False, data={"toolserver_lost": True}, duration_s=duration_s)
 
 

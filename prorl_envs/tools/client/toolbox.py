@@ -1,23 +1,18 @@
 """Host side of a sandbox's tools."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.client import transfer
 from prorl_envs.tools.client.arguments import read_arguments
-from prorl_envs.tools.client.connection import ServerLost
-from prorl_envs.tools.client.python import ForkedPython, PythonEngine, PythonTool
-from prorl_envs.tools.client.results import bash_result, server_lost, with_notices
-from prorl_envs.tools.client.server_handle import (
-    ToolLimits,
-    ToolServerHandle,
-    ToolServerSession,
-    check_timeout,
-)
+from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolLimits
+from prorl_envs.tools.client.python import PythonEngine
+from prorl_envs.tools.client.results import bash_result, python_result, server_lost, with_notices
 from prorl_envs.tools.protocol.messages import (
     CONTENT_LIMIT,
     Bash,
@@ -28,6 +23,8 @@ from prorl_envs.tools.protocol.messages import (
     Edited,
     EndProcesses,
     Patch,
+    Python,
+    PythonDone,
     Read,
     Request,
     Run,
@@ -36,7 +33,10 @@ from prorl_envs.tools.protocol.messages import (
 )
 from prorl_envs.tools.protocol.tree import Transferred, TreeLimits, is_utf8
 from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
-from prorl_envs.tools.types import Completed, JsonObject, ToolCall, ToolResult
+from prorl_envs.tools.types import Completed, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from prorl_envs.tools.client.jupyter import JupyterPython
 
 #: Maximum characters of the name of a shell session.
 SESSION_NAME_LIMIT = 64
@@ -49,21 +49,19 @@ class Toolbox:
     Cancelling a call stops the work it started and leaves the toolbox usable.
     """
 
-    def __init__(
-        self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits, interpreter: str = "python3"
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits, interpreter: str) -> None:
         self.sandbox = sandbox
         self.limits = limits
-        self._tools = ToolServerHandle(sandbox, "base", limits, python=False)
-        self._shells: dict[str, ToolServerSession] = {}
-        self._python: PythonTool | None = None
+        self._server = ToolConnection(sandbox, limits)
+        self._forked: ToolConnection | None = None
+        self._kernel: JupyterPython | None = None
         if python is PythonEngine.FORKED:
-            self._python = ForkedPython(sandbox, limits)
+            self._forked = ToolConnection(sandbox, limits, python=True)
         elif python is PythonEngine.KERNEL:
             # Imported only here: the libraries take 0.2 s to import.
-            from prorl_envs.tools.client.jupyter import JupyterPython
+            from prorl_envs.tools.client import jupyter
 
-            self._python = JupyterPython(sandbox, limits, interpreter=interpreter)
+            self._kernel = jupyter.JupyterPython(sandbox, limits, interpreter=interpreter)
 
     @classmethod
     async def open(
@@ -89,12 +87,12 @@ class Toolbox:
             ToolError: a server does not answer.
             EnvironmentFault: the sandbox lacks what a Jupyter kernel needs.
         """
+        if not sandbox.alive:
+            raise sandbox.end_error()
         toolbox = cls(sandbox, PythonEngine(python), limits or ToolLimits(), interpreter)
         try:
-            if toolbox._python is not None:
-                await toolbox._python.start()
-            else:
-                await toolbox._tools.connection()
+            if (session := toolbox._forked or toolbox._kernel) is not None:
+                await session.start()
         except BaseException:
             await toolbox.aclose()
             raise
@@ -129,17 +127,14 @@ class Toolbox:
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
-        check_timeout(timeout_s)
+        _check_timeout(timeout_s)
         if "\0" in command or not is_utf8(command):
             return ToolResult(text="the command holds a character that bash cannot take", ok=False)
-        shell = self._shells.get(session)
-        if shell is None:
-            if len(session) > SESSION_NAME_LIMIT or not is_utf8(session):
-                return ToolResult(
-                    text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False
-                )
-            shell = self._shells[session] = ToolServerSession(self._tools, "shell")
-        result = await shell.call(
+        if len(session) > SESSION_NAME_LIMIT or not is_utf8(session):
+            return ToolResult(text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False)
+        result = await self._server.call(
+            session,
+            "shell",
             lambda id_: Bash(id_, session, command, timeout_s, is_input, restart),
             BashDone,
             bash_result,
@@ -163,23 +158,22 @@ class Toolbox:
             InputError: this toolbox has no Python session.
             SandboxError, ToolError: our infrastructure failed.
         """
-        check_timeout(timeout_s)
-        if self._python is None:
-            raise InputError("this toolbox has no Python session", hint="open it with a Python engine")
+        _check_timeout(timeout_s)
         if not is_utf8(code):
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
-        return self._noted(await self._python.run(code, timeout_s=timeout_s))
-
-    async def restart_python(self) -> None:
-        """Replace the Python session by a new one. A running cell is stopped, and its result says so.
-
-        Raises:
-            InputError: this toolbox has no Python session.
-            SandboxError, ToolError: our infrastructure failed.
-        """
-        if self._python is None:
+        if self._kernel is not None:
+            return self._noted(await self._kernel.run(code, timeout_s=timeout_s))
+        if self._forked is None:
             raise InputError("this toolbox has no Python session", hint="open it with a Python engine")
-        await self._python.restart()
+        result = await self._forked.call(
+            "",
+            "Python session",
+            lambda id_: Python(id_, code, timeout_s),
+            PythonDone,
+            python_result,
+            timeout_s=timeout_s,
+        )
+        return self._noted(result)
 
     def jupyter_connection_file(self) -> Path:
         """Return the path of the Jupyter kernel's connection file, for a Jupyter client of this user.
@@ -189,77 +183,42 @@ class Toolbox:
         Raises:
             InputError: this toolbox has no Jupyter kernel, or none runs.
         """
-        if self._python is None or not (path := self._python.connection_file()):
+        if self._kernel is None:
             raise InputError(
                 "this toolbox has no Jupyter kernel",
                 hint="set python: kernel for the environment, or open the toolbox with PythonEngine.KERNEL",
             )
-        return path
-
-    async def edit(self, arguments: JsonObject) -> ToolResult:
-        """View or edit a file.
-
-        Args:
-            arguments: as `schemas.EDITOR` describes them; untrusted.
-
-        Returns:
-            `ok=False` with a message for the model if the arguments are wrong or the edit does not apply.
-
-        Raises:
-            SandboxError, ToolError: our infrastructure failed.
-        """
-        read = read_arguments(EDITOR, arguments)
-        if isinstance(read, str):
-            return ToolResult(text=read, ok=False)
-        inner = self.sandbox.path_inside(read["path"])
-        return await self._edit(lambda id_: Edit(id_, **{**read, "path": inner}))
-
-    async def patch(self, arguments: JsonObject) -> ToolResult:
-        """Apply a patch to files, completely or not at all.
-
-        Args:
-            arguments: as `schemas.APPLY_PATCH` describes them; untrusted.
-
-        Returns:
-            `ok=False` with a message for the model if the patch does not apply.
-
-        Raises:
-            SandboxError, ToolError: our infrastructure failed.
-        """
-        read = read_arguments(APPLY_PATCH, arguments)
-        if isinstance(read, str):
-            return ToolResult(text=read, ok=False)
-        return await self._edit(lambda id_: Patch(id_, read["input"]))
+        return self._kernel.connection_file()
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Execute a model's call of a built-in tool.
+        """Execute a model's call of a built-in tool (`schemas.py`).
 
         Args:
             call: the call; untrusted in every part.
-            timeout_s: seconds the call may take.
+            timeout_s: seconds a command or cell may take.
 
         Returns:
-            `ok=False` with a message for the model if the tool or its arguments are wrong.
+            `ok=False` with a message for the model if the tool or its arguments are wrong, or if an edit or a
+            patch does not apply.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
-        match call.name:
-            case BASH.name:
-                read = read_arguments(BASH, call.arguments)
-                if not isinstance(read, str):
-                    return await self.bash(**read, timeout_s=timeout_s)
-            case name if name == PYTHON.name and self._python is not None:
-                read = read_arguments(PYTHON, call.arguments)
-                if not isinstance(read, str):
-                    return await self.python(read["code"], timeout_s=timeout_s)
-            case EDITOR.name:
-                return await self.edit(call.arguments)
-            case APPLY_PATCH.name:
-                return await self.patch(call.arguments)
-            case _:
-                read = f"there is no tool {call.name[:50]!r}"
-        return ToolResult(text=read, ok=False)
+        python = () if (self._forked or self._kernel) is None else (PYTHON,)
+        spec = next((spec for spec in (BASH, *python, EDITOR, APPLY_PATCH) if spec.name == call.name), None)
+        if spec is None:
+            return ToolResult(text=f"there is no tool {call.name[:50]!r}", ok=False)
+        read = read_arguments(spec, call.arguments)
+        if isinstance(read, str):
+            return ToolResult(text=read, ok=False)
+        if spec is BASH:
+            return await self.bash(**read, timeout_s=timeout_s)
+        if spec is PYTHON:
+            return await self.python(read["code"], timeout_s=timeout_s)
+        if spec is EDITOR:
+            inner = self.sandbox.path_inside(read["path"])
+            return await self._edit(lambda id_: Edit(id_, **{**read, "path": inner}))
+        return await self._edit(lambda id_: Patch(id_, read["input"]))
 
     async def run(
         self,
@@ -290,7 +249,7 @@ class Toolbox:
             OSError: as a local start would raise (no such program, no such directory).
             SandboxError, ToolError: our infrastructure failed.
         """
-        check_timeout(timeout_s)
+        _check_timeout(timeout_s)
         inner = self.sandbox.path_inside(cwd) if cwd else ""
 
         def make(id_: int) -> Run:
@@ -298,7 +257,7 @@ class Toolbox:
                 id_, list(argv), inner, dict(env or {}), stdin, timeout_s, output_limit, apart, background
             )
 
-        done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
+        done = await self._server.ask(make, RunDone, timeout_s=timeout_s)
         if done.exit_code is not None and done.exit_code < 0 and not self.sandbox.alive:
             # The sandbox stopped: it killed the process and, after the reply, the tool server.
             raise self.sandbox.end_error()
@@ -324,7 +283,7 @@ class Toolbox:
                 f"{len(data)} bytes are too many for one write", hint="upload a file, or use a mount"
             )
         inner = self.sandbox.path_inside(path, write=True)
-        await self._tools.ask(
+        await self._server.ask(
             lambda id_: Write(id_, inner, data, mode), Done, timeout_s=self.limits.transfer_s
         )
 
@@ -337,7 +296,9 @@ class Toolbox:
         """
         inner = self.sandbox.path_inside(path)
         timeout_s = self.limits.transfer_s
-        return (await self._tools.ask(lambda id_: Read(id_, inner, limit), Content, timeout_s=timeout_s)).data
+        return (
+            await self._server.ask(lambda id_: Read(id_, inner, limit), Content, timeout_s=timeout_s)
+        ).data
 
     async def upload(
         self, source: Path, target: str, *, timeout_s: float, limits: TreeLimits | None = None
@@ -359,7 +320,7 @@ class Toolbox:
             OSError: as a local copy would raise.
             SandboxError, ToolError: our infrastructure failed.
         """
-        check_timeout(timeout_s)
+        _check_timeout(timeout_s)
         inner = self.sandbox.path_inside(target, write=True)
         return await transfer.upload(self.sandbox, source, inner, limits or TreeLimits(), timeout_s)
 
@@ -390,7 +351,7 @@ class Toolbox:
             OSError: as a local copy would raise.
             SandboxError, ToolError: our infrastructure failed.
         """
-        check_timeout(timeout_s)
+        _check_timeout(timeout_s)
         return await transfer.download(
             self.sandbox,
             self.sandbox.path_inside(source),
@@ -409,7 +370,7 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed, or the processes cannot be killed.
         """
         try:
-            await self._tools.ask(EndProcesses, Done, timeout_s=self.limits.transfer_s)
+            await self._server.ask(EndProcesses, Done, timeout_s=self.limits.transfer_s)
         except OSError as error:
             raise ToolError(f"the sandbox's processes cannot be ended: {error}") from error
 
@@ -418,16 +379,16 @@ class Toolbox:
 
     async def aclose(self) -> None:
         """Stop the tool servers, and with them the shells and the Python session. Idempotent."""
-        await self._tools.aclose()
-        if self._python is not None:
-            await self._python.aclose()
+        for part in (self._server, self._forked, self._kernel):
+            if part is not None:
+                await part.aclose()
 
     async def _edit(self, make: Callable[[int], Request]) -> ToolResult:
         started = time.monotonic()
         try:
-            edited = await self._tools.ask(make, Edited, timeout_s=self.limits.transfer_s)
+            edited = await self._server.ask(make, Edited, timeout_s=self.limits.transfer_s)
         except ServerLost as error:
-            return self._noted(server_lost(error, "editor", time.monotonic() - started))
+            return self._noted(server_lost(error.message, "editor", time.monotonic() - started))
         return self._noted(
             ToolResult(
                 text=edited.text,
@@ -436,3 +397,8 @@ class Toolbox:
                 truncated_bytes=edited.omitted,
             )
         )
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise InputError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")

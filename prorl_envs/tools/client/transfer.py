@@ -32,8 +32,7 @@ async def upload(
             channel.send_end(done)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the sandbox's side has failed, and reported the reason
-        end = ended(channel.receive())
-        return Transferred(end.entries, end.bytes)
+        return ended(channel.receive())
 
     return await _transfer(sandbox, work, timeout_s)
 

@@ -71,6 +71,8 @@ class Bash(Request, tag=1):
 
 
 class Python(Request, tag=2):
+    """Cell; the server forwards the request to the Python session's own process."""
+
     code: str
     timeout_s: float
 
@@ -199,13 +201,6 @@ class ToolRefused(Reply, tag=6):
     message: str
 
 
-class Cell(msgspec.Struct, array_like=True, gc=False):
-    """Cell for the Python session's own process, sent by the server."""
-
-    id: int
-    code: str
-
-
 class CellDone(msgspec.Struct, array_like=True, gc=False):
     """Result of a cell: see `PythonDone`. Sent by a process that runs untrusted code."""
 
@@ -220,7 +215,7 @@ type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Tool
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest.__value__)
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply.__value__)
-_cells = msgspec.msgpack.Decoder(Cell)
+_cells = msgspec.msgpack.Decoder(Python)
 _cells_done = msgspec.msgpack.Decoder(CellDone)
 
 
@@ -259,7 +254,7 @@ def decode_reply(frame: bytes) -> AnyReply:
     return decode(_replies, frame, "a reply")
 
 
-def decode_cell(frame: bytes) -> Cell:
+def decode_cell(frame: bytes) -> Python:
     """Decode a cell. Raise WireError if the frame is not a cell."""
     return decode(_cells, frame, "a cell")
 

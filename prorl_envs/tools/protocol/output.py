@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+from prorl_envs.tools.protocol.messages import DISPLAY_LIMIT, MIME_LIMIT
+
+#: Maximum characters of all rich representations that are forwarded per cell.
+DISPLAY_CHARACTERS = 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -74,6 +79,29 @@ class OutputBuffer:
         if excess > 0:
             del self._tail[:excess]
             self._omitted += excess
+
+
+class DisplayBuffer:
+    """Bounded collection of a cell's rich representations."""
+
+    def __init__(self) -> None:
+        self._bundles: list[dict[str, str]] = []
+        self._characters = 0
+
+    def add(self, bundle: dict[str, str]) -> bool:
+        """Keep a representation, by MIME type. Return False if it exceeds a limit."""
+        total = self._characters + sum(map(len, bundle)) + sum(map(len, bundle.values()))
+        allowed = len(self._bundles) < DISPLAY_LIMIT and len(bundle) <= MIME_LIMIT
+        if not allowed or total > DISPLAY_CHARACTERS:
+            return False
+        self._bundles.append(bundle)
+        self._characters = total
+        return True
+
+    def take(self) -> list[dict[str, str]]:
+        """Return the kept representations and reset the collection."""
+        bundles, self._bundles, self._characters = self._bundles, [], 0
+        return bundles
 
 
 def clip(text: str, limit: int) -> tuple[str, int]:

@@ -6,22 +6,17 @@ slows down the faster side. Each side is a blocking process or thread.
 
 import socket
 from collections import deque
-from typing import Annotated
 
 import msgspec
 
 from prorl_envs.errors import TransferRefused
 from prorl_envs.tools.protocol.messages import Framer, WireError, decode, encode
-from prorl_envs.tools.protocol.tree import NAMED_LIMIT, PATH_LIMIT, Transferred, TreeLimits
+from prorl_envs.tools.protocol.tree import Transferred, TreeLimits
 
 #: Bytes of an archive in one frame, and maximum bytes of any frame.
 CHUNK_SIZE = 256 * 1024
 FRAME_LIMIT = 2 * 1024 * 1024
 _RECEIVE_SIZE = 256 * 1024
-
-type Named = Annotated[
-    list[Annotated[str, msgspec.Meta(max_length=2 * PATH_LIMIT)]], msgspec.Meta(max_length=NAMED_LIMIT)
-]
 
 
 class Pack(msgspec.Struct, array_like=True, tag=0):
@@ -45,15 +40,6 @@ class Chunk(msgspec.Struct, array_like=True, tag=2):
     data: bytes
 
 
-class TransferEnd(msgspec.Struct, array_like=True, tag=3):
-    """Success. The packer's message describes the archive, the unpacker's the created files."""
-
-    entries: int
-    bytes: int
-    left_out: Named
-    left_out_count: int
-
-
 class Failed(msgspec.Struct, array_like=True, tag=4):
     """Failure of the peer: an OSError, or with `errno` 0 a `TransferRefused`."""
 
@@ -61,10 +47,11 @@ class Failed(msgspec.Struct, array_like=True, tag=4):
     message: str
 
 
-type Message = Pack | Unpack | Chunk | TransferEnd | Failed
+#: `Transferred` reports success: the packer's describes the archive, the unpacker's the created files.
+type Message = Pack | Unpack | Chunk | Transferred | Failed
 
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Pack | Unpack | Chunk | TransferEnd | Failed
+    Pack | Unpack | Chunk | Transferred | Failed
 )
 
 
@@ -81,7 +68,7 @@ class TransferChannel:
         self._arrived: deque[bytes] = deque()
         self._rest = memoryview(b"")
         self._waiting = bytearray()
-        self._end: TransferEnd | None = None
+        self._end: Transferred | None = None
 
     def send(self, message: Message) -> None:
         """Send a message. Raise BrokenPipeError or ConnectionResetError if the peer has disconnected."""
@@ -91,7 +78,7 @@ class TransferChannel:
         """Send the rest of an archive, then report success."""
         if self._waiting:
             self._send_chunk()
-        self.send(TransferEnd(done.entries, done.bytes, done.left_out, done.left_out_count))
+        self.send(done)
 
     def receive(self) -> Message:
         """Return the next message.
@@ -148,7 +135,7 @@ class TransferChannel:
         del self._waiting[:CHUNK_SIZE]
 
 
-def ended(message: Message) -> TransferEnd:
+def ended(message: Message) -> Transferred:
     """Return the peer's end message.
 
     Raises:
@@ -156,7 +143,7 @@ def ended(message: Message) -> TransferEnd:
         WireError: the message is not an end message.
     """
     match message:
-        case TransferEnd():
+        case Transferred():
             return message
         case Failed(errno, text):
             raise OSError(errno, text) if errno else TransferRefused(text)

@@ -8,8 +8,10 @@ sockets, links that lead out of the tree, and names that are not UTF-8.
 import os
 import stat
 import tarfile
-from dataclasses import dataclass, field
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO, Annotated, Any
+
+import msgspec
 
 from prorl_envs.errors import TransferRefused
 
@@ -42,9 +44,8 @@ class TreeLimits:
     depth: int = 64
 
 
-@dataclass(slots=True)
-class Transferred:
-    """Totals of a transfer.
+class Transferred(msgspec.Struct, array_like=True, tag=3):
+    """Totals of a transfer, and the message that ends it (`transfer.py`).
 
     Args:
         entries: files, directories and links.
@@ -55,7 +56,9 @@ class Transferred:
 
     entries: int = 0
     bytes: int = 0
-    left_out: list[str] = field(default_factory=list)
+    left_out: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=2 * PATH_LIMIT)]], msgspec.Meta(max_length=NAMED_LIMIT)
+    ] = []
     left_out_count: int = 0
 
     def add(self, size: int, limits: TreeLimits) -> None:

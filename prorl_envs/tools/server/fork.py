@@ -14,7 +14,13 @@ from importlib.machinery import PathFinder
 
 from prorl_envs.sandbox.linux.descriptors import close_all_but, opened, reopen_libraries
 from prorl_envs.sandbox.template import sandbox_init
+from prorl_envs.tools.protocol.messages import Framer
+from prorl_envs.tools.protocol.output import OutputBuffer
+from prorl_envs.tools.server.loop import EventLoop
+from prorl_envs.tools.server.session import SessionProcess
 
+#: Maximum bytes of a kernel's frame: its display data, with room for the rest of the message.
+FRAME_LIMIT = 8 * 1024 * 1024
 #: Timeout of sending a cell, in seconds. Between cells, a kernel only reads.
 SEND_TIMEOUT_S = 5.0
 _PR_SET_DUMPABLE = 4
@@ -23,32 +29,35 @@ _KILL_ATTEMPTS = 20
 _KILL_TIMEOUT_MS = 1000
 
 
-class Kernel:
-    """Forked kernel process and its descriptors. Makes system calls but no decisions.
+class Kernel(SessionProcess):
+    """Forked kernel process and its descriptors.
 
     Args:
         workdir: directory in which the kernel starts.
+        loop: the server's loop.
+        buffer: receives the kernel's output.
 
     Raises:
         OSError: the kernel cannot be forked.
     """
 
-    def __init__(self, workdir: str) -> None:
+    def __init__(self, workdir: str, loop: EventLoop, buffer: OutputBuffer) -> None:
         self.control, inside = socket.socketpair()
-        self.output, output = os.pipe()
+        ours, output = os.pipe()
         try:
-            self.pid = os.fork()
-            if self.pid == 0:
+            pid = os.fork()
+            if pid == 0:
                 _become_kernel(workdir, inside.fileno(), output)
         except BaseException:
             self.control.close()
-            os.close(self.output)
+            os.close(ours)
             raise
         finally:
             inside.close()
             os.close(output)
-        self.pidfd = os.pidfd_open(self.pid)
+        super().__init__(pid, ours, (ours, self.control.fileno()), loop=loop, buffer=buffer)
         self.control.settimeout(SEND_TIMEOUT_S)
+        self.framer = Framer(FRAME_LIMIT)
 
     def send(self, frame: bytes | bytearray) -> None:
         """Send a cell. Kill the kernel if it does not read. Do nothing if it has exited."""
@@ -67,16 +76,10 @@ class Kernel:
         """Kill the kernel and the processes of its group."""
         self._signal(signal.SIGKILL)
 
-    def reap(self) -> int:
-        """Wait for the exit; return the exit status, negative for a signal."""
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-    def close(self) -> None:
-        """Close all descriptors. The process must have been reaped."""
-        self.control.close()
-        os.close(self.output)
-        os.close(self.pidfd)
+    def discard(self) -> int:
+        status = super().discard()
+        self.control.detach()  # its descriptor has been closed
+        return status
 
     def _signal(self, number: signal.Signals) -> None:
         try:

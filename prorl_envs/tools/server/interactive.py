@@ -5,7 +5,6 @@ program waits. When the host closes the socket, the program and its process grou
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import pty
@@ -14,7 +13,6 @@ import socket
 import struct
 import subprocess
 import termios
-from collections.abc import Callable
 from functools import partial
 
 from prorl_envs.tools.protocol.messages import Framer, encode
@@ -29,6 +27,7 @@ from prorl_envs.tools.protocol.terminal import (
     decode_to_session,
 )
 from prorl_envs.tools.server.loop import EventLoop
+from prorl_envs.tools.server.process import start_process
 
 _RECEIVE_SIZE = 65536
 #: Bytes of input queued for a program that does not read; above this limit the program is killed.
@@ -131,10 +130,7 @@ class _Session:
     def _watch_outputs(self) -> None:
         assert self._program is not None
         for fd in self._program.outputs:
-            self._loop.watch(fd, partial(self._on_output, fd))
-
-    def _on_output(self, fd: int) -> None:
-        self._forward(fd)
+            self._loop.watch(fd, partial(self._forward, fd))
 
     def _forward(self, fd: int) -> bool:
         """Forward the output available now; return True if more may follow."""
@@ -241,7 +237,7 @@ class _Program:
         ours, theirs = pty.openpty()
         try:
             _set_size(ours, request.rows, request.columns)
-            process = _popen(request, theirs, theirs, theirs, _take_terminal)
+            process = start_process(request, theirs, theirs, theirs, _take_terminal)
         except BaseException:
             os.close(ours)
             raise
@@ -253,7 +249,7 @@ class _Program:
         pairs = [os.pipe() for _ in range(3)]
         (stdin, ours_in), (ours_out, stdout), (ours_err, stderr) = pairs
         try:
-            process = _popen(request, stdin, stdout, stderr, None)
+            process = start_process(request, stdin, stdout, stderr)
         except BaseException:
             for fd in (ours_in, ours_out, ours_err):
                 os.close(fd)
@@ -267,25 +263,6 @@ class _Program:
 
 def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def _popen(
-    request: Open, stdin: int, stdout: int, stderr: int, before_exec: Callable[[], None] | None
-) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            request.argv,
-            bufsize=0,
-            cwd=request.cwd,
-            env={**os.environ, **request.env},
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-            preexec_fn=before_exec,
-        )
-    except (ValueError, IndexError, subprocess.SubprocessError) as error:  # a NUL byte, no argv
-        raise OSError(errno.EINVAL, str(error)) from error
 
 
 def _set_size(fd: int, rows: int, columns: int) -> None:

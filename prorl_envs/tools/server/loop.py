@@ -15,7 +15,7 @@ from collections.abc import Callable
 #: Maximum seconds of one poll, which accepts less than 2**31 milliseconds.
 _MAX_WAIT_S = 3600.0
 
-type Callback = Callable[[], None]
+type Callback = Callable[[], object]
 
 
 class Timer:

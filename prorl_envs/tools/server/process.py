@@ -10,11 +10,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from typing import IO
+from collections.abc import Callable
 
 from prorl_envs.tools.protocol.messages import Run, RunDone
 from prorl_envs.tools.protocol.output import OutputBuffer
+from prorl_envs.tools.protocol.terminal import Open
 from prorl_envs.tools.server.loop import EventLoop
 from prorl_envs.tools.server.reader import Leftovers, OutputReader
 
@@ -27,7 +27,6 @@ class FreshProcess:
     Args:
         loop: the server's loop.
         request: the command to run.
-        env: environment of the process, before the request's own variables are added.
         leftovers: receives the outputs to which background processes may still write.
         answer: called once with the result.
 
@@ -40,7 +39,6 @@ class FreshProcess:
         loop: EventLoop,
         request: Run,
         *,
-        env: Mapping[str, str],
         leftovers: Leftovers,
         answer: Callable[[RunDone], None],
     ) -> None:
@@ -51,10 +49,15 @@ class FreshProcess:
         self._stdin = memoryview(request.stdin)
         self._timed_out = self._ended = False
         self._started = time.monotonic()
-        self._process = _popen(request, env)
+        self._process = start_process(
+            request,
+            subprocess.PIPE if request.stdin else subprocess.DEVNULL,
+            subprocess.PIPE,
+            subprocess.PIPE if request.apart else subprocess.STDOUT,
+        )
         self._pidfd = os.pidfd_open(self._process.pid)
         self._outputs = [
-            _Output(loop, pipe, request.output_limit)
+            (pipe, OutputReader(loop, pipe.fileno(), OutputBuffer(request.output_limit)))
             for pipe in (self._process.stdout, self._process.stderr)
             if pipe is not None
         ]
@@ -98,10 +101,11 @@ class FreshProcess:
             # Kill the group before its process is reaped: until then, its id cannot be reused.
             self._kill()
         code = self._process.wait()
-        for output in self._outputs:
-            output.finish(self._leftovers)
+        for pipe, reader in self._outputs:
+            if not reader.drain() and self._leftovers is not None:  # background processes still hold it open
+                self._leftovers.adopt(os.dup(pipe.fileno()))
         self._release()
-        captured = [output.buffer.take() for output in self._outputs]
+        captured = [reader.buffer.take() for _, reader in self._outputs]
         self._answer(
             RunDone(
                 self._id,
@@ -124,42 +128,36 @@ class FreshProcess:
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._loop.forget(self._process.stdin.fileno())
             self._process.stdin.close()
-        for output in self._outputs:
-            output.close()
+        for pipe, reader in self._outputs:
+            reader.stop()
+            pipe.close()
         os.close(self._pidfd)
 
 
-class _Output:
-    """Output stream: its pipe, and the kept bytes."""
+def start_process(
+    request: Run | Open,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    before_exec: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start the requested program, as leader of a session, with this process's environment and the request's
+    variables.
 
-    def __init__(self, loop: EventLoop, pipe: IO[bytes], limit: int) -> None:
-        self.buffer = OutputBuffer(limit)
-        self._pipe = pipe
-        self._reader = OutputReader(loop, pipe.fileno(), self.buffer)
-
-    def finish(self, leftovers: Leftovers | None) -> None:
-        """Read the available output. Pass a pipe that still has writers to `leftovers`, if given."""
-        at_end = self._reader.drain()
-        self._reader.stop()
-        if leftovers is not None and not at_end:
-            leftovers.adopt(os.dup(self._pipe.fileno()))
-
-    def close(self) -> None:
-        self._reader.stop()
-        self._pipe.close()
-
-
-def _popen(request: Run, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    Raises:
+        OSError: the program cannot be started.
+    """
     try:
         return subprocess.Popen(
             request.argv,
             bufsize=0,
             cwd=request.cwd or None,
-            env={**env, **request.env},
-            stdin=subprocess.PIPE if request.stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if request.apart else subprocess.STDOUT,
+            env={**os.environ, **request.env},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
+            preexec_fn=before_exec,
         )
     except (ValueError, IndexError, subprocess.SubprocessError) as error:  # a NUL byte, no argv
         raise OSError(errno.EINVAL, str(error)) from error

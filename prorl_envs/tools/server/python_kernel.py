@@ -32,15 +32,14 @@ from traitlets import Type
 from traitlets.config import Config
 
 from prorl_envs.tools.protocol.messages import (
-    DISPLAY_LIMIT,
     ERROR_NAME_LIMIT,
-    MIME_LIMIT,
-    Cell,
     CellDone,
     Framer,
+    Python,
     decode_cell,
     encode,
 )
+from prorl_envs.tools.protocol.output import DisplayBuffer
 from prorl_envs.tools.server.cell_streams import CellStreams, copy_descriptors
 from prorl_envs.tools.server.interrupts import interrupt_kept, run_coroutine
 
@@ -55,41 +54,6 @@ _PLAIN = frozenset(
 _MAGIC = re.compile(r"[%!?]|^\s*[,;/]")
 #: Prefix of the paths of this package's files.
 _OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")  # noqa: PTH118, PTH120
-#: Maximum characters of all rich representations that are forwarded per cell.
-DISPLAY_CHARACTERS = 1024 * 1024
-
-
-class Displays:
-    """Bounded collection of a cell's rich representations."""
-
-    def __init__(self) -> None:
-        self._bundles: list[dict[str, str]] = []
-        self._characters = 0
-
-    def show(self, bundle: dict[str, Any]) -> None:
-        """Print the text of a representation; keep the rest."""
-        if "text/plain" in bundle:
-            sys.stdout.write(f"{bundle['text/plain']}\n")
-        rich = {
-            mime: value if isinstance(value, str) else json.dumps(value, default=repr)
-            for mime, value in bundle.items()
-            if mime != "text/plain"
-        }
-        if not rich:
-            return
-        size = sum(map(len, rich.values()))
-        total = self._characters + size + sum(map(len, rich))
-        allowed = len(self._bundles) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
-        if allowed and total <= DISPLAY_CHARACTERS:
-            self._bundles.append(rich)
-            self._characters = total
-        else:
-            sys.stdout.write(f"[display data of {size} characters left out: {', '.join(rich)}]\n")
-
-    def take(self) -> list[dict[str, str]]:
-        """Return the kept representations and reset the collection."""
-        bundles, self._bundles, self._characters = self._bundles, [], 0
-        return bundles
 
 
 class _Hook(DisplayHook):
@@ -117,7 +81,7 @@ class _Hook(DisplayHook):
         pass
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        _shell(self).displays.show(format_dict)
+        _shell(self).show(format_dict)
 
     def cull_cache(self) -> None:
         with warnings.catch_warnings(action="ignore"):  # the model would see the warning
@@ -146,7 +110,7 @@ class _Publisher(DisplayPublisher):
     def publish(self, data: Any, metadata: Any = None, source: Any = None, **_: Any) -> None:
         shell = _shell(self)
         with shell.streams.shown():
-            shell.displays.show(data)
+            shell.show(data)
 
     def clear_output(self, wait: bool = False) -> None:
         pass
@@ -177,7 +141,7 @@ class CellShell(InteractiveShell):
     display_pub_class = Type(_Publisher)
 
     def __init__(self) -> None:
-        self.displays = Displays()
+        self.displays = DisplayBuffer()
         self.streams = CellStreams(_text_stream, {}, {}, shown=())
         self.exiting = False
         super().__init__(  # type: ignore[no-untyped-call]
@@ -186,6 +150,19 @@ class CellShell(InteractiveShell):
             input_transformer_manager=Transformers(),
         )
         self.loop_runner = run_coroutine
+
+    def show(self, bundle: dict[str, Any]) -> None:
+        """Print the text of a representation; keep the rest."""
+        if "text/plain" in bundle:
+            sys.stdout.write(f"{bundle['text/plain']}\n")
+        rich = {
+            mime: value if isinstance(value, str) else json.dumps(value, default=repr)
+            for mime, value in bundle.items()
+            if mime != "text/plain"
+        }
+        if rich and not self.displays.add(rich):
+            size = sum(map(len, rich.values()))
+            sys.stdout.write(f"[display data of {size} characters left out: {', '.join(rich)}]\n")
 
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
         self.ipython_dir = ""
@@ -370,7 +347,7 @@ def _text_stream(name: str, fd: int | None = None) -> TextIOWrapper:
     return TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
-def _run(shell: Any, cell: Cell) -> CellDone:
+def _run(shell: Any, cell: Python) -> CellDone:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = shell.run_cell(cell.code, store_history=True)

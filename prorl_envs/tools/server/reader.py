@@ -57,7 +57,7 @@ class OutputReader:
     def __init__(self, loop: EventLoop, fd: int, buffer: OutputBuffer) -> None:
         self._loop = loop
         self._fd = fd
-        self._buffer = buffer
+        self.buffer = buffer
         os.set_blocking(fd, False)
         self._loop.watch(fd, self._on_readable)
 
@@ -74,7 +74,7 @@ class OutputReader:
                 return False
             if not data:
                 return True
-            self._buffer.feed(data)
+            self.buffer.feed(data)
         return False
 
     def stop(self) -> None:
@@ -89,6 +89,6 @@ class OutputReader:
         except OSError:  # EIO: a terminal's last user has closed it
             data = b""
         if data:
-            self._buffer.feed(data)
+            self.buffer.feed(data)
         else:
             self.stop()

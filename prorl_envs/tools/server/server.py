@@ -189,26 +189,12 @@ class ToolServer:
                 notice = f"[not run: {SESSION_LIMIT} sessions are open already; use one of them]"
                 self._answer(BashDone(request.id, "", 0, None, "", False, notice, False, True))
                 return
-            self._shells[name] = self._new_shell()
+            self._shells[name] = ShellSession(self._loop, self._setup)
         self._shells[name].submit(request, self._answer)
-
-    def _new_shell(self) -> ShellSession:
-        return ShellSession(
-            self._loop,
-            workdir=self._setup.workdir,
-            env=os.environ,
-            output_limit=self._setup.output_limit,
-            grace_s=self._setup.grace_s,
-        )
 
     def _python(self) -> KernelSession:
         if self._kernel is None:
-            self._kernel = KernelSession(
-                self._loop,
-                workdir=self._setup.workdir,
-                output_limit=self._setup.output_limit,
-                grace_s=self._setup.grace_s,
-            )
+            self._kernel = KernelSession(self._loop, self._setup)
         return self._kernel
 
     def _run(self, request: Run) -> None:
@@ -218,7 +204,7 @@ class ToolServer:
 
         request = msgspec.structs.replace(request, cwd=request.cwd or self._setup.workdir)
         self._processes[request.id] = FreshProcess(
-            self._loop, request, env=os.environ, leftovers=self._leftovers, answer=ended
+            self._loop, request, leftovers=self._leftovers, answer=ended
         )
 
     def _edit(self, request: Edit | Patch) -> None:

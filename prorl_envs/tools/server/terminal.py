@@ -13,11 +13,13 @@ import shutil
 import signal
 import sys
 import termios
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Self
 
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
+from prorl_envs.tools.protocol.output import OutputBuffer
+from prorl_envs.tools.protocol.shell_status import Reports
 from prorl_envs.tools.server.input_detection import (
     TIOCGPTN,
     ForegroundState,
@@ -25,17 +27,39 @@ from prorl_envs.tools.server.input_detection import (
     inspect_foreground,
     settings,
 )
+from prorl_envs.tools.server.loop import EventLoop
+from prorl_envs.tools.server.session import SessionProcess
 from prorl_envs.tools.server.shell_syntax import BASH, SH, ShellSyntax
 
 #: From <asm-generic/ioctls.h>: signal the foreground process group of a pty, regardless of its `stty isig`.
 _TIOCSIG = 0x40045436
 ROWS, COLUMNS = 50, 160
+_READ_SIZE = 8192
 #: Temporary numbers for a shell's descriptors, which this process does not use otherwise.
 _TEXT_FD, _REPORT_FD = 990, 991
 
 
-class Terminal:
-    """Running shell, bash or else `sh`. Makes system calls but no decisions.
+@dataclass(slots=True)
+class Command:
+    """Command whose end the shell has not reported.
+
+    Args:
+        nonce: prefix of the report.
+        asked: number of requests for a missing report.
+        seen: bytes of output at the last check whether the command waits; None before the first.
+        input: remaining input to type.
+        untyped: True if none of the input has been typed yet.
+    """
+
+    nonce: str
+    asked: int = 0
+    seen: int | None = None
+    input: str = ""
+    untyped: bool = True
+
+
+class Terminal(SessionProcess):
+    """Running shell, bash or else `sh`.
 
     Args:
         dialect: syntax of the shell.
@@ -43,34 +67,50 @@ class Terminal:
         master: the terminal's master side. This object closes this and the following descriptors.
         report: read end of the pipe on which the shell reports.
         text: memory file from which the shell reads commands that cannot be typed.
+        loop: the server's loop.
+        buffer: receives the commands' output.
     """
 
-    def __init__(self, dialect: ShellSyntax, pid: int, master: int, report: int, text: int) -> None:
+    def __init__(
+        self,
+        dialect: ShellSyntax,
+        pid: int,
+        master: int,
+        report: int,
+        text: int,
+        loop: EventLoop,
+        buffer: OutputBuffer,
+    ) -> None:
+        super().__init__(pid, master, (report, text), loop=loop, buffer=buffer)
         self.dialect = dialect
-        self.pid = pid
         self._process = PtyProcess(pid, master)
         self.fd: int = self._process.fd
-        self.report, self.pidfd = report, os.pidfd_open(pid)
-        self._text = text
+        self.report, self._text = report, text
         self._settings = settings(master)
         self._unread = False
+        self._reports = Reports()
+        #: True once no report can arrive any more.
+        self.report_closed = False
+        #: Exit status of the last command.
+        self.status = 0
+        self.command: Command | None = None
 
     @classmethod
-    def open(cls, cwd: str, env: Mapping[str, str]) -> Self:
-        """Start a shell.
+    def open(cls, cwd: str, loop: EventLoop, buffer: OutputBuffer) -> Self:
+        """Start a shell with this process's environment.
 
         Args:
             cwd: directory; if it cannot be entered, the shell starts in the server's own directory.
-            env: the shell's whole environment.
+            loop, buffer: see the class.
 
         Raises:
             OSError: there is no shell, or no pseudo-terminal.
         """
-        path, dialect = _find_shell(env)
+        path, dialect = _find_shell()
         text = os.memfd_create("command", os.MFD_CLOEXEC)
         report, report_write = os.pipe()
         try:
-            pid, master = _spawn(path, dialect, cwd, env, text, report_write)
+            pid, master = _spawn(path, dialect, cwd, text, report_write)
         except BaseException:
             os.close(text)
             os.close(report)
@@ -78,20 +118,43 @@ class Terminal:
         finally:
             os.close(report_write)
         os.set_blocking(report, False)
-        terminal = cls(dialect, pid, master, report, text)
+        terminal = cls(dialect, pid, master, report, text, loop, buffer)
         terminal._type(dialect.prepare.encode())
         return terminal
 
-    def evaluate(self, text: str, *, nonce: str, status: int) -> None:
-        """Make the shell evaluate `text`, with `$?` as before, and report under `nonce`."""
+    def evaluate(self, text: str) -> None:
+        """Make the shell evaluate `text`, with `$?` as before, and report."""
         self._restore_settings()
-        line, content = self.dialect.line(text, nonce=nonce, status=status)
-        if content is not None:
-            self._put_text(content)
+        self.command = Command(os.urandom(8).hex())
+        line, content = self.dialect.line(text, nonce=self.command.nonce, status=self.status)
+        if content is not None:  # a memory file, from which the shell reads the text
+            os.ftruncate(self._text, 0)
+            os.pwrite(self._text, content, 0)
+            os.lseek(self._text, 0, os.SEEK_SET)
         self._type(line)
 
-    def ask_report(self, *, nonce: str, repair: bool = False) -> None:
+    def read_report(self) -> str | None:
+        """Read what the shell has reported. Return its directory if the command has ended; then `status` is
+        the command's, and `command` is None."""
+        try:
+            data = os.read(self.report, _READ_SIZE)
+        except BlockingIOError:
+            return None
+        if not data:  # the shell closed the pipe or exited; its exit, a check or the deadline follows
+            self.loop.forget(self.report)
+            self.report_closed = True
+            return None
+        report = self._reports.feed(data, self.command.nonce if self.command is not None else "")
+        if report is None or self.command is None:
+            return None
+        self.command = None
+        self.status, directory = report
+        return directory
+
+    def ask_report(self, *, repair: bool = False) -> None:
         """Make the shell report once it reads its terminal again; with `repair`, type the repair first."""
+        assert self.command is not None
+        nonce = self.command.nonce
         self._restore_settings()
         self._type(self.dialect.ask_repaired(nonce) if repair else self.dialect.ask(nonce))
 
@@ -152,24 +215,12 @@ class Terminal:
         with contextlib.suppress(ProcessLookupError):  # already reaped by another process
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    def reap(self) -> int:
-        """Wait for the shell's exit; return its exit status, negative for a signal."""
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-    def close(self) -> None:
-        """Close all descriptors. The shell must have been reaped."""
-        for fd in (self._text, self.report, self.pidfd):
-            os.close(fd)
+    def discard(self) -> int:
+        status = super().discard()
         # `PtyProcess.close` sleeps, and signals a process that has exited.
         self._process.fileobj.close()
         self._process.closed = True
-
-    def _put_text(self, content: bytes) -> None:
-        """Write a command's text to the memory file from which the shell reads it."""
-        os.ftruncate(self._text, 0)
-        os.pwrite(self._text, content, 0)
-        os.lseek(self._text, 0, os.SEEK_SET)
+        return status
 
     def _type(self, line: bytes) -> None:
         # A full input queue means that the program does not read; the deadline handles that.
@@ -177,24 +228,20 @@ class Terminal:
             os.write(self.fd, line)
 
 
-def _find_shell(env: Mapping[str, str]) -> tuple[str, ShellSyntax]:
+def _find_shell() -> tuple[str, ShellSyntax]:
     for dialect in (BASH, SH):
-        path = shutil.which(dialect.name, path=env.get("PATH"))
+        path = shutil.which(dialect.name)
         if path is not None:
             return path, dialect
     raise FileNotFoundError(2, "no bash and no sh in the sandbox's PATH")
 
 
-def _spawn(
-    path: str, dialect: ShellSyntax, cwd: str, env: Mapping[str, str], text: int, report: int
-) -> tuple[int, int]:
+def _spawn(path: str, dialect: ShellSyntax, cwd: str, text: int, report: int) -> tuple[int, int]:
     master, slave = os.openpty()
     try:
         set_up(slave)
         number = fcntl.ioctl(master, TIOCGPTN, bytes(4))
-        pid = _spawn_on(
-            f"/dev/pts/{int.from_bytes(number, sys.byteorder)}", path, dialect, cwd, env, text, report
-        )
+        pid = _spawn_on(f"/dev/pts/{int.from_bytes(number, sys.byteorder)}", path, dialect, cwd, text, report)
     except BaseException:
         os.close(master)
         raise
@@ -213,9 +260,7 @@ def set_up(terminal: int) -> None:
     termios.tcsetwinsize(terminal, (ROWS, COLUMNS))
 
 
-def _spawn_on(
-    terminal: str, path: str, dialect: ShellSyntax, cwd: str, env: Mapping[str, str], text: int, report: int
-) -> int:
+def _spawn_on(terminal: str, path: str, dialect: ShellSyntax, cwd: str, text: int, report: int) -> int:
     """Start the shell as leader of a new session with this controlling terminal; return its pid.
 
     `PtyProcess.spawn` forks this process, so that a shell would start in 3.0 ms instead of 1.9
@@ -234,7 +279,7 @@ def _spawn_on(
         return os.posix_spawn(
             path,
             [path, *dialect.options],
-            {**env, "PS1": "", "PS2": ""},
+            {**os.environ, "PS1": "", "PS2": ""},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, terminal, os.O_RDWR, 0),
                 *(to_null if dialect.quiet else to_terminal),

@@ -529,8 +529,9 @@ TOOLS = (
     Patch(
         "the host's socket kept from commands",
         "tools/server/process.py",
-        "            start_new_session=True,\n        )\n",
-        "            start_new_session=True,\n            pass_fds=(3, 4),\n        )\n",
+        "            preexec_fn=before_exec,\n",
+        "            preexec_fn=before_exec,\n"
+        "            pass_fds=(3, 4) if isinstance(request, Run) else (),\n",
         ("WAY-001", "WAY-002", "PROC-010"),
     ),
     Patch(
@@ -550,14 +551,15 @@ TOOLS = (
     ),
     Patch(
         "the host's socket kept from programs on a terminal",
-        "tools/server/interactive.py",
+        "tools/server/process.py",
         "            preexec_fn=before_exec,\n",
-        "            preexec_fn=before_exec,\n            pass_fds=(3, 4),\n",
+        "            preexec_fn=before_exec,\n"
+        "            pass_fds=(3, 4) if isinstance(request, Open) else (),\n",
         ("WAY-006", "WAY-007"),
     ),
     Patch(
         "environment of interactive programs",
-        "tools/server/interactive.py",
+        "tools/server/process.py",
         "            env={**os.environ, **request.env},\n",
         "            env={**os.environ, **request.env, 'LEAKED': '1'},\n",
         ("WAY-006", "WAY-007"),

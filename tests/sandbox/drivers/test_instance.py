@@ -23,8 +23,8 @@ from prorl_envs.sandbox.drivers.instance.command import InstanceFiles, apptainer
 from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver, InstanceSandbox, shows_python
 from prorl_envs.sandbox.drivers.instance.probe import instance_check
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.connection import ToolLimits
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.sandbox import setuid_machine
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootfs, write_rootfs

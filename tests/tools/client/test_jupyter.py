@@ -17,10 +17,9 @@ from prorl_envs.errors import EnvironmentFault, InputError, RolloutFailure, Tool
 from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
-from prorl_envs.tools.client.jupyter import JupyterPython
+from prorl_envs.tools.client.connection import ToolLimits
 from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.conformance.images import write_image
 from tests.tools.deadlines import at_deadline
@@ -112,11 +111,10 @@ async def test_a_cancelled_cell_leaves_the_toolbox_usable(kernel_box: Toolbox) -
 
 @pytest.mark.anyio
 async def test_a_lost_tool_server_is_reported_and_replaced(kernel_box: Toolbox) -> None:
-    assert isinstance(kernel_box._python, JupyterPython)
-    link = kernel_box._python._link
+    assert kernel_box._kernel is not None
     call = asyncio.create_task(kernel_box.python("open('begun', 'w').close()\nwhile True: pass", timeout_s=T))
     await kernel_box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
-    (await link.connection()).give_up("the test took it away")
+    kernel_box._kernel._link.give_up("the test took it away")
     assert "was lost (the test took it away)" in (await call).text
     assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
 
@@ -262,7 +260,8 @@ async def test_a_jupyter_client_can_attach(kernel_box: Toolbox) -> None:
         client.stop_channels()
         client.context.destroy(linger=0)
     assert (await kernel_box.python("x", timeout_s=T)).text == "42\n"
-    await kernel_box.restart_python()
+    await kernel_box.python("exit()", timeout_s=T)
+    await kernel_box.python("1", timeout_s=T)
     other = kernel_box.jupyter_connection_file()
     assert is_gone(path.parent)
     assert other != path
@@ -296,8 +295,8 @@ async def test_a_message_that_is_too_long_is_reported_at_once(kernel_box: Toolbo
 async def test_a_kernel_that_exited_between_cells_is_reported_and_the_cell_runs(kernel_box: Toolbox) -> None:
     await kernel_box.python("import os\npid = os.getpid()", timeout_s=T)
     await kernel_box.bash("kill -9 -1", timeout_s=T)
-    assert isinstance(kernel_box._python, JupyterPython)
-    kernel = kernel_box._python._kernel
+    assert kernel_box._kernel is not None
+    kernel = kernel_box._kernel._kernel
     assert kernel is not None
     await asyncio.wait({kernel._process})
     result = await kernel_box.python("1 + 1", timeout_s=T)

@@ -8,6 +8,7 @@ from prorl_envs.errors import UnsupportedMachine
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
 from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.types import ToolCall
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +29,8 @@ async def test_tools_write_only_below_the_sandboxs_directory(run_dir: Path, tmp_
     toolbox = await Toolbox.open(sandbox)
     await toolbox.write(f"{place}/data.txt", b"the sandbox's")
     await toolbox.write("below/data.txt", b"too")
-    await toolbox.edit({"command": "create", "path": f"{place}/new.txt", "file_text": "text"})
+    create = {"command": "create", "path": f"{place}/new.txt", "file_text": "text"}
+    await toolbox.call(ToolCall("1", "str_replace_editor", create), timeout_s=20)
     await toolbox.upload(place / "data.txt", f"{place}/uploaded.txt", timeout_s=20)
     assert await toolbox.read(f"{place}/data.txt") == b"the sandbox's"
     listed = await toolbox.run(

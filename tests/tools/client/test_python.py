@@ -10,8 +10,8 @@ import pytest
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.connection import ToolLimits
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.tools.deadlines import at_deadline
 
@@ -401,25 +401,6 @@ async def test_a_cell_that_ignores_the_interrupt_is_killed_and_its_output_kept(b
     assert result.text.startswith("before\n[timed out after ")
     assert " s: it ignored the interrupt and was killed]\n" in result.text
     assert (await box.python("lost", timeout_s=T)).data["error"] == "NameError"
-
-
-async def test_a_restart_clears_the_state(box: Toolbox) -> None:
-    await box.python("lost = 1", timeout_s=T)
-    await box.restart_python()
-    result = await box.python("lost", timeout_s=T)
-    assert result.data["error"] == "NameError"
-    assert "tool server was lost" not in result.text
-
-
-async def test_a_restart_stops_the_running_cell(box: Toolbox) -> None:
-    code = "open('begun', 'w').close()\nwhile True: pass"
-    call = asyncio.create_task(box.python(code, timeout_s=T))
-    await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
-    await box.restart_python()
-    result = await call
-    assert not result.ok
-    assert "was restarted" in result.text
-    assert (await box.python("1 + 1", timeout_s=T)).text == "2\n"
 
 
 AWAIT = "import asyncio\nasync def f():\n    while True: pass\nprint('before', flush=True)\n"

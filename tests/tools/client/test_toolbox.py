@@ -1,11 +1,16 @@
 """Calls by name, and servers or sandboxes that are lost, violate the protocol, or do not answer."""
 
 import asyncio
+import contextlib
+import os
 import re
+import resource
 import socket
 import struct
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,11 +19,11 @@ from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.select import make_driver
-from prorl_envs.tools.client.connection import ServerLost, ToolConnection
-from prorl_envs.tools.client.python import ForkedPython, PythonEngine
-from prorl_envs.tools.client.server_handle import ToolLimits
+from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolLimits
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
-from prorl_envs.tools.protocol.messages import Done, Read, RunDone, encode
+from prorl_envs.tools.protocol.messages import Content, Done, Read, RunDone, encode
+from prorl_envs.tools.server.server import rehearse
 from prorl_envs.tools.types import ToolCall
 from tests.tools.deadlines import TRIES_S
 
@@ -85,7 +90,7 @@ async def test_without_a_session_there_is_no_python_tool(box: Toolbox) -> None:
 
 async def test_a_server_lost_between_calls_is_replaced_and_reported(box: Toolbox) -> None:
     await box.bash("x=1; cd /tmp", timeout_s=T)
-    (await box._tools.connection()).give_up("the test took it away")
+    box._server.give_up("the test took it away")
     result = await box.bash("echo ${x-unset}; pwd", timeout_s=T)
     assert result.text == "[the tool server was lost; this is a new shell]\nunset\n/workspace"
     assert (await box.bash("echo again", timeout_s=T)).text == "again\n"
@@ -95,7 +100,7 @@ async def test_a_server_lost_during_a_call_is_an_answer_and_is_replaced(box: Too
     call = asyncio.create_task(box.bash("touch begun; sleep 100", timeout_s=T))
     other = asyncio.create_task(box.run(["sleep", "100"], timeout_s=T))
     await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
-    (await box._tools.connection()).give_up("the test took it away")
+    box._server.give_up("the test took it away")
     result = await call
     assert not result.ok
     assert "the test took it away; the next call gets a new shell" in result.text
@@ -111,7 +116,7 @@ async def test_commands_of_a_lost_server_are_killed(box: Toolbox) -> None:
     ]
     wait = "until [ -e one -a -e two ]; do sleep 0.01; done"
     await box.run(["sh", "-c", wait], timeout_s=T)
-    (await box._tools.connection()).give_up("the test took it away")
+    box._server.give_up("the test took it away")
     await asyncio.gather(*calls, return_exceptions=True)
     done = await box.run(
         ["sh", "-c", "while grep -qsE 'sleep|bash' /proc/[0-9]*/comm; do :; done"], timeout_s=T
@@ -121,8 +126,8 @@ async def test_commands_of_a_lost_server_are_killed(box: Toolbox) -> None:
 
 async def test_a_lost_python_server_is_replaced_and_reported(python_box: Toolbox) -> None:
     await python_box.python("x = 1", timeout_s=T)
-    assert isinstance(python_box._python, ForkedPython)
-    (await python_box._python._link.connection()).give_up("the test took it away")
+    assert python_box._forked is not None
+    python_box._forked.give_up("the test took it away")
     result = await python_box.python("'x' in globals()", timeout_s=T)
     assert result.text == "[the tool server was lost; this is a new Python session]\nFalse"
 
@@ -186,7 +191,25 @@ async def test_a_closed_toolbox_refuses_calls_and_closes_again(shared_driver: No
     other = await Toolbox.open(sandbox)
     assert (await other.bash("echo on", timeout_s=T)).text == "on\n"
     await other.aclose()
+    starting = await Toolbox.open(sandbox)
+    call = asyncio.create_task(starting.bash("true", timeout_s=T))
+    await asyncio.sleep(0)
+    await starting.aclose()
+    assert "closed" in str(await asyncio.gather(call, return_exceptions=True))
     await sandbox.close()
+
+
+async def test_a_server_that_cannot_start_fails_its_call_alone(box: Toolbox) -> None:
+    free = os.dup(0)  # the lowest number without a descriptor: at this limit, none can be opened
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(ToolError, match="the tool server cannot be started"):
+            await box.bash("true", timeout_s=T)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (await box.bash("echo on", timeout_s=T)).text == "on\n"
 
 
 async def test_two_toolboxes_of_one_sandbox_are_independent(box: Toolbox) -> None:
@@ -203,15 +226,11 @@ async def test_two_toolboxes_of_one_sandbox_are_independent(box: Toolbox) -> Non
 # A hostile or broken server, played by the test at the other end of a real socket
 
 
-async def ask(answer: bytes) -> Done:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        connection = await ToolConnection.open(ours)
-        try:
-            theirs.sendall(answer)
-            return await connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=0.2)
-        finally:
-            await connection.aclose()
+def connected(box: Toolbox, sock: socket.socket) -> ToolConnection:
+    """Return a connection whose server is played by the peer of `sock`."""
+    connection = ToolConnection(box.sandbox, ToolLimits(margin_s=0.0))
+    connection._take_over(sock)
+    return connection
 
 
 @pytest.mark.parametrize(
@@ -225,24 +244,29 @@ async def ask(answer: bytes) -> Done:
         (b"\0\0", "did not answer within 0.2 s"),
     ],
 )
-async def test_a_server_that_breaks_the_protocol_is_abandoned(answer: bytes, said: str) -> None:
-    with pytest.raises(ToolError, match=said):
-        await ask(answer)
-
-
-async def test_a_server_that_exits_fails_all_pending_requests() -> None:
+async def test_a_server_that_breaks_the_protocol_is_abandoned(box: Toolbox, answer: bytes, said: str) -> None:
     ours, theirs = socket.socketpair()
-    connection = await ToolConnection.open(ours)
+    with theirs:
+        connection = connected(box, ours)
+        theirs.sendall(answer)
+        with pytest.raises(ToolError, match=said):
+            await connection.ask(lambda id_: Read(id_, "/", 1), Done, timeout_s=0.2)
+        await connection.aclose()
+
+
+async def test_a_server_that_exits_fails_all_pending_requests_and_is_replaced(box: Toolbox) -> None:
+    ours, theirs = socket.socketpair()
+    connection = connected(box, ours)
     requests = [
-        asyncio.create_task(connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=T))
+        asyncio.create_task(connection.ask(lambda id_: Read(id_, "/", 1), Done, timeout_s=T))
         for _ in range(3)
     ]
     await asyncio.sleep(0)
     theirs.close()
     results = await asyncio.gather(*requests, return_exceptions=True)
     assert all(isinstance(result, ServerLost) for result in results)
-    with pytest.raises(ServerLost):
-        await connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=T)
+    read = await connection.ask(lambda id_: Read(id_, "/etc/passwd", 4), Content, timeout_s=T)
+    assert read.data == b"root"
     await connection.aclose()
 
 
@@ -250,3 +274,45 @@ async def test_a_message_that_is_too_long_is_refused_and_the_connection_survives
     with pytest.raises(ToolError, match="the limit is"):
         await box.run(["true"], stdin=b"x" * 60_000_000, timeout_s=T)
     assert (await box.bash("echo fine", timeout_s=T)).text == "fine\n"
+
+
+# The way of a tool call, as docs/ten-files.md lists it
+
+
+@contextlib.contextmanager
+def classes_crossed() -> Iterator[set[str]]:
+    """Collect the classes of the tools whose methods run, except codecs, readers and the event loop."""
+    found: set[str] = set()
+    helpers = ("/protocol/", "/loop.py", "/reader.py", "/shell_syntax.py")
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path, method, owner = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals.get("self")
+        counts = "/prorl_envs/tools/" in path and not any(helper in path for helper in helpers)
+        if (
+            counts
+            and event == "call"
+            and owner is not None
+            and method not in ("__init__", "close", "discard")
+        ):
+            found.add(type(owner).__name__)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(("tool", "argument"), [("bash", "command"), ("ipython", "code")])
+async def test_a_call_crosses_two_classes_on_the_host(python_box: Toolbox, tool: str, argument: str) -> None:
+    call = ToolCall("1", tool, {argument: "1"})
+    await python_box.call(call, timeout_s=T)
+    with classes_crossed() as found:
+        await python_box.call(call, timeout_s=T)
+    assert found == {"Toolbox", "ToolConnection"}
+
+
+def test_a_command_crosses_three_classes_of_the_server() -> None:
+    with classes_crossed() as found:
+        rehearse()
+    assert found == {"ToolServer", "ShellSession", "Terminal"}

@@ -9,8 +9,8 @@ import pytest
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.client.connection import ENTRY
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.server_handle import ENTRY
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.pool.warm_pool import WarmPool
 

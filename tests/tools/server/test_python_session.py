@@ -87,7 +87,7 @@ async def test_a_built_in_type_is_shown_by_its_registered_formatter(
     code = f"show = '<i>{{}}</i>'.format\nold = {formatter}.{register}\n41 + 1"
     result = await python_box.python(code, timeout_s=T)
     assert (result.text, result.data["display"]) == ("42\n", [{"text/html": "<i>42</i>"}])
-    await python_box.restart_python()
+    await python_box.python("exit()", timeout_s=T)
     result = await python_box.python("41 + 1", timeout_s=T)
     assert (result.text, result.data.get("display", [])) == ("42\n", [])
 

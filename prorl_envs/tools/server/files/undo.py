@@ -23,23 +23,9 @@ class Version:
 
 
 class UndoHistory:
-    """History of versions. The versions of the least recently edited files are dropped first. Pure.
+    """History of versions. The versions of the least recently edited files are dropped first. Pure."""
 
-    Args:
-        versions_limit: maximum versions of one file.
-        files_limit: maximum files.
-        bytes_limit: maximum bytes of all versions.
-    """
-
-    def __init__(
-        self,
-        versions_limit: int = VERSIONS_LIMIT,
-        files_limit: int = FILES_LIMIT,
-        bytes_limit: int = BYTES_LIMIT,
-    ) -> None:
-        self._versions_limit = versions_limit
-        self._files_limit = files_limit
-        self._bytes_limit = bytes_limit
+    def __init__(self) -> None:
         self._bytes = 0
         # By path, the newest edit last: the version before it (None if there was no file), and the digest of
         # what it wrote.
@@ -63,9 +49,9 @@ class UndoHistory:
         self._files.move_to_end(path)
         edits.append((before, hash(after)))
         self._bytes += _size(before)
-        if len(edits) > self._versions_limit:
+        if len(edits) > VERSIONS_LIMIT:
             self._bytes -= _size(edits.pop(0)[0])
-        while self._bytes > self._bytes_limit or len(self._files) > self._files_limit:
+        while self._bytes > BYTES_LIMIT or len(self._files) > FILES_LIMIT:
             self._forget_oldest()
 
     def pop(self, path: str) -> Version | None:

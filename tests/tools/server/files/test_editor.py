@@ -7,14 +7,15 @@ import pytest
 
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.server.files.text import FILE_LIMIT
-from prorl_envs.tools.types import ToolResult
+from prorl_envs.tools.types import ToolCall, ToolResult
 
 pytestmark = pytest.mark.anyio
 PATH = "/workspace/dir/file.txt"
 
 
 async def edit(box: Toolbox, command: str, path: str = PATH, **arguments: Any) -> ToolResult:
-    return await box.edit({"command": command, "path": path, **arguments})
+    call = ToolCall("1", "str_replace_editor", {"command": command, "path": path, **arguments})
+    return await box.call(call, timeout_s=10)
 
 
 async def test_an_error_message_is_bounded_like_every_answer(box: Toolbox) -> None:

@@ -15,6 +15,11 @@ async def patch(box: Toolbox, *lines: str) -> ToolResult:
     return await box.call(ToolCall("1", "apply_patch", {"input": text}), timeout_s=T)
 
 
+async def undo(box: Toolbox, path: str) -> ToolResult:
+    call = ToolCall("1", "str_replace_editor", {"command": "undo_edit", "path": path})
+    return await box.call(call, timeout_s=T)
+
+
 async def listing(box: Toolbox) -> str:
     """Return every file's mode, path and content."""
     script = (
@@ -59,7 +64,7 @@ async def test_undo_restores_each_file_with_its_mode(box: Toolbox) -> None:
     lines = ["*** Update File: x", "@@", "-a", "+b", "*** Delete File: ./gone", "*** Add File: new", "+n"]
     assert (await patch(box, *lines)).ok
     for name in ("x", "gone", "new"):
-        result = await box.edit({"command": "undo_edit", "path": f"/workspace/{name}"})
+        result = await undo(box, f"/workspace/{name}")
         assert result.ok, result.text
     assert await listing(box) == before
 
@@ -68,7 +73,7 @@ async def test_a_file_that_was_made_again_after_its_deletion_is_kept(box: Toolbo
     await box.write("/workspace/x", b"a\n")
     assert (await patch(box, "*** Delete File: x")).ok
     await box.write("/workspace/x", b"new\n")
-    result = await box.edit({"command": "undo_edit", "path": "/workspace/x"})
+    result = await undo(box, "/workspace/x")
     assert "discard the newer change" in result.text
     assert await box.read("/workspace/x") == b"new\n"
 
