@@ -301,7 +301,7 @@ class NodeSandbox(ABC):
             if self._own_users:
                 fds.append(self._open_namespaces())
                 opened.callback(os.close, fds[1])
-            return await (await self._template()).measure(self.id, fds, size=size, files=files)
+            return await (await self._template()).measure(fds, size=size, files=files)
 
     @property
     def tool_servers(self) -> list[int]:
