@@ -1,5 +1,6 @@
 """Composition of a rollout service: its node, environments, model servers and further nodes."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -7,7 +8,6 @@ from prorl_envs.app.compose import Model, node, request_defaults, servers_of
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.env.node import Node
-from prorl_envs.errors import InputError
 from prorl_envs.model.routing.health import watching
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.scheduling.placement import StageLimits
@@ -15,6 +15,8 @@ from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqlStore
 from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
+
+logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -30,10 +32,10 @@ async def rollout_service(
         opened: node that the caller opened by `node` and closes; None opens a node.
 
     Raises:
-        InputError: an environment is wrong, its server does not start, or `check_capacity` fails.
+        InputError: an environment is wrong, or its server does not start.
     """
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
-    check_capacity(settings.service)
+    _warn_of_capacity(settings.service)
     async with AsyncExitStack() as stack:
         if opened is None:
             opened = await stack.enter_async_context(node(settings))
@@ -53,17 +55,17 @@ async def rollout_service(
         )
 
 
-def check_capacity(settings: ServiceSettings) -> None:
-    """Check that a process may open enough files for as many sandboxes as the settings allow.
+def _warn_of_capacity(settings: ServiceSettings) -> None:
+    """Warn if this machine's limits allow fewer sandboxes than the settings: then jobs wait.
 
     Raises:
-        InputError: the limit of open files is too low.
+        UnsupportedMachine: a limit is too low for a single sandbox.
     """
     jobs, max_sandboxes = StageLimits.of_settings(settings).max_jobs_with_sandbox, sandboxes_allowed()
     if jobs > max_sandboxes:
-        raise InputError(
-            f"{jobs} jobs with sandboxes at once need more files than a process may open here: "
-            f"the limit is enough for {max_sandboxes}",
-            hint="raise the hard limit (`ulimit -Hn`), or lower service.max_jobs_with_sandbox (or init, run, "
-            "eval)",
+        logger.warning(
+            "at most %d of %d jobs have a sandbox at once, and others wait: a process may open no more files "
+            "here, or this user may have no more processes (raise `ulimit -Hn` and `ulimit -Hu`)",
+            max_sandboxes,
+            jobs,
         )

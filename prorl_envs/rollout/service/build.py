@@ -72,8 +72,8 @@ def build_service(
 
     agent = Agent(renderer, model, clock, settings.reasoning)
     worker = Worker(node, environments, agent, clock, grace_s=settings.grace_s, close_s=settings.close_s)
-    limits = StageLimits.of_settings(settings)
-    scheduler = Scheduler(limits, here=fleet is None or fleet.head_takes_jobs)
+    limits, takes_jobs = StageLimits.of_settings(settings), fleet is None or fleet.head_takes_jobs
+    scheduler = Scheduler(limits, here=takes_jobs, max_sandboxes=node.max_sandboxes)
     engine = Engine(scheduler, fleet or worker, store, clock, feed.recorded)
     if fleet is not None:
         fleet.attach(worker, engine)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import NoRoom, SandboxError
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import (
     DriverDirectory,
@@ -27,7 +27,7 @@ from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.mount_plan import check
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, EnforcedLimits, LimitEnforcer, NodeLimits
 from prorl_envs.sandbox.limits.monitor import memory_of
-from prorl_envs.sandbox.linux.descriptors import allow_many, allow_processes, check_room
+from prorl_envs.sandbox.linux.descriptors import allow_many, allow_processes, check_room, is_shortage
 from prorl_envs.sandbox.template.process import ForkRequest, TemplateProcess, ToolServerProcess
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
@@ -69,13 +69,16 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         """Start a sandbox and return it once its first process runs: see `base.Driver`.
 
         Raises:
-            SandboxError: with the runtime's error message and a remedy as hint.
+            SandboxError: with the runtime's error message and a remedy as hint; `NoRoom` if it may start
+                once another sandbox has closed.
         """
         try:
             try:
                 return await self._start(spec)
             except SandboxError as error:
                 if not await self.relieve(error):
+                    if self._sandboxes and is_shortage(error):
+                        raise NoRoom(error.message, hint=error.hint) from error
                     raise
             return await self._start(spec)
         except OSError as error:
