@@ -137,7 +137,7 @@ class WarmPool:
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
-    async def _open(self, kind: _Kind) -> SandboxSession:
+    async def _open(self, kind: _Kind, *, waits: bool = True) -> SandboxSession:
         self.waiting += 1
         try:
             await self._start_slots.acquire()
@@ -146,7 +146,7 @@ class WarmPool:
         self.starting += 1
         started = time.monotonic()
         try:
-            session = await self._open_once_there_is_room(kind)
+            session = await self._start(kind, waits=waits)
         finally:
             self.starting -= 1
             self._start_slots.release()
@@ -154,12 +154,12 @@ class WarmPool:
             self._stocks[kind].demand.started(time.monotonic() - started)
         return session
 
-    async def _open_once_there_is_room(self, kind: _Kind) -> SandboxSession:
+    async def _start(self, kind: _Kind, *, waits: bool) -> SandboxSession:
         while True:
             try:
                 return await SandboxSession.open(self._driver, kind.spec, python=kind.python)
             except NoRoom as error:
-                if not self._driver.sandboxes:
+                if not waits or not self._driver.sandboxes:
                     raise
                 if not self._warned:
                     logger.warning("sandboxes wait until others close: %s", error)
@@ -207,7 +207,7 @@ class WarmPool:
 
     async def _fill(self, kind: _Kind) -> bool:
         try:
-            session = await self._open(kind)
+            session = await self._open(kind, waits=False)
         except RolloutFailure as error:
             # No caller waits here; a later request that fails raises its own error.
             logger.warning("a sandbox for the warm pool could not be started: %s", error)
