@@ -121,3 +121,9 @@ _add(
 _add("HOLD-011", "Page tables count as memory.", "page tables")
 _add("HOLD-012", "Buffers of sockets count as memory.", "buffers of sockets")
 _add("HOLD-013", "The kernel's memory for mappings counts.", "mappings")
+_add(
+    "HOLD-014",
+    "A sandbox that takes most of the pipes of full size that its user may have is killed.",
+    "pipes",
+    "more than its share",
+)

@@ -18,6 +18,9 @@ from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES
 UNLIMITED = 1 << 62
 #: A sandbox's share is the size divided by this.
 _SHARE_DIVISOR = 8
+#: Pages that the kernel counts for a pipe. Above the user's limit, new pipes have two, so that programs of
+#: other sandboxes which wait for a child before they read its output would hang.
+_PAGES_OF_PIPE = 16
 #: The divisor for descriptors in flight, whose size is the sender's soft limit. Programs soon receive them.
 _IN_FLIGHT_DIVISOR = 4
 #: Counters that may be full, by the error number of a failed system call, the likeliest first. An epoll in
@@ -78,6 +81,10 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
     found["locks"] = Counter(
         name="file locks", source="of the kernel", size=UNLIMITED, share=MOST_LOCKS, machine=True
     )
+    if pages := _setting(proc / "sys/fs/pipe-user-pages-soft"):
+        # No total: with many sandboxes, honest programs exceed it, and small pipes rarely harm.
+        share = max(1, pages // _PAGES_OF_PIPE * 3 // 4)
+        found["pipes"] = Counter(name="pipes", source="fs.pipe-user-pages-soft", size=UNLIMITED, share=share)
     files = _setting(proc / "sys/fs/file-max") or UNLIMITED
     found["descriptors"] = Counter(
         name="open files",
