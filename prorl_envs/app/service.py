@@ -1,22 +1,17 @@
 """Composition of a rollout service: its node, environments, model servers and further nodes."""
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from prorl_envs.app.compose import Model, node, request_defaults, servers_of
 from prorl_envs.catalog import Catalog
-from prorl_envs.config import ServiceSettings, Settings
+from prorl_envs.config import Settings
 from prorl_envs.env.node import Node
 from prorl_envs.model.routing.health import watching
 from prorl_envs.model.routing.pool import ModelPool
-from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.build import build_service
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqlStore
-from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
-
-logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -35,7 +30,6 @@ async def rollout_service(
         InputError: an environment is wrong, or its server does not start.
     """
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
-    _warn_of_capacity(settings.service)
     async with AsyncExitStack() as stack:
         if opened is None:
             opened = await stack.enter_async_context(node(settings))
@@ -52,20 +46,4 @@ async def rollout_service(
             fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
         yield build_service(
             opened, offered, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
-        )
-
-
-def _warn_of_capacity(settings: ServiceSettings) -> None:
-    """Warn if this machine's limits allow fewer sandboxes than the settings: then jobs wait.
-
-    Raises:
-        UnsupportedMachine: a limit is too low for a single sandbox.
-    """
-    jobs, max_sandboxes = StageLimits.of_settings(settings).max_jobs_with_sandbox, sandboxes_allowed()
-    if jobs > max_sandboxes:
-        logger.warning(
-            "at most %d of %d jobs have a sandbox at once, and others wait: a process may open no more files "
-            "here, or this user may have no more processes (raise `ulimit -Hn` and `ulimit -Hu`)",
-            max_sandboxes,
-            jobs,
         )

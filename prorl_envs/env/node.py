@@ -156,7 +156,7 @@ class Node:
 
     @property
     def max_sandboxes(self) -> int:
-        """Maximum number of sandboxes that the machine's limits of files and processes allow."""
+        """Maximum number of sandboxes that this process's limits allow."""
         return sandboxes_allowed()
 
     @property

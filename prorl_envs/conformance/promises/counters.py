@@ -123,7 +123,7 @@ _add("HOLD-012", "Buffers of sockets count as memory.", "buffers of sockets")
 _add("HOLD-013", "The kernel's memory for mappings counts.", "mappings")
 _add(
     "HOLD-014",
-    "A sandbox that takes most of the pipes of full size that its user may have is killed.",
+    "A sandbox that takes most of the user's pipes of full size is killed.",
     "pipes",
-    "more than its share",
+    *_TOO_MANY,
 )

@@ -1,5 +1,6 @@
 """Composition of the rollout service: create its parts, in order of their dependencies, and connect them."""
 
+import logging
 from collections.abc import Mapping
 
 from prorl_envs.clock import Clock, SystemClock
@@ -34,6 +35,8 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.service.state import StateGuard
 from prorl_envs.rollout.service.status import StatusReader
 from prorl_envs.rollout.store.sqlite import MemoryStore, SqlStore
+
+log = logging.getLogger(__name__)
 
 #: Number of running jobs that the dashboard shows.
 SHOWN_JOBS = 50
@@ -74,6 +77,8 @@ def build_service(
     worker = Worker(node, environments, agent, clock, grace_s=settings.grace_s, close_s=settings.close_s)
     limits, takes_jobs = StageLimits.of_settings(settings), fleet is None or fleet.head_takes_jobs
     scheduler = Scheduler(limits, here=takes_jobs, max_sandboxes=node.max_sandboxes)
+    if takes_jobs and limits.max_jobs_with_sandbox > node.max_sandboxes:
+        log.warning("this process's limits allow %d sandboxes; further jobs wait", node.max_sandboxes)
     engine = Engine(scheduler, fleet or worker, store, clock, feed.recorded)
     if fleet is not None:
         fleet.attach(worker, engine)

@@ -69,8 +69,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         """Start a sandbox and return it once its first process runs: see `base.Driver`.
 
         Raises:
-            SandboxError: with the runtime's error message and a remedy as hint; `NoRoom` if it may start
-                once another sandbox has closed.
+            SandboxError: with the runtime's error message and a remedy as hint; see `NoRoom`.
         """
         try:
             try:

@@ -347,8 +347,9 @@ class BubblewrapSandbox(IsolatedSandbox):
             if process is not None:
                 await process.wait()
         if self._lifetime is not None:
-            # Until no process has the other end: bubblewrap's own process is not held by a descriptor.
-            while (await receive(self._lifetime, 4096))[0]:
+            while (await receive(self._lifetime, 4096))[
+                0
+            ]:  # until no process, bubblewrap too, has the other end
                 pass
             self._lifetime.close()
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.sandbox.limits.held_descriptors import MOST_DESCRIPTORS, MOST_LOCKS, Holdings
-from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES
+from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES, errno_behind
 
 #: A counter of this size or more is unlimited: systemd sets `fs.file-max` to such a value.
 UNLIMITED = 1 << 62
 #: A sandbox's share is the size divided by this.
 _SHARE_DIVISOR = 8
-#: Pages that the kernel counts for a pipe. Above the user's limit, new pipes have two, so that programs of
-#: other sandboxes which wait for a child before they read its output would hang.
+#: Pages of a pipe. Above the user's limit, new ones have two: programs that wait for a child first may hang.
 _PAGES_OF_PIPE = 16
 #: The divisor for descriptors in flight, whose size is the sender's soft limit. Programs soon receive them.
 _IN_FLIGHT_DIVISOR = 4
@@ -130,12 +129,7 @@ def largest_holder[K](
 
 def full_counter_errno(error: BaseException) -> int | None:
     """Return the error number if a full counter may be the cause of `error`; None otherwise."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _COUNTERS_BY_ERRNO:
-            return cause.errno
-        cause = cause.__cause__ or cause.__context__
-    return None
+    return errno_behind(error, _COUNTERS_BY_ERRNO)
 
 
 def _setting(path: Path) -> int | None:

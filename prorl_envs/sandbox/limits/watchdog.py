@@ -210,14 +210,14 @@ class Watchdog:
 
     def _keep_headroom(self, refused: int | None = None) -> MonitoredSandbox | None:
         """Kill the sandbox that `counters.largest_holder` chooses, and return it; None if there is none."""
+        # Those that are closing too: they still hold it, and the caller waits for their close.
         holdings = {watch: watch.holdings for watch in self._watches.values()}
-        while (chosen := largest_holder(holdings, counters(), refused)) is not None:
-            watch, why = chosen
-            if watch.sandbox.alive:  # asked last: it takes a system call
-                self._end(watch, why)
-                return watch.sandbox
-            del holdings[watch]
-        return None
+        chosen = largest_holder(holdings, counters(), refused)
+        if chosen is None:
+            return None
+        watch, why = chosen
+        self._end(watch, why)
+        return watch.sandbox
 
     async def relieve(self, refused: int) -> MonitoredSandbox | None:
         """Make room after the kernel refused the service a resource.

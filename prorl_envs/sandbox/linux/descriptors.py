@@ -14,7 +14,7 @@ import resource
 import select
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from prorl_envs.errors import NoRoom, UnsupportedMachine
 
@@ -87,7 +87,8 @@ def sandboxes_allowed() -> int:
         UnsupportedMachine: a limit is too low for a single sandbox.
     """
     allowed = (min(_hard_limit(), _MAX_DESCRIPTORS) - _HEADROOM - _RESERVE) // _PER_SANDBOX
-    if (processes := _processes_allowed()) is None:
+    _, processes = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.geteuid() == 0 or processes == resource.RLIM_INFINITY:
         return allowed
     return min(allowed, max(1, (processes - _MIN_PROCESSES) // _PROCESSES_PER_SANDBOX))
 
@@ -99,23 +100,15 @@ def allow_processes() -> None:
         UnsupportedMachine: the hard limit is too low for some sandboxes beside the service.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:
-        _processes_allowed()
-        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
-
-
-def _processes_allowed() -> int | None:
-    """Return the hard limit of this user's processes and threads; None if there is none."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.geteuid() == 0 or hard == resource.RLIM_INFINITY:
-        return None
-    if hard < _MIN_PROCESSES:
+    if os.geteuid() == 0 or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < _MIN_PROCESSES:
         raise UnsupportedMachine(
             f"this user may have no more than {hard} processes and threads; the service needs "
             f"{_MIN_PROCESSES}",
             hint="raise the hard limit: `ulimit -Hu`, LimitNPROC= of systemd",
         )
-    return hard
+    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
 def open_files_inside(wanted: int) -> int:
@@ -150,20 +143,23 @@ def check_room() -> None:
     with open("/proc/meminfo", "rb") as file:  # noqa: PTH123 - templates import no pathlib
         available = next(int(line.split()[1]) << 10 for line in file if line.startswith(b"MemAvailable:"))
     if available < _RESERVED_MEMORY:
-        raise NoRoom(
-            f"only {available >> 20} MB of this machine's memory are available",
-            hint="have fewer sandboxes at once (service.run)",
-        )
+        raise NoRoom(f"only {available >> 20} MB of memory are available", hint="lower service.run")
 
 
 def is_shortage(error: BaseException) -> bool:
     """Return whether a start may have failed because processes, descriptors or memory are used up."""
+    said = any(os.strerror(number) in str(error) for number in _SHORTAGES)  # by bubblewrap or Apptainer
+    return said or errno_behind(error, _SHORTAGES) is not None
+
+
+def errno_behind(error: BaseException, numbers: Collection[int]) -> int | None:
+    """Return the first of these error numbers among the causes of `error`; None if there is none."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _SHORTAGES:
-            return True
-        cause = cause.__cause__
-    return any(os.strerror(number) in str(error) for number in _SHORTAGES)  # said by another program
+        if isinstance(cause, OSError) and cause.errno in numbers:
+            return cause.errno
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def receive_descriptors(sock: socket.socket, size: int, count: int) -> tuple[bytes, list[int]]:
