@@ -87,7 +87,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
 
     async def _start(self, spec: SandboxSpec) -> S:
         self._check_open()
-        check_room()
+        check_room(len(self._sandboxes))
         spec = self.limit_enforcer.complete(spec)
         if spec.emulate_root:
             spec = dataclasses.replace(spec, uid=0)

@@ -122,12 +122,14 @@ def open_files_inside(wanted: int) -> int:
     return min(wanted, max(_MIN_DESCRIPTORS, soft - max(_HEADROOM, soft // 4)))
 
 
-def check_room() -> None:
-    """Check that a further sandbox leaves enough descriptors to close the existing ones, and some memory.
+def check_room(sandboxes: int) -> None:
+    """Check that a further sandbox leaves what the open ones still need, in number `sandboxes`.
 
     Raises:
-        NoRoom: nearly all descriptors are open, or nearly all memory is in use.
+        NoRoom: there are as many as are allowed, nearly all descriptors are open, or memory is used up.
     """
+    if sandboxes >= sandboxes_allowed():
+        raise NoRoom(f"this process's limits allow {sandboxes} sandboxes", hint="`ulimit -Hn`, `ulimit -Hu`")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
