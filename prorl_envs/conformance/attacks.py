@@ -202,7 +202,6 @@ def attack(name: str) -> str:
     return f"SHARE = {share}\n{START}{ATTACKS[name]}{END}"
 
 
-#: Pipes of each kind: open, with a name, and in flight.
 _PIPES = """
 held, pipes = 0, []
 while held <= SHARE:

@@ -375,8 +375,7 @@ def _suspicious(watch: SandboxMonitor, disk_use: DiskUse, now: float) -> bool:
 
 
 def _half_way(new: int, limit: int | None, use: int) -> bool:
-    """Return True if a sandbox may have written half of the rest up to its limit: writes during the
-    measurement must not carry it far beyond."""
+    """Return True if writes during a measurement could carry a sandbox far beyond its limit."""
     return limit is not None and new > 0 and new >= (limit - use) / 2
 
 
