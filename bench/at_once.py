@@ -37,9 +37,9 @@ from prorl_envs.testing.tokenizer import builtin_renderer
 _PEER = Path(".build/bench/mini_swe_agent/bin/python")
 
 TABLE = """
-| ten turns of 3 s | at once | turns are longer by | gap, median ms | 99th percentile | all begun after, s | \
-CPU an episode, ms | memory, MB |
-|---|---|---|---|---|---|---|---|"""
+| ten turns, 3 s | at once | turns are longer by | after all have begun | gap, median ms | 99th percentile | \
+all begun after, s | CPU an episode, ms | memory, MB |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 class SlowModel(InstantModel):

@@ -22,6 +22,7 @@ class Measurements:
     Args:
         gaps: seconds between two model calls of an episode.
         model_s: seconds of all model calls.
+        late_gaps, late_model_s: the same, after every episode has started.
         begun_s: seconds until every episode has started its first model call.
         cpu_s: processor time of the process that runs the episodes, without their sandboxes.
         memory: decrease of the machine's available memory until all episodes have started, in bytes.
@@ -29,6 +30,8 @@ class Measurements:
 
     gaps: list[float] = field(default_factory=list)
     model_s: float = 0.0
+    late_gaps: list[float] = field(default_factory=list)
+    late_model_s: float = 0.0
     begun_s: float = 0.0
     cpu_s: float = 0.0
     memory: int = 0
@@ -38,6 +41,7 @@ class Measurements:
         cuts = statistics.quantiles(self.gaps, n=100)
         cells = [
             f"{sum(self.gaps) / self.model_s:.2%}",
+            f"{sum(self.late_gaps) / self.late_model_s:.2%}" if self.late_model_s else "",
             f"{cuts[49] * 1e3:.1f}",
             f"{cuts[98] * 1e3:.1f}",
             f"{self.begun_s:.1f}",
@@ -67,13 +71,17 @@ class SlowCalls:
         """Start the episode's next call. Return its planned end, in seconds of `time.perf_counter`."""
         with self._lock:
             now, duration = time.perf_counter(), self._random.uniform(*CALL_S)
+            measured = self.measured
             if episode in self._ends:
-                self.measured.gaps.append(now - self._ends[episode])
+                measured.gaps.append(now - self._ends[episode])
+                if measured.begun_s:
+                    measured.late_gaps.append(now - self._ends[episode])
+                    measured.late_model_s += duration
             end = self._ends[episode] = now + duration
-            self.measured.model_s += duration
-            if len(self._ends) == self._count and not self.measured.begun_s:
-                self.measured.begun_s = now - self._start
-                self.measured.memory = self._available - Memory.now().available
+            measured.model_s += duration
+            if len(self._ends) == self._count and not measured.begun_s:
+                measured.begun_s = now - self._start
+                measured.memory = self._available - Memory.now().available
             return end
 
     def finish(self) -> Measurements:

@@ -83,7 +83,7 @@ class ServiceSettings(_Section):
         run: maximum active jobs in RUN
         eval: maximum active jobs in EVAL
         max_jobs_with_sandbox: maximum jobs that hold a sandbox, including those that wait between stages;
-            default: the sum of the three
+            default: the sum of the three. Limits of the process can lower it
         attempts: maximum attempts of a job, including the first; a job is tried again if the infrastructure
             fails
         queue: maximum accepted, unfinished jobs; more are refused

@@ -143,6 +143,10 @@ class SandboxError(RolloutFailure):
     retryable = True
 
 
+class NoRoom(SandboxError):
+    """Sandbox that cannot start before another one closes, because a limit of this machine is reached."""
+
+
 class SandboxLimit(SandboxError):
     """Sandbox that was killed because it exceeded one of its limits; a fresh sandbox would exceed it too."""
 

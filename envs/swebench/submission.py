@@ -10,7 +10,7 @@ commit, because git may have converted line ends, encodings or keywords when the
 import posixpath
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import PurePosixPath
@@ -100,6 +100,14 @@ pristine ls-files --others -z | sort -z | comm -z -12 - /tmp/added | pristine up
     && pristine write-tree > /tmp/base || exit 1
 git diff --cached --no-renames --name-only -z "$(cat /tmp/base)" 2>/dev/null
 """
+# Test runners follow links to directories. Two that lead back, or a chain of pairs, have millions of paths:
+# the grader is occupied until its timeout. A single one multiplies paths by 40, the kernel's limit.
+_LINKS = r"""
+find . -name .git -prune -o -type l \( -xtype d -o -lname '/*' \) -printf '%P\0' 2>/dev/null \
+    | sort -z > /tmp/links
+[ "$(tr --delete --complement '\0' < /tmp/links | wc --bytes)" -lt 2 ] \
+    || git diff --cached --no-renames --name-only -z "$(cat /tmp/base)" | sort -z | comm -z -12 - /tmp/links
+"""
 _DROP = 'git reset --quiet "$(cat /tmp/base)" --pathspec-from-file=- --pathspec-file-nul || exit 1\n'
 _DIFF = f"""
 git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv "$(cat /tmp/base)" \
@@ -140,8 +148,9 @@ async def take(task: SwebenchTask, comparer: SandboxSession) -> Submission:
     status, output = await _run(comparer, _LIST)
     if status == _REFUSED:
         return Submission(refusal=output.decode(errors="replace").strip())
-    changed = [name.decode(errors="surrogateescape") for name in output.split(b"\0") if name]
-    dropped = protected(changed, task)
+    changed = _names(output)
+    links = _names((await _run(comparer, _LINKS))[1]) if changed else []
+    dropped = protected(changed, task, links)
     if dropped:  # without a path, git would reset all files
         await _run(comparer, _DROP, stdin="".join(f"{path}\0" for path in dropped))
     status, output = await _run(comparer, _DIFF)
@@ -211,11 +220,15 @@ async def _run(comparer: SandboxSession, script: str, *, stdin: str = "") -> tup
     return done.exit_code, done.output
 
 
+def _names(output: bytes) -> list[str]:
+    return [name.decode(errors="surrogateescape") for name in output.split(b"\0") if name]
+
+
 def _printable(path: str) -> str:
     return path.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
+def protected(changed: Iterable[str], task: SwebenchTask, links: Collection[str] = ()) -> list[str]:
     """Return the paths of `changed` that are excluded from a submission.
 
     The tests' own files are always excluded: the test patch brings them, and may not apply to changed files.
@@ -223,6 +236,7 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
 
     - files that configure the test runner, or that the test command names (`bin/test`);
     - bytecode;
+    - links that are absolute or lead to a directory (`links`), if the tree has two or more;
     - modules that Python would import instead of a test's own file;
     - top-level modules with the name of a module that the test runner or pip imports.
     """
@@ -234,7 +248,7 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
 
     def controls_runner(path: str) -> bool:
         parts = PurePosixPath(path).parts
-        if path in named:
+        if path in named or path in links:
             return True
         if parts[-1] in _RUNNER_FILES or parts[-1].startswith(_RUNNER_NAMES):
             return True

@@ -202,7 +202,21 @@ def attack(name: str) -> str:
     return f"SHARE = {share}\n{START}{ATTACKS[name]}{END}"
 
 
-_SHARES = {"epoll watches": "watches", "descriptors in flight": "in_flight"}
+_PIPES = """
+held, pipes = 0, []
+while held <= SHARE:
+    os.mkfifo(f"pipe{held}")
+    pipes.append(os.open(f"pipe{held}", os.O_RDWR))
+    pipes.extend(os.pipe())
+    sent = os.pipe()
+    pipes.extend(fly(sent[0]))
+    for number in sent:
+        os.close(number)
+    held += 3
+"""
+
+
+_SHARES = {"epoll watches": "watches", "descriptors in flight": "in_flight", "pipes": "pipes"}
 ATTACKS = {
     "epoll watches": _WATCHES,
     "descriptors in flight": _DESCRIPTORS_IN_FLIGHT,
@@ -216,4 +230,5 @@ ATTACKS = {
     "page tables": _PAGE_TABLES,
     "buffers of sockets": _SOCKET_BUFFERS,
     "mappings": _MAPPINGS,
+    "pipes": _PIPES,
 }

@@ -17,6 +17,7 @@ from prorl_envs.images.store import ImageStore
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS
+from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.pool.warm_pool import WarmPool
@@ -152,6 +153,11 @@ class Node:
         if self._dockerfiles is not None:
             return self._dockerfiles(self.driver)
         return DockerfileBuilder(LayerStore(self.cache_dir / "layers"), self.driver)
+
+    @property
+    def max_sandboxes(self) -> int:
+        """Maximum number of sandboxes that this process's limits allow."""
+        return sandboxes_allowed()
 
     @property
     def use(self) -> NodeUse:

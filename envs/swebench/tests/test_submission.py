@@ -249,6 +249,29 @@ async def test_the_attributes_of_a_graded_repository_are_kept(
         assert await grader.tools.read("/testbed/.git/info/attributes") == b"*.txt text\n"
 
 
+@pytest.mark.parametrize(
+    ("target", "is_kept"),
+    [
+        *((".", False), ("..", False), ("../sub", False), ("/testbed", False), ("/testbed/new", False)),
+        *(("known", False), ("file", True), ("nowhere", True)),
+    ],
+)
+async def test_several_links_to_directories_are_excluded_because_runners_follow_them(
+    tmp_path: Path, node: Node, task: SwebenchTask, target: str, is_kept: bool
+) -> None:
+    pristine, tree = tmp_path / "testbed", tmp_path / "submission"
+    (pristine / "sub").mkdir(parents=True)
+    (pristine / "sub/file").write_text("1\n")
+    (pristine / "sub/known").symlink_to("..")
+    root = commit(pristine)
+    shutil.copytree(pristine, tree, symlinks=True)
+    (tree / "sub/new link").symlink_to(target)
+    (tree / "sub/file").write_text("2\n")
+    submission = await submitted(node, task, root, tree)
+    assert submission.dropped == ([] if is_kept else ["sub/new link"])
+    assert paths_of(submission.patch, tmp_path) == {"sub/file", *(["sub/new link"] if is_kept else [])}
+
+
 async def test_an_excluded_file_has_its_pristine_bytes(
     tmp_path: Path, node: Node, task: SwebenchTask
 ) -> None:

@@ -14,7 +14,7 @@ from prorl_envs.app.compose import (
     request_defaults,
 )
 from prorl_envs.app.logs import exporting_traces, set_up_logging
-from prorl_envs.app.service import check_capacity, rollout_service
+from prorl_envs.app.service import rollout_service
 from prorl_envs.app.tuning import settled
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.output.console import err
@@ -38,15 +38,14 @@ async def serve(settings: Settings, connect: Connect) -> None:
             jobs, or None.
 
     Raises:
-        InputError: the address cannot be bound, or needs a token; the store cannot be opened; or
-            `check_capacity` or `connect` failed.
+        InputError: the address cannot be bound, or needs a token; the store cannot be opened; or `connect`
+            failed.
         UnsupportedMachine: no sandbox can start on this machine.
     """
     set_up_logging(settings.log)
     require_token(settings.server)
     Catalog.of(settings)
     request_defaults(settings)
-    check_capacity(settings.service)
     async with AsyncExitStack() as stack:
         bound = stack.enter_context(closing(bind(settings.server.host, settings.server.port)))
         opened = await stack.enter_async_context(node(settings))

@@ -121,3 +121,9 @@ _add(
 _add("HOLD-011", "Page tables count as memory.", "page tables")
 _add("HOLD-012", "Buffers of sockets count as memory.", "buffers of sockets")
 _add("HOLD-013", "The kernel's memory for mappings counts.", "mappings")
+_add(
+    "HOLD-014",
+    "A sandbox that takes most of the user's pipes of full size is killed.",
+    "pipes",
+    *_TOO_MANY,
+)

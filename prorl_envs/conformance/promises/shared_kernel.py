@@ -168,12 +168,14 @@ else:
 )
 promises.probe(
     "KERN-007",
-    "Kernel AIO, fanotify, quotas, secret memory and pages lent to pipes are closed.",
+    "Kernel AIO, fanotify, quotas, secret memory, larger pipes and pages lent to pipes are closed.",
     calls(("io_setup", "fanotify_init", "quotactl", "quotactl_fd", "memfd_secret", "vmsplice"))
     # Without a filter, the kernel creates a group with these arguments; with invalid ones it answers EPERM.
     + """
 if attempt(c.fanotify_init, 0x200, 0)[0] >= 0:
     print("fanotify_init")
+if attempt(c.fcntl, os.pipe()[1], 1031, 1 << 20)[0] >= 0:
+    print("a larger pipe")
 """,
 )
 

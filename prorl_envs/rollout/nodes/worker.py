@@ -110,7 +110,8 @@ class NodeWorker:
         )
         self._called_at = self._clock.monotonic()
         self._watchdog = asyncio.create_task(self._shut_down_when_silent(terms.heartbeat_timeout_s))
-        return NodeInfo(__version__, self._limits, sorted(opened.families), fingerprint(opened.renderer))
+        limits = self._limits.at_most(opened.node.max_sandboxes)
+        return NodeInfo(__version__, limits, sorted(opened.families), fingerprint(opened.renderer))
 
     async def perform(self, order: StageOrder) -> StageOutcome:
         try:

@@ -5,7 +5,7 @@ has its own pools and its own queues for RUN and EVAL. A node is chosen only for
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from prorl_envs.config import ServiceSettings
@@ -50,6 +50,10 @@ class StageLimits:
             max_jobs_with_sandbox=settings.max_jobs_with_sandbox or all_stages,
             attempts=settings.attempts,
         )
+
+    def at_most(self, sandboxes: int) -> Self:
+        """Return these limits with at most `sandboxes` jobs that hold an environment; others wait."""
+        return replace(self, max_jobs_with_sandbox=min(self.max_jobs_with_sandbox, sandboxes))
 
     def of(self, stage: Stage) -> int:
         return {Stage.INIT: self.init, Stage.RUN: self.run, Stage.EVAL: self.eval}[stage]

@@ -124,13 +124,15 @@ class Scheduler:
     Args:
         limits: limits of concurrent work on this machine.
         here: run jobs on this machine too.
+        max_sandboxes: maximum number of jobs that hold an environment here, whatever the limits say.
     """
 
-    def __init__(self, limits: StageLimits, *, here: bool = True) -> None:
+    def __init__(self, limits: StageLimits, *, here: bool = True, max_sandboxes: int = 1 << 62) -> None:
+        self._max_sandboxes = max_sandboxes
         self.attempts = limits.attempts
         self._jobs: dict[str, _Job] = {}
         self._waiting = FairQueue()  # for INIT
-        self._here = NodeRecord(HERE, limits, open=here)
+        self._here = NodeRecord(HERE, limits.at_most(max_sandboxes), open=here)
         self._records = {HERE: self._here}
         self._pause: Pause | None = None
         self._guests_waiting: dict[str, bool] = {}  # by name: True if the guest must run on this machine
@@ -293,7 +295,7 @@ class Scheduler:
     def resize(self, limits: StageLimits) -> list[Decision]:
         """Change the limits of this machine. Work above a new limit still runs to completion."""
         self.attempts = limits.attempts
-        self._here.limits = limits
+        self._here.limits = limits.at_most(self._max_sandboxes)
         return self._fill(self._here)
 
     # Nodes.

@@ -94,8 +94,10 @@ class RolloutService:
 
         agent = Agent(renderer, model, clock, settings.reasoning)
         worker = Worker(node, environments, agent, clock, grace_s=settings.grace_s, close_s=settings.close_s)
-        limits = StageLimits.of_settings(settings)
-        scheduler = Scheduler(limits, here=fleet is None or fleet.head_takes_jobs)
+        limits, takes_jobs = StageLimits.of_settings(settings), fleet is None or fleet.head_takes_jobs
+        scheduler = Scheduler(limits, here=takes_jobs, max_sandboxes=node.max_sandboxes)
+        if takes_jobs and limits.max_jobs_with_sandbox > node.max_sandboxes:
+            log.warning("this process's limits allow %d sandboxes; further jobs wait", node.max_sandboxes)
         self._engine = engine = Engine(scheduler, fleet or worker, store, clock, self.feed.recorded)
         if fleet is not None:
             fleet.attach(worker, engine)

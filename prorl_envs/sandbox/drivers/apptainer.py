@@ -75,14 +75,12 @@ class ApptainerDriver(BubblewrapDriver):
     async def _warm_starter(self) -> None:
         await self._current_run.template.start()
 
-    async def run(
-        self, sandbox_id: str, options: list[str], streams: int, info: int, layers: Sequence[Path]
-    ) -> Process:
+    async def run(self, options: list[str], streams: int, info: int, layers: Sequence[Path]) -> Process:
         """Run bubblewrap inside Apptainer."""
         apptainer = await self._run_showing(layers)
         try:
             process = await apptainer.template.start()
-            return await process.spawn(sandbox_id, self.command(options), [streams, info])
+            return await process.spawn(self.command(options), [streams, info])
         finally:
             await self._leave(apptainer)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import NoRoom, SandboxError
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import (
     DriverDirectory,
@@ -27,7 +27,7 @@ from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.mount_plan import check
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, EnforcedLimits, LimitEnforcer, NodeLimits
 from prorl_envs.sandbox.limits.monitor import memory_of
-from prorl_envs.sandbox.linux.descriptors import allow_many, allow_processes, check_room
+from prorl_envs.sandbox.linux.descriptors import allow_many, allow_processes, check_room, is_shortage
 from prorl_envs.sandbox.template.process import ForkRequest, TemplateProcess, ToolServerProcess
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
@@ -69,13 +69,15 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         """Start a sandbox and return it once its first process runs: see `base.Driver`.
 
         Raises:
-            SandboxError: with the runtime's error message and a remedy as hint.
+            SandboxError: with the runtime's error message and a remedy as hint; see `NoRoom`.
         """
         try:
             try:
                 return await self._start(spec)
             except SandboxError as error:
                 if not await self.relieve(error):
+                    if self._sandboxes and is_shortage(error):
+                        raise NoRoom(error.message, hint=error.hint) from error
                     raise
             return await self._start(spec)
         except OSError as error:
@@ -85,7 +87,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
 
     async def _start(self, spec: SandboxSpec) -> S:
         self._check_open()
-        check_room()
+        check_room(len(self._sandboxes))
         spec = self.limit_enforcer.complete(spec)
         if spec.emulate_root:
             spec = dataclasses.replace(spec, uid=0)
@@ -301,7 +303,7 @@ class NodeSandbox(ABC):
             if self._own_users:
                 fds.append(self._open_namespaces())
                 opened.callback(os.close, fds[1])
-            return await (await self._template()).measure(self.id, fds, size=size, files=files)
+            return await (await self._template()).measure(fds, size=size, files=files)
 
     @property
     def tool_servers(self) -> list[int]:

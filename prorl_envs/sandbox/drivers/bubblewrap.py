@@ -94,13 +94,10 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
     def _template(self, name: str, spec: TemplateSpec) -> Template:
         return Template(name, spec, nice=self.nice, filtered=True)
 
-    async def run(
-        self, sandbox_id: str, options: list[str], streams: int, info: int, layers: Sequence[Path]
-    ) -> Process:
+    async def run(self, options: list[str], streams: int, info: int, layers: Sequence[Path]) -> Process:
         """Run bubblewrap.
 
         Args:
-            sandbox_id: the sandbox to create.
             options: bubblewrap's options without `--info-fd`.
             streams: descriptor for its standard streams.
             info: descriptor for its `--info-fd`.
@@ -110,7 +107,7 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
             SandboxError: bubblewrap cannot be run.
         """
         starter = await self.starter.start()
-        return await starter.spawn(sandbox_id, self.command(options), [streams, info])
+        return await starter.spawn(self.command(options), [streams, info])
 
     def command(self, options: list[str]) -> list[str]:
         """Return the command with which `TemplateProcess.spawn` runs bubblewrap with these options."""
@@ -164,7 +161,6 @@ class BubblewrapSandbox(IsolatedSandbox):
         self._files = files
         self._image = image
         self._lifetime: socket.socket | None = None
-        self._monitor: Process | None = None
         #: Target of `take_layer`, and the error if the move failed.
         self._layer_target: Path | None = None
         self._layer_error: Exception | None = None
@@ -189,7 +185,7 @@ class BubblewrapSandbox(IsolatedSandbox):
             raise SandboxError(f"the sandbox did not start: {error}") from error
         if self._spec.default_route:
             with self._network() as netns:
-                await (await self._template()).route(self.id, netns)
+                await (await self._template()).route(netns)
         await self._start_proxy()
 
     async def _start_first(self) -> None:
@@ -212,12 +208,11 @@ class BubblewrapSandbox(IsolatedSandbox):
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     options = bwrap_arguments(self._inside, self._mounts())
-                    self._monitor = await self._driver.run(
-                        self.id, options, inside.fileno(), info, self._files.layers
-                    )
+                    monitor = await self._driver.run(options, inside.fileno(), info, self._files.layers)
+                    opened.callback(monitor.close)
                     inside.close()
                     # The first process, a child of bubblewrap, inherits the limit.
-                    self.enforced.bound_open_files(self._monitor.pid)
+                    self.enforced.bound_open_files(monitor.pid)
                     await self._await_first(self._lifetime, info)
             except TimeoutError:
                 raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
@@ -266,7 +261,7 @@ class BubblewrapSandbox(IsolatedSandbox):
         if self._spec.network.open:
             return socket.socket()
         with self._network() as netns:
-            return await (await self._template()).open_socket(self.id, netns)
+            return await (await self._template()).open_socket(netns)
 
     @contextlib.contextmanager
     def _network(self) -> Iterator[int]:
@@ -348,11 +343,13 @@ class BubblewrapSandbox(IsolatedSandbox):
             self._first.kill()  # the kernel then kills all others inside; bubblewrap exits by itself
         # Tool servers too: the kernel releases a pid namespace only after parents outside have reaped.
         servers = (server.process for server in self._servers)
-        for process in (*servers, self._first, self._monitor):
+        for process in (*servers, self._first):
             if process is not None:
                 await process.wait()
         if self._lifetime is not None:
-            while (await receive(self._lifetime, 4096))[0]:  # until no process has the other end
+            while (await receive(self._lifetime, 4096))[
+                0
+            ]:  # until no process, bubblewrap too, has the other end
                 pass
             self._lifetime.close()
 

@@ -48,6 +48,7 @@ class Holdings:
         inodes: inodes of the files in `on_disk`.
         sockets: the sockets.
         locks: file locks of the processes.
+        pipes: pipes, with and without a name.
     """
 
     descriptors: int = 0
@@ -60,6 +61,7 @@ class Holdings:
     inodes: set[int] = field(default_factory=set)
     sockets: list[WaitingSocket] = field(default_factory=list)
     locks: int = 0
+    pipes: int = 0
 
 
 def holdings(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] = ()) -> Holdings:
@@ -154,10 +156,13 @@ class _Inspection:
         self.result.descriptors += self.result.in_flight
 
     def _add_file(self, status: os.stat_result, pid: int) -> None:
-        file = (status.st_dev, status.st_ino)
-        if file in self._seen or not stat.S_ISREG(status.st_mode) or status.st_nlink > 0:
+        file, is_pipe = (status.st_dev, status.st_ino), stat.S_ISFIFO(status.st_mode)
+        if file in self._seen or not (is_pipe or (stat.S_ISREG(status.st_mode) and status.st_nlink == 0)):
             return
         self._seen.add(file)
+        if is_pipe:
+            self.result.pipes += 1
+            return
         size = status.st_blocks * 512
         if status.st_dev == _machine.memory:
             self.result.memory[pid] = self.result.memory.get(pid, 0) + size

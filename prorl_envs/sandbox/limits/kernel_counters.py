@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.sandbox.limits.held_descriptors import MOST_DESCRIPTORS, MOST_LOCKS, Holdings
-from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES
+from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES, errno_behind
 
 #: A counter of this size or more is unlimited: systemd sets `fs.file-max` to such a value.
 UNLIMITED = 1 << 62
 #: A sandbox's share is the size divided by this.
 _SHARE_DIVISOR = 8
+#: Pages of a pipe. Above the user's limit, new ones have two: programs that wait for a child first may hang.
+_PAGES_OF_PIPE = 16
 #: The divisor for descriptors in flight, whose size is the sender's soft limit. Programs soon receive them.
 _IN_FLIGHT_DIVISOR = 4
 #: Counters that may be full, by the error number of a failed system call, the likeliest first. An epoll in
@@ -78,6 +80,10 @@ def counters(proc: Path = Path("/proc")) -> dict[str, Counter]:
     found["locks"] = Counter(
         name="file locks", source="of the kernel", size=UNLIMITED, share=MOST_LOCKS, machine=True
     )
+    if pages := _setting(proc / "sys/fs/pipe-user-pages-soft"):
+        # No total: with many sandboxes, honest programs exceed it, and small pipes rarely harm.
+        share = max(1, pages // _PAGES_OF_PIPE * 3 // 4)
+        found["pipes"] = Counter(name="pipes", source="fs.pipe-user-pages-soft", size=UNLIMITED, share=share)
     files = _setting(proc / "sys/fs/file-max") or UNLIMITED
     found["descriptors"] = Counter(
         name="open files",
@@ -123,12 +129,7 @@ def largest_holder[K](
 
 def full_counter_errno(error: BaseException) -> int | None:
     """Return the error number if a full counter may be the cause of `error`; None otherwise."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _COUNTERS_BY_ERRNO:
-            return cause.errno
-        cause = cause.__cause__ or cause.__context__
-    return None
+    return errno_behind(error, _COUNTERS_BY_ERRNO)
 
 
 def _setting(path: Path) -> int | None:

@@ -210,7 +210,8 @@ class Watchdog:
 
     def _keep_headroom(self, refused: int | None = None) -> MonitoredSandbox | None:
         """Kill the sandbox that `counters.largest_holder` chooses, and return it; None if there is none."""
-        holdings = {watch: watch.holdings for watch in self._watches.values() if watch.sandbox.alive}
+        # Those that are closing too: they still hold it, and the caller waits for their close.
+        holdings = {watch: watch.holdings for watch in self._watches.values()}
         chosen = largest_holder(holdings, counters(), refused)
         if chosen is None:
             return None
@@ -324,7 +325,7 @@ def _all_holdings(watches: Iterable[SandboxMonitor]) -> list[Holdings]:
 
 def _may_be_due(watch: SandboxMonitor, now: float) -> bool:
     """Return True if a check is due, or may be due depending on the machine's use."""
-    return watch.is_checked and (watch.due <= now or watch.wake is not None)
+    return (watch.due <= now or watch.wake is not None) and watch.is_checked
 
 
 def is_due(watch: SandboxMonitor, node: usage.MachineUse, now: float) -> bool:
@@ -361,18 +362,21 @@ def _round_down(due: float, now: float) -> float:
 
 def _suspicious(watch: SandboxMonitor, disk_use: DiskUse, now: float) -> bool:
     """Return True if a sandbox can have reached a disk limit since its files were last measured."""
-    if not watch.has_disk_limit or not watch.sandbox.alive:
+    if not watch.has_disk_limit:
         return False
-    limits = watch.limits
-    pairs = (
-        (disk_use.size - watch.disk_use.size, limits.disk_bytes, watch.tree_use.size),
-        (disk_use.files - watch.disk_use.files, limits.disk_files, watch.tree_use.files),
+    limits, before, use = watch.limits, watch.disk_use, watch.tree_use
+    near = _half_way(disk_use.size - before.size, limits.disk_bytes, use.size) or _half_way(
+        disk_use.files - before.files, limits.disk_files, use.files
     )
-    # Measure from half-way on: writes during the measurement must not carry it far beyond the limit.
-    near = any(new > 0 and limit is not None and new >= (limit - use) / 2 for new, limit, use in pairs)
     was_active = not watch.is_checked or watch.activity != watch.measured_activity
     pause_s = max(REMEASURE_S, REMEASURE_FACTOR * watch.measuring_s)
-    return near or _unlinked_files_exceed_limit(watch) or (was_active and now >= watch.measured + pause_s)
+    due = near or _unlinked_files_exceed_limit(watch) or (was_active and now >= watch.measured + pause_s)
+    return due and watch.sandbox.alive  # asked last: it takes a system call
+
+
+def _half_way(new: int, limit: int | None, use: int) -> bool:
+    """Return True if writes during a measurement could carry a sandbox far beyond its limit."""
+    return limit is not None and new > 0 and new >= (limit - use) / 2
 
 
 def _unlinked_files_exceed_limit(watch: SandboxMonitor) -> bool:

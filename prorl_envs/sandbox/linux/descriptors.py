@@ -1,5 +1,5 @@
-"""This process's limits of open files and processes; descriptors received over Unix sockets, or closed in
-forks.
+"""Limits of open files, processes and memory that this process has; descriptors received over Unix sockets,
+or closed in forks.
 
 The kernel counts the descriptors in flight (sent over Unix sockets and not yet received) per host user, and
 refuses to send if they are more than the sender's own soft limit of open files: see `too_many_unix_fds` in
@@ -8,21 +8,26 @@ net/core/scm.c. So this process and its templates keep a higher limit than progr
 
 import array
 import contextlib
+import errno
 import os
 import resource
 import select
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from prorl_envs.errors import SandboxError, UnsupportedMachine
+from prorl_envs.errors import NoRoom, UnsupportedMachine
 
 _SIZE = array.array("i").itemsize
 #: Maximum of open descriptors of this process, if the machine allows it. Twice the default limit of programs
 #: in sandboxes; not more, because some programs iterate over all possible numbers.
 _MAX_DESCRIPTORS = 131_072
-#: Descriptors of one sandbox with a shell and a Python session (measured: 10; 7 without Python).
-_PER_SANDBOX = 11
+#: Descriptors of one sandbox with a shell and a Python session (measured: 6; 4 without Python).
+_PER_SANDBOX = 6
+#: Processes of one sandbox: bubblewrap, the first one, the tool server and the shell, and four for commands.
+_PROCESSES_PER_SANDBOX = 8
+#: Bytes of memory that must be available for a further sandbox.
+_RESERVED_MEMORY = 256 << 20
 #: Minimum that the tools need.
 _MIN_DESCRIPTORS = 1024
 #: Least difference between this process's own limit and that of programs in sandboxes: one message can exceed
@@ -32,6 +37,8 @@ _HEADROOM = 512
 _MIN_PROCESSES = 400
 #: Soft limit of programs in sandboxes, which they may raise to the hard one.
 SOFT_OPEN_FILES = 4096
+#: Errors of system calls if a limit of the machine is reached, perhaps by other sandboxes.
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: Reserved for closing sandboxes: without a free descriptor, not even a directory can be removed.
 _RESERVE = 128
 #: Files that libraries of this process keep open: descriptor, path, device and inode.
@@ -74,12 +81,16 @@ def _hard_limit() -> int:
 
 
 def sandboxes_allowed() -> int:
-    """Return how many sandboxes with a Python session this process's hard limit of descriptors allows.
+    """Return how many sandboxes this process's hard limits of descriptors and processes allow.
 
     Raises:
-        UnsupportedMachine: the limit is too low for a single sandbox.
+        UnsupportedMachine: a limit is too low for a single sandbox.
     """
-    return (min(_hard_limit(), _MAX_DESCRIPTORS) - _HEADROOM - _RESERVE) // _PER_SANDBOX
+    allowed = (min(_hard_limit(), _MAX_DESCRIPTORS) - _HEADROOM - _RESERVE) // _PER_SANDBOX
+    _, processes = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.geteuid() == 0 or processes == resource.RLIM_INFINITY:
+        return allowed
+    return min(allowed, max(1, (processes - _MIN_PROCESSES) // _PROCESSES_PER_SANDBOX))
 
 
 def allow_processes() -> None:
@@ -111,12 +122,14 @@ def open_files_inside(wanted: int) -> int:
     return min(wanted, max(_MIN_DESCRIPTORS, soft - max(_HEADROOM, soft // 4)))
 
 
-def check_room() -> None:
-    """Check that a further sandbox leaves enough descriptors to close the existing ones.
+def check_room(sandboxes: int) -> None:
+    """Check that a further sandbox leaves what the open ones still need, in number `sandboxes`.
 
     Raises:
-        SandboxError: nearly all descriptors are open.
+        NoRoom: there are as many as are allowed, nearly all descriptors are open, or memory is used up.
     """
+    if sandboxes >= sandboxes_allowed():
+        raise NoRoom(f"this process's limits allow {sandboxes} sandboxes", hint="`ulimit -Hn`, `ulimit -Hu`")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -125,10 +138,30 @@ def check_room() -> None:
     else:
         os.close(lowest)
     if limit != resource.RLIM_INFINITY and lowest > limit - _RESERVE:
-        raise SandboxError(
+        raise NoRoom(
             f"this process has nearly all of its {limit} descriptors open",
             hint="raise the hard limit (`ulimit -Hn`), or have fewer sandboxes at once (service.run)",
         )
+    with open("/proc/meminfo", "rb") as file:  # noqa: PTH123 - templates import no pathlib
+        available = next(int(line.split()[1]) << 10 for line in file if line.startswith(b"MemAvailable:"))
+    if available < _RESERVED_MEMORY:
+        raise NoRoom(f"only {available >> 20} MB of memory are available", hint="lower service.run")
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether a start may have failed because processes, descriptors or memory are used up."""
+    said = any(os.strerror(number) in str(error) for number in _SHORTAGES)  # by bubblewrap or Apptainer
+    return said or errno_behind(error, _SHORTAGES) is not None
+
+
+def errno_behind(error: BaseException, numbers: Collection[int]) -> int | None:
+    """Return the first of these error numbers among the causes of `error`; None if there is none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in numbers:
+            return cause.errno
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def receive_descriptors(sock: socket.socket, size: int, count: int) -> tuple[bytes, list[int]]:

@@ -19,6 +19,7 @@ _CLONE_NEWUSER = 0x10000000
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _F_SETLEASE, _F_NOTIFY, _F_SETDELEG = 1024, 1026, 1040
 _F_OFD_LOCKS = (36, 37, 38)
+_F_SETPIPE_SZ = 1031
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,10 @@ BY_ARGUMENT: dict[str, tuple[Rule, ...]] = {
     "socketpair": _SOCKET_RULES,
     # A lease on a file of a read-only mount makes the host's own open() of it wait for 45 seconds. EINVAL is
     # the kernel's answer for files without leases. Locks of open files, which few programs use, belong to no
-    # process, so that nothing shows how many a sandbox has.
+    # process, so that nothing shows how many a sandbox has. A larger pipe takes the share of up to 16 others,
+    # since the kernel counts pages per user, and nothing shows its size. EPERM is the answer above the limit.
     "fcntl": (
+        Rule(argument=1, code=errno.EPERM, values=(_F_SETPIPE_SZ,)),
         Rule(argument=1, code=errno.EINVAL, values=(_F_SETLEASE, _F_NOTIFY, _F_SETDELEG, *_F_OFD_LOCKS)),
     ),
 }

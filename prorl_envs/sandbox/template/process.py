@@ -97,32 +97,15 @@ class Inside:
 
 
 class ToolServerProcess:
-    """Forked process, watched until it has exited. Logs its traceback if it fails."""
+    """Process that a template has forked or spawned."""
 
-    def __init__(self, sandbox_id: str, pid: int, pidfd: int, status: socket.socket) -> None:
-        self._sandbox_id = sandbox_id
-        self._status = status
+    def __init__(self, pid: int, pidfd: int) -> None:
         self.answer: dict[str, Any] = {}
         #: Descriptor sent by the process; the caller that takes it owns it.
         self.passed: int | None = None
         #: Its pid as the template sees it; the host may see another.
         self.inner_pid = pid
         self.process = Process(pid_of(pidfd), pidfd)
-
-    def watch(self) -> None:
-        """Log its failure from now on. Until then, `_await_child` reads its status socket."""
-        self.process.on_exit(self._ended)
-
-    def close(self) -> None:
-        """Close the pidfd and the status socket. Idempotent."""
-        self.process.close()
-        self._status.close()
-
-    def _ended(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            if report := self._status.recv(2 * REPORT_LIMIT):
-                _log_failure(self._sandbox_id, json.loads(report))
-        self.close()
 
 
 class TemplateProcess:
@@ -144,21 +127,21 @@ class TemplateProcess:
         self._control.setblocking(False)
         not_in_forks(self._control)
         self._sending = asyncio.Lock()
-        with inside:
+        # A socket, because a program could open a pipe again through /proc.
+        self._stderr, errors = socket.socketpair()
+        self._stderr.setblocking(False)
+        with inside, errors:
             self._child = subprocess.Popen(
                 [*(wrapper.command if wrapper else ()), *((wrapper and wrapper.python) or _own_python())],
                 stdin=inside.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=errors.fileno(),
                 env=wrapper.env if wrapper else environment(),
                 cwd="/",
                 # Ctrl-C in the terminal must reach only the service, which then stops its templates in order.
                 start_new_session=True,
             )
         self._process = Process.open(self._child.pid)
-        assert self._child.stderr is not None
-        self._stderr = self._child.stderr
-        os.set_blocking(self._stderr.fileno(), False)
         asyncio.get_running_loop().add_reader(self._stderr, self._log_stderr)
 
     @property
@@ -219,21 +202,22 @@ class TemplateProcess:
         """
         with contextlib.ExitStack() as undo:
             ours, theirs = _pair(socket.SOCK_STREAM, undo)
-            server = await self._child_for(sandbox_id, asdict(request), [pidfd, theirs.fileno()])
+            message = {"sandbox": sandbox_id, **asdict(request)}
+            server = await self._child_for(message, [pidfd, theirs.fileno()])
             theirs.close()
             undo.pop_all()
             return server, ours
 
-    async def route(self, sandbox_id: str, netns: int) -> None:
+    async def route(self, netns: int) -> None:
         """Add a default route to the network namespace `netns` (a descriptor): see `route.py`.
 
         Raises:
             SandboxError: the kernel refused.
         """
-        server = await self._child_for(sandbox_id, {"route": True}, [netns])
+        server = await self._child_for({"route": True}, [netns])
         await server.process.wait()
 
-    async def open_socket(self, sandbox_id: str, netns: int) -> socket.socket:
+    async def open_socket(self, netns: int) -> socket.socket:
         """Return a new IPv4 stream socket of the network namespace `netns` (a descriptor).
 
         The caller owns the socket, which belongs to that namespace.
@@ -241,7 +225,7 @@ class TemplateProcess:
         Raises:
             SandboxError: the kernel refused.
         """
-        server = await self._child_for(sandbox_id, {"socket": True}, [netns])
+        server = await self._child_for({"socket": True}, [netns])
         assert server.passed is not None
         inside = socket.socket(fileno=server.passed)
         try:
@@ -251,7 +235,7 @@ class TemplateProcess:
             raise
         return inside
 
-    async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
+    async def spawn(self, command: list[str], fds: list[int]) -> Process:
         """Start a program as a child of the template. The program survives the template's exit.
 
         Args:
@@ -261,9 +245,9 @@ class TemplateProcess:
         Raises:
             SandboxError: the process could not be created.
         """
-        return (await self._child_for(sandbox_id, {"command": command}, fds)).process
+        return (await self._child_for({"command": command}, fds)).process
 
-    async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
+    async def measure(self, fds: list[int], *, size: int, files: int) -> DiskUse:
         """Measure a directory tree in a separate process: see `disk_usage.measure`.
 
         Args:
@@ -272,7 +256,7 @@ class TemplateProcess:
         Raises:
             SandboxError: the sandbox has stopped, or the measurement took too long.
         """
-        server = await self._child_for(sandbox_id, {"measure": {"size": size, "files": files}}, fds)
+        server = await self._child_for({"measure": {"size": size, "files": files}}, fds)
         await server.process.wait()
         return DiskUse(*(server.answer[name] for name in ("size", "files", "too_deep")))
 
@@ -304,15 +288,15 @@ class TemplateProcess:
                 # Not reaped yet, so the group is still this process's.
                 os.killpg(self._child.pid, signal.SIGKILL)
 
-    async def _child_for(self, sandbox_id: str, message: dict[str, Any], fds: list[int]) -> ToolServerProcess:
+    async def _child_for(self, message: dict[str, Any], fds: list[int]) -> ToolServerProcess:
         """Request a child that gets `fds`, and wait until it is ready."""
-        with contextlib.ExitStack() as undo:
-            status, theirs = _pair(socket.SOCK_SEQPACKET, undo)
+        with contextlib.ExitStack() as sockets, contextlib.ExitStack() as undo:
+            status, theirs = _pair(socket.SOCK_SEQPACKET, sockets)
             try:
                 async with asyncio.timeout(FORK_TIMEOUT_S):
                     await self._send(message, [*fds, theirs.fileno()])
                     theirs.close()
-                    server = await _await_child(sandbox_id, status, undo)
+                    server = await _await_child(status, undo)
             except TimeoutError:
                 raise SandboxError(f"no process in the sandbox within {FORK_TIMEOUT_S} s") from None
             undo.pop_all()
@@ -335,9 +319,11 @@ class TemplateProcess:
 
     def _log_stderr(self) -> None:
         try:
-            text = os.read(self._stderr.fileno(), 4096)
+            text = self._stderr.recv(2 * REPORT_LIMIT)
         except BlockingIOError:
             return
+        except ConnectionResetError:
+            text = b""
         if text and self._wrapper is not None and self.inner_pid is None:
             self._output = (self._output + text.decode(errors="replace"))[-_OUTPUT_LIMIT:]
         elif text:
@@ -346,9 +332,7 @@ class TemplateProcess:
             asyncio.get_running_loop().remove_reader(self._stderr)
 
 
-async def _await_child(
-    sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack
-) -> ToolServerProcess:
+async def _await_child(status: socket.socket, undo: contextlib.ExitStack) -> ToolServerProcess:
     """Wait for the template's message (the child's pid and pidfd) and for the child's (it is ready).
 
     They arrive in either order; for a spawned program, as one message.
@@ -360,8 +344,8 @@ async def _await_child(
         answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
         message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process exited"}
         if "pid" in message:
-            server = ToolServerProcess(sandbox_id, message["pid"], fds[0], status)
-            undo.callback(server.close)
+            server = ToolServerProcess(message["pid"], fds[0])
+            undo.callback(server.process.close)
             undo.callback(server.process.kill)
             if message.get("ready"):
                 joined = message
@@ -370,8 +354,6 @@ async def _await_child(
             if fds:
                 [passed] = fds
                 undo.callback(os.close, passed)
-        elif joined and answer:  # the child failed so early that its report overtook the template's message
-            _log_failure(sandbox_id, message)
         else:
             raise SandboxError(
                 f"a process could not join the sandbox: {message['summary']}",
@@ -379,7 +361,6 @@ async def _await_child(
             ) from _cause(message)
     server.answer = joined
     server.passed = passed
-    server.watch()
     return server
 
 
@@ -387,10 +368,6 @@ def _cause(report: dict[str, Any]) -> OSError | None:
     """Return the system error that a failed fork reports, if any: see `counters.full_counter_errno`."""
     number = report.get("errno")
     return OSError(number, os.strerror(number)) if isinstance(number, int) else None
-
-
-def _log_failure(sandbox_id: str, report: dict[str, Any]) -> None:
-    logger.warning("tool server of sandbox %s failed: %s", sandbox_id, printable(str(report["error"])))
 
 
 def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:

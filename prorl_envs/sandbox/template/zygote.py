@@ -19,7 +19,8 @@ It is single-threaded and never acts on input from a sandbox; only its forks do.
                         and descriptors of itself and of its root directory. Its forks join no
                         namespaces, and ignore their descriptors.
     child -> host       on the status socket: `ready` once it has joined, with the new socket if one was
-                        requested; or the error; and later, if the entry fails, its traceback
+                        requested; or the error. Then the socket closes. If the entry fails later, the child
+                        writes the traceback to the template's standard error.
 """
 
 import contextlib
@@ -83,6 +84,7 @@ def main(control_fd: int) -> None:
         control_fd: the control socket, a copy of descriptor 0.
     """
     control = socket.socket(fileno=control_fd)
+    errors = os.dup(2)
     _replace_with_null(0)
     restore_signals()
     # Adopts a tool server's orphans: an unreaped zombie would keep its pid namespace alive.
@@ -91,7 +93,7 @@ def main(control_fd: int) -> None:
     if not setup:  # end of file: the host has exited
         return
     try:
-        prepared = _prepare(json.loads(setup))
+        prepared = _prepare(json.loads(setup), errors)
     except (ImportError, AttributeError, OSError) as error:
         _send(control, error="".join(traceback.format_exception(error)))
         return
@@ -101,7 +103,7 @@ def main(control_fd: int) -> None:
     gc.freeze()
     socket.send_fds(control, [json.dumps({"ready": True, **prepared.found}).encode()], prepared.descriptors)
     if prepared.inside:
-        _close_all_but([control.fileno()])
+        _close_all_but([control.fileno(), errors])
     _serve(control, prepared)
 
 
@@ -114,6 +116,7 @@ class _Prepared:
         inside: whether it is the first process of a sandbox.
         spares: whether to keep a child forked in advance.
         found, descriptors: data and descriptors to send to the host.
+        errors: copy of standard error, for forks: their own is /dev/null.
     """
 
     entries: dict[str, Entry]
@@ -121,9 +124,10 @@ class _Prepared:
     spares: bool
     found: dict[str, object]
     descriptors: list[int]
+    errors: int
 
 
-def _prepare(setup: dict[str, Any]) -> _Prepared:
+def _prepare(setup: dict[str, Any], errors: int) -> _Prepared:
     own_program()
     capabilities()
     for name in setup["preload"]:
@@ -145,7 +149,7 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
     if setup["filtered"]:  # once here: the kernel compiles the filter for each process that installs it
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         install_filter()
-    return _Prepared(entries, inside is not None, setup["spares"], found, descriptors)
+    return _Prepared(entries, inside is not None, setup["spares"], found, descriptors, errors)
 
 
 def _load(name: str) -> Entry:
@@ -326,7 +330,7 @@ def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int])
 
 def _run_spare(control: int, child_end: int, prepared: _Prepared, parent: int) -> NoReturn:
     try:
-        _close_all_but([control, child_end])
+        _close_all_but([control, child_end, prepared.errors])
         _reset_signals()
         lead_session()  # can take milliseconds on a busy machine
         die_with_parent(parent)
@@ -364,7 +368,7 @@ def _run_child(
         if spare:  # `_run_spare` has done the other steps
             _send_pid(status, os.getpid())
         else:
-            _close_all_but([*fds, *(() if init_socket is None else (init_socket.fileno(),))])
+            _close_all_but([*fds, prepared.errors, *(() if init_socket is None else (init_socket.fileno(),))])
             _reset_signals()
         if "route" in request:
             add_default_route(fds[0])
@@ -384,8 +388,11 @@ def _run_child(
     finally:
         try:
             error = sys.exception()
-            if error is not None and status is not None:
+            if error is not None and status is not None and status.fileno() >= 0:
                 _send_error(status, error)
+            elif error is not None and status is not None:
+                text = f"tool server of sandbox {request['sandbox']} failed: {_traceback(error)}"
+                os.write(prepared.errors, text.encode())
         finally:
             os._exit(code)
 
@@ -412,6 +419,7 @@ def _serve_tools(
         # Later imports would load files of the sandbox, and run them outside its pid namespace.
         sys.meta_path.remove(PathFinder)
     _send(status, ready=True)
+    status.close()  # the host keeps no descriptor of it either
     entry(socket.socket(fileno=tool_fd))
 
 
@@ -440,9 +448,14 @@ def _send(sock: socket.socket, **message: object) -> None:
 
 
 def _send_error(report: socket.socket, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))[-REPORT_LIMIT:]
     report.setblocking(False)
     # If the host has exited, or does not read, it detects the exit by itself.
     with contextlib.suppress(OSError):
         number = error.errno if isinstance(error, OSError) else None
-        _send(report, error=text, summary=f"{type(error).__name__}: {error}"[:1000], errno=number)
+        _send(
+            report, error=_traceback(error), summary=f"{type(error).__name__}: {error}"[:1000], errno=number
+        )
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-REPORT_LIMIT:]

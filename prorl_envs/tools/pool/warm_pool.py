@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from prorl_envs.errors import RolloutFailure
+from prorl_envs.errors import NoRoom, RolloutFailure
 from prorl_envs.sandbox.base import Driver, SandboxSpec
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.pool_size import Demand
@@ -26,6 +26,8 @@ KINDS = 256
 _READY_TIMEOUT_S = 30.0
 #: Seconds for a caller's first steps in its sandbox, before the pool starts the next sandbox.
 _PAUSE_S = 0.01
+#: Seconds between two attempts to start a sandbox if a limit of the machine is reached.
+_NO_ROOM_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class _Stock:
 class WarmPool:
     """Warm pool of sandbox sessions; created and closed by one owner, in one event loop.
 
+    If a limit of the machine is reached, starts wait until other sandboxes of the driver have closed.
+
     Args:
         driver: starts the sandboxes; its owner closes it after the pool.
         limit: maximum number of idle sandboxes over all kinds; 0 disables the pool.
@@ -66,7 +70,7 @@ class WarmPool:
         self._woken = asyncio.Event()
         self._settled = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closed = self._warned = False
         #: Number of requests served from the pool.
         self.hits = 0
         #: Number of sandboxes that start now, and number of starts that wait for a slot.
@@ -133,7 +137,7 @@ class WarmPool:
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
 
-    async def _open(self, kind: _Kind) -> SandboxSession:
+    async def _open(self, kind: _Kind, *, waits: bool = True) -> SandboxSession:
         self.waiting += 1
         try:
             await self._start_slots.acquire()
@@ -142,13 +146,25 @@ class WarmPool:
         self.starting += 1
         started = time.monotonic()
         try:
-            session = await SandboxSession.open(self._driver, kind.spec, python=kind.python)
+            session = await self._start(kind, waits=waits)
         finally:
             self.starting -= 1
             self._start_slots.release()
         if kind in self._stocks:
             self._stocks[kind].demand.started(time.monotonic() - started)
         return session
+
+    async def _start(self, kind: _Kind, *, waits: bool) -> SandboxSession:
+        while True:
+            try:
+                return await SandboxSession.open(self._driver, kind.spec, python=kind.python)
+            except NoRoom as error:
+                if not waits or not self._driver.sandboxes:
+                    raise
+                if not self._warned:
+                    logger.warning("sandboxes wait until others close: %s", error)
+                    self._warned = True
+            await asyncio.sleep(_NO_ROOM_S)
 
     async def _keep(self) -> None:
         """Start missing sandboxes and close unneeded ones while the pool is open."""
@@ -191,7 +207,7 @@ class WarmPool:
 
     async def _fill(self, kind: _Kind) -> bool:
         try:
-            session = await self._open(kind)
+            session = await self._open(kind, waits=False)
         except RolloutFailure as error:
             # No caller waits here; a later request that fails raises its own error.
             logger.warning("a sandbox for the warm pool could not be started: %s", error)

@@ -262,6 +262,13 @@ FILTER = (
         "values=(_F_NOTIFY, _F_SETDELEG)",
         ("KERN-004",),
     ),
+    Patch(
+        "rule for larger pipes",
+        _RULES,
+        "values=(_F_SETPIPE_SZ,)",
+        "values=()",
+        ("KERN-007",),
+    ),
     Patch("rule for io_setup", _RULES, '            "io_setup": 206,\n', "", ("KERN-007",)),
     Patch(
         "rule for fanotify_init",
@@ -639,6 +646,13 @@ REST = (
         "_mappings(proc, process) * _MAPPING_BYTES",
         "0",
         ("HOLD-013",),
+    ),
+    Patch(
+        "pipes counted",
+        "sandbox/limits/held_descriptors.py",
+        "            self.result.pipes += 1\n",
+        "            pass\n",
+        ("HOLD-014",),
     ),
     Patch(
         "memory files at any descriptor counted",

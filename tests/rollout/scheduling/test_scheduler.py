@@ -53,6 +53,15 @@ def test_stages_overlap() -> None:
     assert [scheduler.state(job) for job in "abc"] == [JobState.EVAL, JobState.RUN, JobState.INIT]
 
 
+def test_no_limit_exceeds_the_sandboxes_that_the_machine_allows() -> None:
+    scheduler = Scheduler(WIDE, max_sandboxes=2)
+    assert scheduler.max_jobs_with_sandbox == 2
+    scheduler.submit([(str(i), "g") for i in range(5)])
+    assert (scheduler.jobs_with_sandbox, scheduler.waiting[Stage.INIT]) == (2, 3)
+    scheduler.resize(WIDE)
+    assert scheduler.max_jobs_with_sandbox == 2
+
+
 def test_a_slow_eval_holds_no_run_slot() -> None:
     scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=10))
     scheduler.submit([(str(i), "g") for i in range(5)])

@@ -47,6 +47,20 @@ async def test_closing_is_idempotent_and_concurrent(shell_driver: BubblewrapDriv
     assert not sandbox.workspace.exists()
 
 
+async def test_a_sandbox_with_a_tool_server_takes_four_descriptors(shell_driver: BubblewrapDriver) -> None:
+    async def descriptors_with(count: int) -> int:
+        sandboxes = [await shell_driver.start(SandboxSpec()) for _ in range(count)]
+        socks = [await sandbox.spawn(RUN_SCRIPTS) for sandbox in sandboxes]
+        found = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        for sock, sandbox in zip(socks, sandboxes, strict=True):
+            sock.close()
+            await sandbox.close()
+        return found
+
+    first = await descriptors_with(1)
+    assert await descriptors_with(3) == first + 2 * 4
+
+
 async def test_closing_continues_when_the_caller_is_cancelled(shell_driver: BubblewrapDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     closing = asyncio.create_task(sandbox.close())
@@ -191,6 +205,7 @@ async def test_a_failing_entry_closes_the_socket_and_is_logged(
     with caplog.at_level(logging.WARNING), await sandbox.spawn(FAIL) as sock:
         assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
         await sandbox.close()
+    assert f"tool server of sandbox {sandbox.id} failed: Traceback" in caplog.text
     assert "RuntimeError: the tool server has a fault" in caplog.text
 
 

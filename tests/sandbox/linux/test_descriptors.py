@@ -62,7 +62,7 @@ def test_the_usual_soft_limit_is_raised(run_dir: Path) -> None:
 
 
 def test_the_last_descriptors_are_reserved_for_the_shutdown(run_dir: Path) -> None:
-    text = output_of(run_dir, 1536, 1536, taken=1302)
+    text = output_of(run_dir, 1536, 1536, taken=1345)
     assert "nearly all of its 1536 descriptors open" in text and "raise the hard limit" in text
     live = int(text.splitlines()[-1].removesuffix(" live"))
     assert 0 < live < 20
@@ -104,11 +104,25 @@ def test_too_few_processes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch,
     assert "ulimit -Hu" in caught.value.hint
 
 
-@pytest.mark.parametrize(("hard", "allowed"), [(64, None), (1535, None), (1536, 81), (20_000, 1760)])
+@pytest.mark.parametrize(
+    ("uid", "processes", "allowed"), [(0, 400, 3226), (1000, 400, 1), (1000, 4096, 462), (1000, -1, 3226)]
+)
+def test_a_limit_of_processes_bounds_the_sandboxes_of_an_ordinary_user(
+    monkeypatch: pytest.MonkeyPatch, uid: int, processes: int, allowed: int
+) -> None:
+    limits = {resource.RLIMIT_NPROC: (processes, processes), resource.RLIMIT_NOFILE: (20_000, 20_000)}
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    monkeypatch.setattr("resource.getrlimit", limits.__getitem__)
+    assert sandboxes_allowed() == allowed
+
+
+@pytest.mark.parametrize(("hard", "allowed"), [(64, None), (1535, None), (1536, 149), (20_000, 3226)])
 def test_a_limit_of_files_too_low_for_one_sandbox_is_no_number_of_sandboxes(
     monkeypatch: pytest.MonkeyPatch, hard: int, allowed: int | None
 ) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (hard, hard))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    limits = {resource.RLIMIT_NPROC: unlimited, resource.RLIMIT_NOFILE: (hard, hard)}
+    monkeypatch.setattr("resource.getrlimit", limits.__getitem__)
     if allowed is None:
         with pytest.raises(UnsupportedMachine, match=f"no more than {hard} files"):
             sandboxes_allowed()

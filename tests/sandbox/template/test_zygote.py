@@ -19,7 +19,7 @@ if os.geteuid() == 0:
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-zygote._serve(socket.socket(fileno=0), zygote._Prepared({}, False, True, {}, []))
+zygote._serve(socket.socket(fileno=0), zygote._Prepared({}, False, True, {}, [], 2))
 """
 
 

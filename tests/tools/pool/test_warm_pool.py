@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import NoRoom, SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client.connection import ENTRY
@@ -30,6 +30,7 @@ class CountingDriver:
         self.started: list[Sandbox] = []
         self.at_once = self.most_at_once = 0
         self.failing = False
+        self.room = 1 << 30
         self.changed = asyncio.Event()
 
     @property
@@ -42,6 +43,8 @@ class CountingDriver:
         try:
             if self.failing:
                 raise SandboxError("no more sandboxes today")
+            if len(self.sandboxes) >= self.room:
+                raise NoRoom("no more processes")
             self.started.append(await self._driver.start(spec))
         finally:
             self.at_once -= 1
@@ -104,6 +107,33 @@ async def test_each_sandbox_is_handed_out_once(pool: WarmPool) -> None:
     for number, place in enumerate(places):
         assert await place.tools.read("/workspace/own") == str(number).encode()
         await place.aclose()
+
+
+async def test_a_start_waits_for_the_close_of_another_sandbox_if_the_machine_has_no_room(
+    pool: WarmPool, driver: CountingDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.room = len(driver.sandboxes) + 2
+    first, second = [await pool.take(PLAIN) for _ in range(2)]
+    waiting = [asyncio.create_task(pool.take(PLAIN)) for _ in range(2)]
+    driver.changed.clear()
+    await driver.changed.wait()
+    assert (pool.starting, [task.done() for task in waiting]) == (2, [False, False])
+    for session in (first, second):
+        await session.aclose()
+    for session in await asyncio.gather(*waiting):
+        assert (await session.tools.bash("echo on", timeout_s=20)).text == "on\n"
+        await session.aclose()
+    assert [record.message for record in caplog.records if "wait until others close" in record.message] == [
+        "sandboxes wait until others close: no more processes"
+    ]
+
+
+async def test_without_other_sandboxes_no_room_is_an_error(pool: WarmPool, driver: CountingDriver) -> None:
+    if driver.sandboxes:
+        pytest.skip("the shared driver has sandboxes")
+    driver.room = 0
+    with pytest.raises(NoRoom):
+        await pool.take(PLAIN)
 
 
 async def test_another_kind_is_not_handed_out(pool: WarmPool) -> None:

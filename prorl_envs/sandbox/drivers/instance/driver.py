@@ -246,7 +246,7 @@ class InstanceSandbox(IsolatedSandbox):
             raise self.end_error()
         if self._spec.network.open:
             return socket.socket()
-        return await self._process.open_socket(self.id, self._root_fd)
+        return await self._process.open_socket(self._root_fd)
 
     def _imports(self, with_python: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the first process's entries, and the modules that it imports in advance."""
