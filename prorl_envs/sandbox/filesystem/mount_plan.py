@@ -250,7 +250,9 @@ def mount_options(
 
 def has_own_names(spec: SandboxSpec) -> bool:
     """Return True if the sandbox needs `hosts` and `hostname` files other than those of the shared /etc."""
-    return spec.emulate_root or (spec.image is None and (spec.hostname != DEFAULT_HOSTNAME or bool(spec.hosts)))
+    return spec.emulate_root or (
+        spec.image is None and (spec.hostname != DEFAULT_HOSTNAME or bool(spec.hosts))
+    )
 
 
 def _host_system(spec: SandboxSpec, files: SandboxFiles) -> Iterator[str]:

@@ -74,7 +74,7 @@ def connect(first: socket.socket, second: socket.socket, addresses: tuple[str, s
         raise SandboxError("this machine cannot connect sandboxes", hint=hint) from error
     finally:
         os.close(netns)
-    for netlink, own, peer in ((first, *addresses), (second, *reversed(addresses))):
+    for netlink, (own, peer) in ((first, addresses), (second, addresses[::-1])):
         add_address(netlink, own, peer=peer, index=index)
         _request(netlink, _RTM_NEWLINK, _NLM_F_REQUEST | _NLM_F_ACK, _interface(index, _IFF_UP))
 

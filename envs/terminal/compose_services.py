@@ -1,0 +1,266 @@
+"""Services of a Compose file beside the agent's own.
+
+Reference: https://docs.docker.com/reference/compose-file/services/
+"""
+
+import posixpath
+import re
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, get_args
+
+from prorl_envs.envs.terminal.compose import (
+    BUILT_IMAGE,
+    FOLDER,
+    NAME,
+    MachineReader,
+    Setting,
+    is_list_of_texts,
+    is_unset,
+)
+from prorl_envs.envs.terminal.files import ComposeLoader, Files, mapping_of, paths_below
+from prorl_envs.envs.terminal.task import Condition, Machine, Service
+from prorl_envs.errors import InputError
+
+#: Fields of a machine that say how its image is built.
+_BUILD = ("folder", "image", "dockerfile", "build_args", "build_target", "build_s")
+#: Fields of a service that are not those of its machine.
+_OWN = ("entrypoint", "command", "healthcheck", "depends_on", "restarts", "always", "files")
+_CONDITIONS = get_args(Condition.__value__)
+_STARTED: Condition = "service_started"
+_DURATIONS = ("interval", "timeout", "start_period", "start_interval")
+_DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?(?:us|ms|s|m|h))+|0")
+_PART = re.compile(r"([0-9.]+)(us|ms|s|m|h)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_RESTART = re.compile(r"no|always|unless-stopped|on-failure(?::([0-9]{1,6}))?")
+#: Restrictions, which programs that respect them cannot observe; and users: all programs run as root.
+_RESTRICTIONS = ("cap_drop", "pids_limit", "read_only", "ulimits", "user")
+#: Maximum services of a task.
+_SERVICES_LIMIT = 32
+
+
+def with_compose(
+    machine: Machine,
+    files: Files,
+    path: str,
+    own: Callable[[Mapping[str, Any]], str],
+    variables: Mapping[str, str],
+    *,
+    always_built: bool,
+) -> Machine:
+    """Return a machine with the settings of the agent's service in a Compose file, and the other services.
+
+    Args:
+        machine: settings of the task's configuration; its variables and working directory take precedence.
+        files: the task directory.
+        path: path of the Compose file, which may be missing.
+        own: returns the name of the agent's service, given all services.
+        variables: values for `${NAME}`, in addition to those in the file `.env` beside the Compose file.
+        always_built: whether the service is built although the file has no `build`.
+
+    Raises:
+        InputError: a value is malformed; the message names the file and the setting.
+    """
+    if path not in files:
+        return machine
+    content = mapping_of(files, path, ComposeLoader)
+    services = content.get("services")
+    if not isinstance(services, Mapping):
+        raise InputError(f"{path}: services: not a mapping of mappings")
+    services = {str(name): {} if service is None else service for name, service in services.items()}
+    if not all(isinstance(service, Mapping) for service in services.values()):
+        raise InputError(f"{path}: services: not a mapping of mappings")
+    name = own(services)
+    # Services with profiles start only on request.
+    others = {other: service for other, service in services.items() if not service.get("profiles")}
+    others.pop(name, None)
+    if len(others) > _SERVICES_LIMIT or not all(map(NAME.fullmatch, others)):
+        raise InputError(f"{path}: services: more than {_SERVICES_LIMIT}, or a name that is no host name")
+
+    def reader[R: MachineReader](kind: type[R], name: str, base: Machine, built: bool) -> R:
+        return kind(base, files, path, name, content, variables, always_built=built, connected=bool(others))
+
+    agent = reader(MachineReader, name, machine, always_built)
+    own_machine = machine.model_copy(update=agent.read(services.get(name, {})))
+    base = Machine(folder=posixpath.dirname(path) or ".", network=machine.network, build_s=machine.build_s)
+    readers = {other: reader(ServiceReader, other, base, False) for other in others}
+    found = {other: readers[other].service(service) for other, service in others.items()}
+    images = {
+        readers[other].image: service.machine for other, service in found.items() if readers[other].built
+    }
+    images[BUILT_IMAGE] = own_machine
+    for other, service in found.items():
+        found[other] = service.model_copy(
+            update={
+                "machine": readers[other].with_built_image(service.machine, images),
+                "depends_on": readers[other].dependencies(known=others, agent=name),
+            }
+        )
+    _check_order(path, found)
+    shared = _shared({name: agent.volumes, **{other: readers[other].volumes for other in others}})
+    reasons = [f"{path}: volumes.{source[:100]}: shared by services" for source in shared]
+    if name not in services and not always_built:
+        reasons.append(f"{path}: services: none is named {name}, the agent's own")
+    return own_machine.model_copy(
+        update={"services": tuple(found.values()), "unsupported": (*own_machine.unsupported, *reasons)}
+    )
+
+
+def _check_order(path: str, services: Mapping[str, Service]) -> None:
+    try:
+        TopologicalSorter({name: service.depends_on.keys() for name, service in services.items()}).prepare()
+    except CycleError as error:
+        raise InputError(f"{path}: depends_on: a cycle: {', '.join(sorted(set(error.args[1])))}") from None
+
+
+def _shared(volumes: Mapping[str, Mapping[str, bool]]) -> list[str]:
+    """Return the sources that several services use, unless it is a path that all of them only read.
+
+    Args:
+        volumes: whether a service only reads a source, by source and by service.
+    """
+    uses = [(source, only_read) for sources in volumes.values() for source, only_read in sources.items()]
+    by_source = {source: [only for other, only in uses if other == source] for source, _ in uses}
+    return [
+        source
+        for source, found in by_source.items()
+        if len(found) > 1 and not (source.startswith((".", "/")) and all(found))
+    ]
+
+
+class ServiceReader(MachineReader):
+    """Reader of a service other than the agent's."""
+
+    #: Whether the service has a `build`, so that `image` names the result.
+    built = False
+
+    def service(self, service: Mapping[str, Any]) -> Service:
+        """Return the service, but with the dependencies of `dependencies` still missing."""
+        self.built = not is_unset(service.get("build"))
+        self._conditions: dict[str, Condition] = {}
+        self._optional: set[str] = set()
+        for setting in ("entrypoint", "command"):
+            if service.get(setting) in ([], ""):  # unlike a missing one, it removes that of the image
+                self._fields[setting] = ()
+        fields = self.read(service)
+        if not self.built and not self.image:
+            fields["unsupported"] = (*fields["unsupported"], f"{self._where}: neither image nor build")
+        own = {name: fields.pop(name) for name in _OWN if name in fields}
+        machine = self._machine.model_copy(update=fields)
+        return Service(name=self._name, machine=machine, **own)
+
+    def with_built_image(self, machine: Machine, images: Mapping[str, Machine]) -> Machine:
+        """Return a machine with the image that another service builds, if this service uses its name."""
+        other = None if self.built else images.get(self.image)
+        return (
+            machine
+            if other is None
+            else machine.model_copy(update={name: getattr(other, name) for name in _BUILD})
+        )
+
+    def dependencies(self, *, known: Container[str], agent: str) -> dict[str, Condition]:
+        """Return the conditions of the start by service. The agent's own starts first, and runs always.
+
+        Raises:
+            InputError: there is no such service.
+        """
+        found = dict.fromkeys(self.links, _STARTED) | self._conditions
+        for name in found.keys() - {agent} - self._optional:
+            if name not in known:
+                raise self._error("depends_on", f"no service {name[:100]!r}")
+        return {name: condition for name, condition in found.items() if name in known}
+
+    def _known(self) -> dict[str, Setting]:
+        ignored: dict[str, Setting] = dict.fromkeys(_RESTRICTIONS, lambda value: None)
+        own: dict[str, Setting] = {
+            "command": lambda value: self._fields.update(command=self._words("command", value)),
+            "depends_on": self._depends_on,
+            "entrypoint": lambda value: self._fields.update(entrypoint=self._words("entrypoint", value)),
+            "healthcheck": self._healthcheck,
+            "restart": self._restart,
+        }
+        return {**super()._known(), **ignored, **own}
+
+    def _depends_on(self, value: Any) -> None:
+        if is_list_of_texts(value):
+            value = {name: {} for name in value}
+        for name, settings in self._section("depends_on", value).items():
+            section = self._section("depends_on", settings or {})
+            condition = section.get("condition", _STARTED)
+            if condition not in _CONDITIONS:
+                raise self._error("depends_on", f"not a condition: {str(condition)[:100]!r}")
+            self._conditions[str(name)] = condition
+            if section.get("required") is False:
+                self._optional.add(str(name))
+
+    def _healthcheck(self, value: Any) -> None:
+        known: dict[str, Setting] = {
+            **{name: partial(self._duration, name) for name in _DURATIONS},
+            "disable": lambda value: self._check.update(test=("NONE",)),
+            "retries": self._retries,
+            "test": self._test,
+        }
+        self._check: dict[str, Any] = {}
+        self._each("healthcheck.", self._section("healthcheck", value), known)
+        self._fields["healthcheck"] = self._check
+
+    def _test(self, value: Any) -> None:
+        words = (
+            ("CMD-SHELL", self._text("test", value)) if isinstance(value, str) else self._words("test", value)
+        )
+        counts = {"NONE": len(words) > 0, "CMD": len(words) > 1, "CMD-SHELL": len(words) == 2}
+        if not counts.get(words[0] if words else ""):
+            raise self._error("healthcheck.test", "needs NONE, CMD or CMD-SHELL, and a command")
+        self._check.setdefault("test", words)
+
+    def _duration(self, name: str, value: Any) -> None:
+        text = self._text(f"healthcheck.{name}", value)
+        if not _DURATION.fullmatch(text):
+            raise self._error(f"healthcheck.{name}", f"not a duration: {text[:100]!r}")
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
+        if seconds:
+            self._check[f"{name}_s"] = seconds
+
+    def _retries(self, value: Any) -> None:
+        text = self._text("healthcheck.retries", value)
+        if not re.fullmatch("[0-9]{1,6}", text):
+            raise self._error("healthcheck.retries", f"not a number: {text[:100]!r}")
+        if int(text):
+            self._check["retries"] = int(text)
+
+    def _restart(self, value: Any) -> None:
+        match = _RESTART.fullmatch(text := self._text("restart", value))
+        if match is None:
+            raise self._error("restart", f"not a policy: {text[:100]!r}")
+        always = text in ("always", "unless-stopped")
+        restarts = 0 if text == "no" else int(match[1]) if match[1] else None
+        self._fields.update(always=always, restarts=restarts)
+
+    def _tmpfs(self, value: Any) -> None:
+        for item in value if isinstance(value, list) else [value]:
+            self._private_volume("", self._text("tmpfs", item).partition(":")[0], False)
+
+    def _volumes(self, value: Any) -> None:
+        for item in self._list("volumes", value):
+            kind, source, target, only_read = self._volume(item)
+            if not FOLDER.fullmatch(target) or kind not in ("volume", "tmpfs", "bind"):
+                self._refuse("volumes")
+            elif kind != "bind":
+                self._private_volume(source if kind == "volume" else "", target, only_read)
+            else:
+                self._task_files(source, target.rstrip("/"), only_read)
+
+    def _task_files(self, source: str, target: str, only_read: bool) -> None:
+        """Copy files of the task to the service, which may change its copies."""
+        try:
+            path = self._task_path("volumes", self._folder, source)
+        except InputError:  # such as a socket of the host
+            self._refuse("volumes")
+            return
+        self.volumes[f"./{path}"] = only_read
+        files = {target: path} if path in self._files else {}
+        files |= {f"{target}/{name}": found for name, found in paths_below(self._files, path).items()}
+        self._fields["files"] = {**self._fields.get("files", {}), **files}
+        if not files:
+            self._private_volume("", target, only_read)
