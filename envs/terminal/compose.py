@@ -11,12 +11,12 @@ import contextlib
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, get_args
 
 from prorl_envs.envs.terminal.compose_variables import MissingVariable, interpolated, parsed_env_file
 from prorl_envs.envs.terminal.files import Files, text_of
-from prorl_envs.envs.terminal.task import Machine, NetworkAccess, dockerfile_of, is_root
+from prorl_envs.envs.terminal.task import Condition, Machine, NetworkAccess, dockerfile_of, is_root
 from prorl_envs.errors import InputError
 from prorl_envs.images.registry.documents import host_platform
 
@@ -33,7 +33,7 @@ _HARMLESS = {
     "": frozenset(
         re.findall(
             r"\w+",
-            "annotations attach container_name cpu_shares depends_on develop dns dns_opt dns_search expose "
+            "annotations attach container_name cpu_shares develop dns dns_opt dns_search expose "
             "healthcheck init label_file labels logging mem_reservation mem_swappiness memswap_limit "
             "oom_score_adj ports pull_policy restart shm_size stdin_open stop_grace_period stop_signal tty",
         )
@@ -66,6 +66,9 @@ _COMBINED: Mapping[str, Any] = {
     "privileged": (),
     "networks": {},
 }
+
+#: Default condition of `depends_on`.
+STARTED: Condition = "service_started"
 
 type Setting = Callable[[Any], None]
 
@@ -105,8 +108,9 @@ class MachineReader:
         self._reasons: list[str] = []
         #: Sources of the service's volumes, and whether it only reads them.
         self.volumes: dict[str, bool] = {}
-        #: Services that are linked, which start first.
-        self.links: list[str] = []
+        #: Conditions of the start by service; and services that may be missing.
+        self._depends: dict[str, Condition] = {}
+        self._optional: set[str] = set()
         #: Name of the service's image, which other services may use.
         self.image = ""
         self._variables = dict(variables)
@@ -139,6 +143,7 @@ class MachineReader:
             "build": self._build,
             "command": lambda value: self._command("command", value),
             "cpus": lambda value: self._cpus("cpus", value),
+            "depends_on": self._depends_on,
             "deploy": self._deploy,
             "devices": self._devices,
             "entrypoint": lambda value: self._command("entrypoint", value),
@@ -418,9 +423,31 @@ class MachineReader:
         """Refuse names that only this service would have for others; it reaches them by their own names."""
         for item in self._list("links", value):
             service, _, alias = self._text("links", item).partition(":")
-            self.links.append(service)
+            self._depends.setdefault(service, STARTED)
             if alias not in ("", service):
                 self._refuse("links")
+
+    def _depends_on(self, value: Any) -> None:
+        if is_list_of_texts(value):
+            value = {name: {} for name in value}
+        for name, settings in self._section("depends_on", value).items():
+            section = self._section("depends_on", settings or {})
+            condition = section.get("condition", STARTED)
+            if condition not in get_args(Condition.__value__):
+                raise self._error("depends_on", f"not a condition: {str(condition)[:100]!r}")
+            self._depends[str(name)] = condition
+            if section.get("required") is False:
+                self._optional.add(str(name))
+
+    def depends_on(self, services: Collection[str], agent: str) -> dict[str, Condition]:
+        """Return the conditions of the start by service. The agent's sandbox starts first, and runs always.
+
+        Raises:
+            InputError: there is no such service.
+        """
+        for name in self._depends.keys() - {agent, *services} - self._optional:
+            raise self._error("depends_on", f"no service {name[:100]!r}")
+        return {name: condition for name, condition in self._depends.items() if name in services}
 
     def _with_container_name(self, networks: Mapping[str, Any], value: Any) -> dict[str, tuple[str, ...]]:
         """Return the names of the service by network. Others reach it by the name of its container, too."""

@@ -5,10 +5,10 @@ Reference: https://docs.docker.com/reference/compose-file/services/
 
 import posixpath
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, get_args
+from typing import Any
 
 from prorl_envs.envs.terminal.compose import (
     BUILT_IMAGE,
@@ -16,19 +16,14 @@ from prorl_envs.envs.terminal.compose import (
     NAME,
     MachineReader,
     Setting,
-    is_list_of_texts,
     is_unset,
 )
 from prorl_envs.envs.terminal.files import ComposeLoader, Files, mapping_of, paths_below
-from prorl_envs.envs.terminal.task import Condition, Machine, Service
+from prorl_envs.envs.terminal.task import Machine, Service
 from prorl_envs.errors import InputError
 
 #: Fields of a machine that say how its image is built.
 _BUILD = ("folder", "image", "dockerfile", "build_args", "build_target", "build_s")
-#: Fields of a service that are not those of its machine.
-_OWN = ("entrypoint", "command", "healthcheck", "depends_on", "restarts", "always", "files")
-_CONDITIONS = get_args(Condition.__value__)
-_STARTED: Condition = "service_started"
 _DURATIONS = ("interval", "timeout", "start_period", "start_interval")
 _DURATION = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?(?:us|ms|s|m|h))+|0")
 _PART = re.compile(r"([0-9.]+)(us|ms|s|m|h)")
@@ -81,29 +76,30 @@ def with_compose(
     def reader[R: MachineReader](kind: type[R], name: str, base: Machine, built: bool) -> R:
         return kind(base, files, path, name, content, variables, always_built=built, connected=bool(others))
 
-    agent = reader(MachineReader, name, machine, always_built)
-    own_machine = machine.model_copy(update=agent.read(services.get(name, {})))
     base = Machine(folder=posixpath.dirname(path) or ".", network=machine.network, build_s=machine.build_s)
+    own_reader = reader(MachineReader, name, machine, always_built)
+    agent = machine.model_copy(update=own_reader.read(services.get(name, {})))
     readers = {other: reader(ServiceReader, other, base, False) for other in others}
     found = {other: readers[other].service(service) for other, service in others.items()}
-    images = {
-        readers[other].image: service.machine for other, service in found.items() if readers[other].built
+    images: dict[str, Machine] = {
+        readers[other].image: found[other] for other in others if readers[other].built
     }
-    images[BUILT_IMAGE] = own_machine
-    for other, service in found.items():
-        found[other] = service.model_copy(
-            update={
-                "machine": readers[other].with_built_image(service.machine, images),
-                "depends_on": readers[other].dependencies(known=others, agent=name),
-            }
-        )
+    images[BUILT_IMAGE] = agent
+    for other in others:
+        depends_on = readers[other].depends_on(others, name)
+        update = {**readers[other].build_of(images), "depends_on": depends_on}
+        found[other] = found[other].model_copy(update=update)
     _check_order(path, found)
-    shared = _shared({name: agent.volumes, **{other: readers[other].volumes for other in others}})
+    shared = _shared({name: own_reader.volumes, **{other: readers[other].volumes for other in others}})
     reasons = [f"{path}: volumes.{source[:100]}: shared by services" for source in shared]
     if name not in services and not always_built:
         reasons.append(f"{path}: services: none is named {name}, the agent's own")
-    return own_machine.model_copy(
-        update={"services": tuple(found.values()), "unsupported": (*own_machine.unsupported, *reasons)}
+    return agent.model_copy(
+        update={
+            "depends_on": own_reader.depends_on(others, name) if others else {},
+            "services": tuple(found.values()),
+            "unsupported": (*agent.unsupported, *reasons),
+        }
     )
 
 
@@ -136,63 +132,30 @@ class ServiceReader(MachineReader):
     built = False
 
     def service(self, service: Mapping[str, Any]) -> Service:
-        """Return the service, but with the dependencies of `dependencies` still missing."""
+        """Return the service, without its dependencies, and with the name of its image only."""
         self.built = not is_unset(service.get("build"))
-        self._conditions: dict[str, Condition] = {}
-        self._optional: set[str] = set()
         for setting in ("entrypoint", "command"):
             if service.get(setting) in ([], ""):  # unlike a missing one, it removes that of the image
                 self._fields[setting] = ()
-        fields = self.read(service)
+        fields = {**dict(self._machine), **self.read(service)}
         if not self.built and not self.image:
             fields["unsupported"] = (*fields["unsupported"], f"{self._where}: neither image nor build")
-        own = {name: fields.pop(name) for name in _OWN if name in fields}
-        machine = self._machine.model_copy(update=fields)
-        return Service(name=self._name, machine=machine, **own)
+        return Service(name=self._name, **fields)
 
-    def with_built_image(self, machine: Machine, images: Mapping[str, Machine]) -> Machine:
-        """Return a machine with the image that another service builds, if this service uses its name."""
+    def build_of(self, images: Mapping[str, Machine]) -> dict[str, Any]:
+        """Return the fields of the build, if another service builds the image that this one names."""
         other = None if self.built else images.get(self.image)
-        return (
-            machine
-            if other is None
-            else machine.model_copy(update={name: getattr(other, name) for name in _BUILD})
-        )
-
-    def dependencies(self, *, known: Container[str], agent: str) -> dict[str, Condition]:
-        """Return the conditions of the start by service. The agent's own starts first, and runs always.
-
-        Raises:
-            InputError: there is no such service.
-        """
-        found = dict.fromkeys(self.links, _STARTED) | self._conditions
-        for name in found.keys() - {agent} - self._optional:
-            if name not in known:
-                raise self._error("depends_on", f"no service {name[:100]!r}")
-        return {name: condition for name, condition in found.items() if name in known}
+        return {} if other is None else {name: getattr(other, name) for name in _BUILD}
 
     def _known(self) -> dict[str, Setting]:
         ignored: dict[str, Setting] = dict.fromkeys(_RESTRICTIONS, lambda value: None)
         own: dict[str, Setting] = {
             "command": lambda value: self._fields.update(command=self._words("command", value)),
-            "depends_on": self._depends_on,
             "entrypoint": lambda value: self._fields.update(entrypoint=self._words("entrypoint", value)),
             "healthcheck": self._healthcheck,
             "restart": self._restart,
         }
         return {**super()._known(), **ignored, **own}
-
-    def _depends_on(self, value: Any) -> None:
-        if is_list_of_texts(value):
-            value = {name: {} for name in value}
-        for name, settings in self._section("depends_on", value).items():
-            section = self._section("depends_on", settings or {})
-            condition = section.get("condition", _STARTED)
-            if condition not in _CONDITIONS:
-                raise self._error("depends_on", f"not a condition: {str(condition)[:100]!r}")
-            self._conditions[str(name)] = condition
-            if section.get("required") is False:
-                self._optional.add(str(name))
 
     def _healthcheck(self, value: Any) -> None:
         known: dict[str, Setting] = {

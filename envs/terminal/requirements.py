@@ -76,7 +76,7 @@ def _machine(task: TerminalTask, machine: Machine, who: str = "it") -> Iterator[
     if machine.tpu:
         yield "it needs a TPU"
     for service in machine.services:
-        yield from _machine(task, service.machine, f"the service {service.name}")
+        yield from _machine(task, service, f"the service {service.name}")
     for part in machine.host:
         need = "a privileged container" if part == "privileged" else f"the device {part}"
         yield f"{who} needs {need}"

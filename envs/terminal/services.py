@@ -58,17 +58,15 @@ class TaskServices:
 
     def __init__(self, node: Node, options: TerminalOptions, task: TerminalTask) -> None:
         machine = task.machine
-        members = {AGENT: machine.networks, **{one.name: one.machine.networks for one in machine.services}}
+        members = {AGENT: machine.networks, **{one.name: one.networks for one in machine.services}}
         #: Connects the sandboxes; None without services.
         self.network = SandboxNetwork(members) if machine.services else None
         self._node, self._options, self._files = node, options, task.files
-        jobs = {
-            name
-            for service in machine.services
-            for name, condition in service.depends_on.items()
-            if condition == "service_completed_successfully"
-        }
+        conditions = [*machine.depends_on.items()]
+        conditions += [item for service in machine.services for item in service.depends_on.items()]
+        jobs = {name for name, condition in conditions if condition == "service_completed_successfully"}
         self._running = {one.name: _Running(one, is_job=one.name in jobs) for one in machine.services}
+        self._conditions = machine.depends_on
         self._exits = AsyncExitStack()
 
     def hosts(self, member: str) -> Mapping[str, str]:
@@ -105,6 +103,7 @@ class TaskServices:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
                 for one, image in zip(self._running.values(), images, strict=True):
                     group.create_task(self._start(one, image))
+                group.create_task(self._reached(self._conditions))
         except TimeoutError:
             raise EnvironmentFault(f"the services did not start in {limit_s:g} s") from None
         except ExceptionGroup as errors:
@@ -122,13 +121,15 @@ class TaskServices:
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _start(self, one: "_Running", image: TaskImage) -> None:
-        for name, condition in one.service.depends_on.items():
+    async def _reached(self, conditions: Mapping[str, Condition]) -> None:
+        for name, condition in conditions.items():
             await self._running[name].reached(condition)
-        service, machine = one.service, one.service.machine
-        spec = machine_spec(
-            image, machine, Phase(), self._options, self._node.limits, self.hosts(service.name)
-        )
+
+    async def _start(self, one: "_Running", image: TaskImage) -> None:
+        service = one.service
+        await self._reached(service.depends_on)
+        hosts, limits = self.hosts(service.name), self._node.limits
+        spec = machine_spec(image, service, Phase(), self._options, limits, hosts)
         session = await self._exits.enter_async_context(sandbox_session(self._node, spec))
         assert self.network is not None
         await self.network.join(service.name, session.sandbox)
@@ -146,7 +147,7 @@ async def service_image(
     """Return the image of a service. Raises as `task_image`, with the service's name."""
     factor = options.timeout_factor
     try:
-        return await task_image(node, files, service.machine, timeout_factor=factor, progress=progress)
+        return await task_image(node, files, service, timeout_factor=factor, progress=progress)
     except EnvironmentFault as error:
         raise EnvironmentFault(f"the service {service.name}: {error.message}", hint=error.hint) from error
 
@@ -180,7 +181,7 @@ class _Running:
         self.session = session
         for path, (data, executable) in files.items():
             await session.tools.write(path, data, mode=0o755 if executable else 0o644)
-        await make_folders(session, self.service.machine.folders)
+        await make_folders(session, self.service.folders)
         argv = command(self.service, config)
         if not argv:
             raise self._fault("has no command")

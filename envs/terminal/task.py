@@ -71,6 +71,7 @@ class Machine(_Model):
         health: check that must succeed before the agent starts, or None.
         folders: directories that are created before the start.
         networks: names by which others reach this machine, by the Compose networks that it belongs to.
+        depends_on: conditions before its processes start, by name of a Compose service.
         services: Compose services other than the agent's own.
         host: parts of the host that the agent's own service requests, such as `/dev/kvm` or `privileged`.
         tools: names of MCP servers that the task offers.
@@ -96,32 +97,29 @@ class Machine(_Model):
     health: HealthCheck | None = None
     folders: tuple[str, ...] = ()
     networks: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
+    depends_on: Mapping[str, Condition] = Field(default_factory=dict)
     services: tuple["Service", ...] = ()
     host: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
 
 
-class Service(_Model):
+class Service(Machine):
     """Compose service beside the agent's own.
 
     Args:
         name: name of the service.
-        machine: its image and resources.
         entrypoint, command: instead of those of the image; None means the image's.
         healthcheck: settings instead of those of the image: `test`, as a list, and fields of `HealthCheck`.
-        depends_on: conditions of the start, by name of the other service.
         restarts: number of restarts after a failure; None is unlimited.
         always: whether it restarts after a success, too.
         files: files of the task directory, by their path in the service.
     """
 
     name: str
-    machine: Machine
     entrypoint: tuple[str, ...] | None = None
     command: tuple[str, ...] | None = None
     healthcheck: Mapping[str, Any] = Field(default_factory=dict)
-    depends_on: Mapping[str, Condition] = Field(default_factory=dict)
     restarts: int | None = 0
     always: bool = False
     files: Mapping[str, str] = Field(default_factory=dict)
