@@ -57,8 +57,10 @@ TEST = (
 )
 
 
-def with_services(make_row: MakeRow, services: str, files: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    text = f"services:\n  main: {{build: .}}\n{services}"
+def with_services(
+    make_row: MakeRow, services: str, files: Mapping[str, Any] | None = None, *, main: str = "{build: .}"
+) -> dict[str, Any]:
+    text = f"services:\n  main: {main}\n{services}"
     return make_row({**FILES, COMPOSE: text, **(files or {})})
 
 
@@ -109,6 +111,19 @@ volumes: {state: {}}
             assert await text_of(one, f"get {name} 8080 /count") == "1"  # the job has asked before
         # The agent has ports of its own, and a service listens on a port that another one has.
         assert "refused" in await text_of(one, "get localhost 8080 /")
+
+
+async def test_the_agent_starts_after_the_services_that_it_depends_on(node: Node, make_row: MakeRow) -> None:
+    services = """\
+  api: {build: ./api}
+  job:
+    build: ./api
+    command: [-c, "import time, urllib.request as r; time.sleep(1); r.urlopen('http://api:8080/word')"]
+    depends_on: {api: {condition: service_healthy}}
+"""
+    main = "{depends_on: {job: {condition: service_completed_successfully}}}"
+    async with episode(node, with_services(make_row, services, main=main)) as one:
+        assert await text_of(one, "get api 8080 /count") == "1"
 
 
 async def test_a_service_is_reached_only_through_its_networks(node: Node, make_row: MakeRow) -> None:
