@@ -5,7 +5,8 @@ Reference: https://docs.docker.com/reference/compose-file/services/
 
 import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -90,7 +91,7 @@ def with_compose(
         update = {**readers[other].build_of(images), "depends_on": depends_on}
         found[other] = found[other].model_copy(update=update)
     _check_order(path, found)
-    shared = _shared({name: own_reader.volumes, **{other: readers[other].volumes for other in others}})
+    shared = _shared([one.volumes for one in (own_reader, *readers.values())])
     reasons = [f"{path}: volumes.{source[:100]}: shared by services" for source in shared]
     if name not in services and not always_built:
         reasons.append(f"{path}: services: none is named {name}, the agent's own")
@@ -110,19 +111,15 @@ def _check_order(path: str, services: Mapping[str, Service]) -> None:
         raise InputError(f"{path}: depends_on: a cycle: {', '.join(sorted(set(error.args[1])))}") from None
 
 
-def _shared(volumes: Mapping[str, Mapping[str, bool]]) -> list[str]:
-    """Return the sources that several services use, unless it is a path that all of them only read.
+def _shared(volumes: Collection[Mapping[str, bool]]) -> list[str]:
+    """Return the sources that several services use, without files that all of them only read.
 
     Args:
-        volumes: whether a service only reads a source, by source and by service.
+        volumes: of each service, whether it only reads a source, by source.
     """
-    uses = [(source, only_read) for sources in volumes.values() for source, only_read in sources.items()]
-    by_source = {source: [only for other, only in uses if other == source] for source, _ in uses}
-    return [
-        source
-        for source, found in by_source.items()
-        if len(found) > 1 and not (source.startswith((".", "/")) and all(found))
-    ]
+    uses = Counter(source for sources in volumes for source in sources)
+    changed = {source for sources in volumes for source, only_read in sources.items() if not only_read}
+    return [source for source, count in uses.items() if count > 1 and source in changed]
 
 
 class ServiceReader(MachineReader):

@@ -174,9 +174,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         return await super().eval()
 
     async def close(self) -> None:
-        await super().close()
-        if self._services is not None:
-            await self._services.aclose()
+        try:
+            await super().close()
+        finally:
+            if self._services is not None:
+                await self._services.aclose()
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             await in_thread(remove_tree, scratch)

@@ -5,14 +5,13 @@ They run from the start of an episode to its end, so that the tests find the sta
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
 from typing import Any
 
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import sandbox_session
 from prorl_envs.env.task_files import content_of
 from prorl_envs.envs.terminal.files import Files
 from prorl_envs.envs.terminal.images import TaskImage, task_image
@@ -34,9 +33,10 @@ _SETUP_S = 60.0
 #: Timeout of the start of all services, once their images are built, in seconds.
 _START_S = 600.0
 _LOG_BYTES, _SHOWN_BYTES = 64 * 1024, 2000
-#: Pause between checks before the time of the first one that counts, and before a restart, in seconds.
+#: Pause in seconds between checks before the time of the first one that counts; and before a restart, with
+#: the number of times that it doubles.
 _EARLY_S = 0.5
-_RESTART_S, _LONGEST_RESTART_S = 0.1, 60.0
+_RESTART_S, _DOUBLINGS = 0.1, 9
 #: Docker's defaults: https://docs.docker.com/reference/dockerfile/#healthcheck
 _DEFAULTS = {"interval_s": 30.0, "timeout_s": 30.0, "start_interval_s": 5.0, "retries": 3}
 _NANOSECONDS = {
@@ -67,7 +67,7 @@ class TaskServices:
         jobs = {name for name, condition in conditions if condition == "service_completed_successfully"}
         self._running = {one.name: _Running(one, is_job=one.name in jobs) for one in machine.services}
         self._conditions = machine.depends_on
-        self._exits = AsyncExitStack()
+        self._sessions: list[SandboxSession] = []
 
     def hosts(self, member: str) -> Mapping[str, str]:
         """Return the addresses that a member knows, by name."""
@@ -113,13 +113,16 @@ class TaskServices:
 
     async def aclose(self) -> None:
         """Kill all services. Idempotent."""
-        for one in self._running.values():
-            one.stopping = True
-        await self._exits.aclose()
+        closed = await asyncio.gather(
+            *(session.aclose() for session in self._sessions), return_exceptions=True
+        )
         runs = [one.run for one in self._running.values() if one.run is not None]
         for run in runs:
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
+        for error in closed:
+            if error is not None:
+                raise error
 
     async def _reached(self, conditions: Mapping[str, Condition]) -> None:
         for name, condition in conditions.items():
@@ -130,7 +133,8 @@ class TaskServices:
         await self._reached(service.depends_on)
         hosts, limits = self.hosts(service.name), self._node.limits
         spec = machine_spec(image, service, Phase(), self._options, limits, hosts)
-        session = await self._exits.enter_async_context(sandbox_session(self._node, spec))
+        session = await self._node.open_session(spec)
+        self._sessions.append(session)
         assert self.network is not None
         await self.network.join(service.name, session.sandbox)
         files = {path: content_of(self._files[source]) for path, source in service.files.items()}
@@ -159,7 +163,7 @@ class _Running:
         self.service, self._is_job = service, is_job
         self.session: SandboxSession
         self.run: asyncio.Task[Completed] | None = None
-        self.stopping = False
+        self._stopping = False
         self._started, self._healthy = asyncio.Event(), asyncio.Event()
         self._check: HealthCheck | None = None
 
@@ -205,20 +209,15 @@ class _Running:
                 raise self._fault(f"ended with exit status {done.exit_code}", done)
 
     async def _keep_running(self, argv: tuple[str, ...]) -> Completed:
-        restarts, pause_s = 0, _RESTART_S
-        while True:
-            started = time.monotonic()
+        for restart in itertools.count():
             done = await self.session.tools.run(argv, timeout_s=_FOREVER_S, output_limit=_LOG_BYTES)
             again = self.service.always or done.exit_code != 0
             limit = self.service.restarts
-            if self.stopping or not again or (limit is not None and restarts >= limit):
-                logger.info("the service %s ended with exit status %s", self.service.name, done.exit_code)
-                return done
-            restarts += 1
-            # As Docker does, which starts from 0.1 s again after 10 s without an end.
-            pause_s = _RESTART_S if time.monotonic() - started > 10 else pause_s
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_RESTART_S)
+            if self._stopping or not again or (limit is not None and restart >= limit):
+                break
+            await asyncio.sleep(_RESTART_S * 2 ** min(restart, _DOUBLINGS))
+        logger.info("the service %s ended with exit status %s", self.service.name, done.exit_code)
+        return done
 
     async def _wait_healthy(self, check: HealthCheck) -> None:
         assert self.run is not None
@@ -239,7 +238,7 @@ class _Running:
     async def _end(self) -> Completed | None:
         """Kill the programs of the service, and return the result with their output."""
         assert self.run is not None
-        self.stopping = True
+        self._stopping = True
         with contextlib.suppress(OSError, SandboxError, ToolError, TimeoutError):
             await self.session.tools.run(["/bin/sh", "-c", "kill -KILL -1"], cwd="/", timeout_s=_SETUP_S)
             async with asyncio.timeout(_SETUP_S):

@@ -50,7 +50,7 @@ for _, name in socket.if_nameindex():
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
             print(f"<{tcp.connect_ex((sys.argv[1], int(sys.argv[2])))}>")
 """
-MEMBERS = {
+MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "front": {"outer": ("front",)},
     "app": {"outer": ("app", "app.alias"), "inner": ("app",)},
     "data": {"inner": ("data",)},

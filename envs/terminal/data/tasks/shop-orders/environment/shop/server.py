@@ -3,9 +3,10 @@
 import json
 import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-PRODUCTS = [
+PRODUCTS: list[dict[str, Any]] = [
     {"name": name, "stock": stock, "minimum": minimum}
     for name, stock, minimum in (
         ("rice", 14, 10),
@@ -18,11 +19,11 @@ PRODUCTS = [
     )
 ]
 PAGE = 3
-ORDERS = []
+ORDERS: list[dict[str, Any]] = []
 
 
 class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
+    def do_GET(self) -> None:
         url = urlsplit(self.path)
         if url.path == "/orders":
             return self.answer(200, {"orders": ORDERS})
@@ -30,12 +31,12 @@ class Handler(BaseHTTPRequestHandler):
         if url.path != "/products" or not page.isdecimal() or int(page) < 1:
             return self.answer(404, {"error": "not found"})
         start = (int(page) - 1) * PAGE
-        found = {"products": PRODUCTS[start : start + PAGE]}
+        found: dict[str, Any] = {"products": PRODUCTS[start : start + PAGE]}
         if start + PAGE < len(PRODUCTS):
             found["next"] = int(page) + 1
         return self.answer(200, found)
 
-    def do_POST(self):
+    def do_POST(self) -> None:
         try:
             order = json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), 10_000)))
             order = {"name": str(order["name"]), "count": int(order["count"])}
@@ -46,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         ORDERS.append(order)
         return self.answer(201, order)
 
-    def answer(self, status, value):
+    def answer(self, status: int, value: dict[str, Any]) -> None:
         body = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
