@@ -19,7 +19,7 @@ from prorl_envs.envs.terminal.options import TerminalOptions
 from prorl_envs.envs.terminal.planted import planted
 from prorl_envs.envs.terminal.requirements import missing
 from prorl_envs.envs.terminal.rows import task_of
-from prorl_envs.envs.terminal.services import AGENT, TaskServices, make_folders, service_image, wait_healthy
+from prorl_envs.envs.terminal.services import AGENT, TaskServices, service_image, wait_healthy
 from prorl_envs.envs.terminal.task import Step, TerminalTask
 from prorl_envs.envs.terminal.verifier import SOLUTION, Verdict, Verifier
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
@@ -143,8 +143,8 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         return machine_spec(image, task.machine, agent, self.options, self.node.limits, hosts)
 
     async def prepare(self, task: TerminalTask, session: SandboxSession) -> None:
-        await self._run(session, ["/bin/mkdir", "-p", *_LOGS], "preparing /logs", _SETUP_S)
-        await make_folders(session, task.machine.folders)
+        folders = [*_LOGS, *task.machine.folders]
+        await self._run(session, ["/bin/mkdir", "-p", "--", *folders], "preparing /logs", _SETUP_S)
         await self._connected().join(session)
         await self._connected().start()
         if task.machine.health is not None:

@@ -18,7 +18,7 @@ from prorl_envs.envs.terminal.images import TaskImage, task_image
 from prorl_envs.envs.terminal.machines import machine_spec, shell_command
 from prorl_envs.envs.terminal.options import TerminalOptions
 from prorl_envs.envs.terminal.task import Condition, HealthCheck, Phase, Service, TerminalTask
-from prorl_envs.errors import EnvironmentFault, SandboxError, ToolError
+from prorl_envs.errors import EnvironmentFault, InputError, SandboxError, ToolError
 from prorl_envs.sandbox.drivers.network import SandboxNetwork
 from prorl_envs.sandbox.filesystem.layered import ImageConfig
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
@@ -183,9 +183,7 @@ class _Running:
         self, session: SandboxSession, config: ImageConfig, files: Mapping[str, tuple[bytes, bool]]
     ) -> None:
         self.session = session
-        for path, (data, executable) in files.items():
-            await session.tools.write(path, data, mode=0o755 if executable else 0o644)
-        await make_folders(session, self.service.folders)
+        await self._make_volumes(files)
         argv = command(self.service, config)
         if not argv:
             raise self._fault("has no command")
@@ -197,6 +195,17 @@ class _Running:
         if self._check is not None:
             await self._wait_healthy(self._check)
             self._healthy.set()
+
+    async def _make_volumes(self, files: Mapping[str, tuple[bytes, bool]]) -> None:
+        argv = ["/bin/mkdir", "-p", "--", "/tmp", *self.service.folders]
+        try:
+            done = await self.session.tools.run(argv, cwd="/", timeout_s=_SETUP_S)
+            for path, (data, executable) in files.items():
+                await self.session.tools.write(path, data, mode=0o755 if executable else 0o644)
+        except (OSError, InputError) as error:
+            raise self._fault(f"cannot have its volumes: {error}") from error
+        if done.exit_code != 0:
+            raise self._fault("cannot have its volumes", done)
 
     async def check_end(self) -> None:
         """Raise EnvironmentFault if the service has ended with an error."""
@@ -301,12 +310,3 @@ async def wait_healthy(session: SandboxSession, check: HealthCheck, *, early: bo
             raise EnvironmentFault(f"the health check failed {failures} times: {text}")
         pause_s = check.start_interval_s if starting else check.interval_s
         await asyncio.sleep(min(pause_s, _EARLY_S) if early and starting else pause_s)
-
-
-async def make_folders(session: SandboxSession, folders: tuple[str, ...]) -> None:
-    """Create directories of a sandbox. Raises EnvironmentFault if that fails."""
-    if folders:
-        done = await session.tools.run(["/bin/mkdir", "-p", "--", *folders], cwd="/", timeout_s=_SETUP_S)
-        if done.exit_code != 0:
-            text = done.output.decode(errors="replace")[-500:]
-            raise EnvironmentFault(f"the directories of volumes cannot be made: {text}")

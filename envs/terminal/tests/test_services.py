@@ -167,6 +167,8 @@ networks: {back: {internal: true}}
         ("{build: ./api}\n  b: {image: base, command: bash -c 'exit 2'}\n"
          "  c: {image: base, command: sleep 9, depends_on: {b: {condition: service_completed_successfully}}}",
          "the service b ended with exit status 2"),
+        ("{build: ./api, volumes: ['./seed.txt:/srv/data.txt/x']}", "service api cannot have its volumes: "),
+        ("{build: ./api, volumes: ['/srv/data.txt/x']}", "cannot have its volumes; .*Not a directory"),
         ("{build: {context: ./api, dockerfile: Broken}}", "the service api: the image cannot be built"),
     ],
 )  # fmt: skip
@@ -189,6 +191,27 @@ async def test_services_continue_in_the_next_step(node: Node, make_row: MakeRow)
         assert await text_of(one, "get api 8080 /word") == "hello"
         await one.next_step()
         assert await text_of(one, "get api 8080 /count") == "1"
+        assert (await one.env.eval()).reward == 1
+
+
+async def test_a_separate_verifier_gets_files_of_a_service(node: Node, make_row: MakeRow) -> None:
+    command = "import urllib.request as r; print(r.urlopen('http://api:8080/count').read().decode())"
+    config = (
+        'artifacts = [{source = "/out/count", service = "api"}]\n'
+        '[verifier]\nenvironment_mode = "separate"\n[[verifier.collect]]\nservice = "api"\n'
+        f'command = "mkdir /out; python3 -c \\"{command}\\" > /out/count"\n'
+    )
+    files = {
+        "tests/Dockerfile": "FROM base\nCOPY test.sh /tests/\nRUN chmod +x /tests/test.sh\n",
+        "tests/test.sh": "cat /out/count > /logs/verifier/reward.txt; ! : < /dev/tcp/api/8080\n",
+    }
+    service = "  api: {build: ./api, volumes: ['./seed.txt:/new/folder/seed.txt']}\n"
+    row = with_services(make_row, service, files)
+    row["directory"]["task.toml"] += config
+    async with episode(node, row) as one:
+        api = one.env._connected().session("api")
+        assert await api.tools.read("/new/folder/seed.txt") == b"from the task\n"
+        await text_of(one, "get api 8080 /word")
         assert (await one.env.eval()).reward == 1
 
 
