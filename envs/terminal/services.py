@@ -39,11 +39,13 @@ _EARLY_S = 0.5
 _RESTART_S, _DOUBLINGS = 0.1, 9
 #: Docker's defaults: https://docs.docker.com/reference/dockerfile/#healthcheck
 _DEFAULTS = {"interval_s": 30.0, "timeout_s": 30.0, "start_interval_s": 5.0, "retries": 3}
-_NANOSECONDS = {
+#: Fields of an image's health check, in nanoseconds except the retries.
+_NUMBERS = {
     "interval_s": "Interval",
     "timeout_s": "Timeout",
     "start_period_s": "StartPeriod",
     "start_interval_s": "StartInterval",
+    "retries": "Retries",
 }
 
 
@@ -270,17 +272,19 @@ def command(service: Service, config: ImageConfig) -> tuple[str, ...]:
 
 def health_check(own: Mapping[str, Any], config: ImageConfig) -> HealthCheck | None:
     """Return the health check of a service: its own settings, else those of its image; None without one."""
-    image = config.healthcheck or {}
-    times = {name: image.get(key) for name, key in _NANOSECONDS.items()}
-    found: dict[str, Any] = {"test": image.get("Test"), "retries": image.get("Retries")}
-    found |= {name: value / 1e9 for name, value in times.items() if isinstance(value, int) and value > 0}
-    found |= own
-    kind, *words = [str(word) for word in found.pop("test") or ("NONE",)]
+    image = config.healthcheck or {}  # an image is untrusted
+    numbers = {name: image.get(key) for name, key in _NUMBERS.items()}
+    found: dict[str, Any] = {**_DEFAULTS}
+    for name, value in numbers.items():
+        if isinstance(value, int) and 0 < value < _FOREVER_S * 1e9:
+            found[name] = value if name == "retries" else value / 1e9
+    test = own.get("test", image.get("Test"))
+    kind, *words = [str(word) for word in test] if isinstance(test, list | tuple) and test else ["NONE"]
     if kind not in ("CMD", "CMD-SHELL") or not words:
         return None
     argv = words if kind == "CMD" else [*config.shell, words[0]]
-    given = {name: value for name, value in found.items() if value}
-    return HealthCheck.model_validate({**_DEFAULTS, **given, "argv": tuple(argv)})
+    given = {name: value for name, value in own.items() if name != "test"}
+    return HealthCheck.model_validate({**found, **given, "argv": tuple(argv)})
 
 
 async def wait_healthy(session: SandboxSession, check: HealthCheck, *, early: bool = False) -> None:

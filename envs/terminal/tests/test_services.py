@@ -9,7 +9,9 @@ import pytest
 from prorl_envs.env.node import Node
 from prorl_envs.env.validate import validate
 from prorl_envs.envs.terminal.env import TerminalEnvironment
+from prorl_envs.envs.terminal.services import health_check
 from prorl_envs.errors import EnvironmentFault
+from prorl_envs.sandbox.filesystem.layered import ImageConfig
 
 from .conftest import MakeRow
 from .test_env import episode
@@ -213,6 +215,32 @@ async def test_a_separate_verifier_gets_files_of_a_service(node: Node, make_row:
         assert await api.tools.read("/new/folder/seed.txt") == b"from the task\n"
         await text_of(one, "get api 8080 /word")
         assert (await one.env.eval()).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "image", "expected"),
+    [
+        ({}, None, None),
+        ({}, {"Test": ["NONE"]}, None),
+        ({}, {"Test": ["CMD", "a", "b"]}, (("a", "b"), 30, 30, 0, 5, 3)),
+        ({}, {"Test": ["CMD-SHELL", "a b"], "Interval": 10**9, "Retries": 7, "StartPeriod": 2 * 10**9},
+         (("/bin/sh", "-c", "a b"), 1, 30, 2, 5, 7)),
+        ({"test": ("NONE",)}, {"Test": ["CMD", "a"]}, None),
+        ({"interval_s": 2.0, "retries": 1}, {"Test": ["CMD", "a"], "Interval": 10**9, "Timeout": 10**9},
+         (("a",), 2, 1, 0, 5, 1)),
+        ({"test": ("CMD", "b")}, {"Test": "a", "Interval": "x", "Retries": -1, "Timeout": 10**30},
+         (("b",), 30, 30, 0, 5, 3)),
+    ],
+)  # fmt: skip
+def test_health_checks_of_a_service_and_its_image(
+    own: dict[str, Any], image: dict[str, Any] | None, expected: tuple[Any, ...] | None
+) -> None:
+    check = health_check(own, ImageConfig(healthcheck=image))
+    found = check and (
+        check.argv,
+        *(check.interval_s, check.timeout_s, check.start_period_s, check.start_interval_s, check.retries),
+    )
+    assert found == expected
 
 
 async def test_an_open_network_excludes_services(node: Node, make_row: MakeRow) -> None:
