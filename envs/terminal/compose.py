@@ -1,4 +1,4 @@
-"""Settings of the agent's own service in a Compose file.
+"""Settings of the agent's own service in a Compose file; `compose_services` reads the others.
 
 Reference: https://docs.docker.com/reference/compose-file/services/, and `build` and `deploy` beside it.
 
@@ -7,15 +7,16 @@ reason why the task cannot run: otherwise a policy could get the reward 0 becaus
 that of the task.
 """
 
+import contextlib
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, get_args
 
 from prorl_envs.envs.terminal.compose_variables import MissingVariable, interpolated, parsed_env_file
-from prorl_envs.envs.terminal.files import ComposeLoader, Files, mapping_of, text_of
-from prorl_envs.envs.terminal.task import Machine, NetworkAccess, dockerfile_of, is_root
+from prorl_envs.envs.terminal.files import Files, text_of
+from prorl_envs.envs.terminal.task import Condition, Machine, NetworkAccess, dockerfile_of, is_root
 from prorl_envs.errors import InputError
 from prorl_envs.images.registry.documents import host_platform
 
@@ -32,8 +33,8 @@ _HARMLESS = {
     "": frozenset(
         re.findall(
             r"\w+",
-            "annotations attach container_name cpu_shares depends_on develop dns dns_opt dns_search expose "
-            "healthcheck init label_file labels links logging mem_reservation mem_swappiness memswap_limit "
+            "annotations attach container_name cpu_shares develop dns dns_opt dns_search expose "
+            "healthcheck init label_file labels logging mem_reservation mem_swappiness memswap_limit "
             "oom_score_adj ports pull_policy restart shm_size stdin_open stop_grace_period stop_signal tty",
         )
     ),
@@ -53,53 +54,38 @@ _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([kmgt]?)b?", re.IGNORECASE
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _CPUS = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?")
 _HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+#: Names of services, by which others reach them.
+NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
+#: Directories that a volume may have: not the whole root.
+FOLDER = re.compile(r"(?:/(?!\.\.?(?:/|$))[^/\0]+)+/?")
 #: Fields of the reader from which those of the machine are made.
-_COMBINED: Mapping[str, Any] = {"env_file": {}, "environment": {}, "devices": (), "privileged": ()}
+_COMBINED: Mapping[str, Any] = {
+    "env_file": {},
+    "environment": {},
+    "devices": (),
+    "privileged": (),
+    "networks": {},
+}
 
-type _Setting = Callable[[Any], None]
+#: Default condition of `depends_on`.
+STARTED: Condition = "service_started"
+
+type Setting = Callable[[Any], None]
 
 
-def with_compose(
-    machine: Machine,
-    files: Files,
-    path: str,
-    own: Callable[[Mapping[str, Any]], str],
-    variables: Mapping[str, str],
-    *,
-    always_built: bool,
-) -> Machine:
-    """Return a machine with the settings of the agent's service in a Compose file.
+class MachineReader:
+    """Reader of the agent's service: collects fields of its machine, and reasons why the task cannot run.
 
     Args:
         machine: settings of the task's configuration; its variables and working directory take precedence.
         files: the task directory.
-        path: path of the Compose file, which may be missing.
-        own: returns the name of the agent's service, given all services.
+        path: path of the Compose file.
+        name: name of the service.
+        content: the Compose file.
         variables: values for `${NAME}`, in addition to those in the file `.env` beside the Compose file.
         always_built: whether the service is built although the file has no `build`.
-
-    Raises:
-        InputError: a value is malformed; the message names the file and the setting.
+        connected: whether there are other services.
     """
-    if path not in files:
-        return machine
-    content = mapping_of(files, path, ComposeLoader)
-    services = content.get("services")
-    if not isinstance(services, Mapping):
-        raise InputError(f"{path}: services: not a mapping of mappings")
-    services = {str(name): {} if service is None else service for name, service in services.items()}
-    if not all(isinstance(service, Mapping) for service in services.values()):
-        raise InputError(f"{path}: services: not a mapping of mappings")
-    name = own(services)
-    # Services with profiles start only on request.
-    others = [other for other, service in services.items() if other != name and not service.get("profiles")]
-    reader = _Reader(machine, files, path, name, content, variables, always_built)
-    found = reader.read(services.get(name, {}))
-    return machine.model_copy(update={**found, "services": tuple(sorted(others))})
-
-
-class _Reader:
-    """Reader of the agent's service: collects fields of its machine, and reasons why the task cannot run."""
 
     def __init__(
         self,
@@ -109,26 +95,55 @@ class _Reader:
         name: str,
         content: Mapping[str, Any],
         variables: Mapping[str, str],
+        *,
         always_built: bool,
+        connected: bool,
     ) -> None:
         self._machine, self._files, self._content = machine, files, content
-        self._path, self._always_built = path, always_built
+        self._path, self._name = path, name
+        self._always_built, self._connected = always_built, connected
         self._folder = posixpath.dirname(path)
         self._where = f"{path}: services.{name}"
         self._fields: dict[str, Any] = {}
         self._reasons: list[str] = []
+        #: Sources of the service's volumes, and whether it only reads them.
+        self.volumes: dict[str, bool] = {}
+        #: Conditions of the start by service; and services that may be missing.
+        self._depends: dict[str, Condition] = {}
+        self._optional: set[str] = set()
+        #: Name of the service's image, which other services may use.
+        self.image = ""
         self._variables = dict(variables)
         if (dotenv := posixpath.join(self._folder, ".env")) in files:
             self._variables = {**self._env_file(dotenv), **variables}
 
     def read(self, service: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the machine."""
-        if not _is_unset(self._content.get("include")):
+        if not is_unset(self._content.get("include")):
             self._refuse("include", where=self._path)
-        known = {
+        default = {} if "network_mode" in service else {"networks": ["default"]}
+        self._each("", {**default, **service}, self._known())
+        self.image = image = self._fields.pop("image", "")
+        built = self._always_built or not is_unset(service.get("build"))
+        if image not in ("", BUILT_IMAGE) and (
+            self._machine.image or not built or self._dockerfile_is_missing()
+        ):
+            self._fields["image"] = image
+        fields = {name: self._fields.pop(name, default) for name, default in _COMBINED.items()}
+        return {
+            **self._fields,
+            "env": {**fields["env_file"], **fields["environment"], **self._machine.env},
+            "host": (*fields["devices"], *fields["privileged"]),
+            "networks": self._with_container_name(fields["networks"], service.get("container_name")),
+            "unsupported": tuple(dict.fromkeys(self._reasons)),
+        }
+
+    def _known(self) -> dict[str, Setting]:
+        return {
             "build": self._build,
             "command": lambda value: self._command("command", value),
             "cpus": lambda value: self._cpus("cpus", value),
+            "depends_on": self._depends_on,
             "deploy": self._deploy,
             "devices": self._devices,
             "entrypoint": lambda value: self._command("entrypoint", value),
@@ -137,6 +152,7 @@ class _Reader:
             "gpus": lambda value: self._fields.update(gpus=1),
             "hostname": self._hostname,
             "image": self._image,
+            "links": self._links,
             "mem_limit": lambda value: self._memory("mem_limit", value),
             "network_mode": self._network_mode,
             "networks": self._networks,
@@ -148,30 +164,19 @@ class _Reader:
             "volumes": self._volumes,
             "working_dir": self._working_dir,
         }
-        default = {} if "network_mode" in service else {"networks": ["default"]}
-        self._each("", {**default, **service}, known)
-        image = self._fields.pop("image", "")
-        built = self._always_built or not _is_unset(service.get("build"))
-        if image not in ("", BUILT_IMAGE) and (
-            self._machine.image or not built or self._dockerfile_is_missing()
-        ):
-            self._fields["image"] = image
-        fields = {name: self._fields.pop(name, default) for name, default in _COMBINED.items()}
-        return {
-            **self._fields,
-            "env": {**fields["env_file"], **fields["environment"], **self._machine.env},
-            "host": (*fields["devices"], *fields["privileged"]),
-            "unsupported": tuple(dict.fromkeys(self._reasons)),
-        }
 
-    def _each(self, prefix: str, settings: Mapping[Any, Any], known: Mapping[str, _Setting]) -> None:
+    def _each(self, prefix: str, settings: Mapping[Any, Any], known: Mapping[str, Setting]) -> None:
         """Apply the settings of a section; refuse those that are neither known nor harmless."""
         for name, value in settings.items():
-            setting = f"{prefix}{name}"
-            if name in _HARMLESS.get(prefix, ()) or str(name).startswith("x-") or _is_unset(value):
+            setting, apply = f"{prefix}{name}", known.get(str(name))
+            harmless = apply is None and name in _HARMLESS.get(prefix, ())
+            if harmless or str(name).startswith("x-") or is_unset(value):
                 continue
             try:
-                known.get(str(name), lambda value, setting=setting: self._refuse(setting))(value)
+                if apply is None:
+                    self._refuse(setting)
+                else:
+                    apply(value)
             except MissingVariable as error:
                 self._reasons.append(str(error))
 
@@ -274,15 +279,16 @@ class _Reader:
 
     def _command(self, setting: str, value: Any) -> None:
         """Refuse a command that starts a service: processes run only while the agent and the tests do."""
-        if isinstance(value, list):
-            words = [self._text(setting, word) for word in value]
-        else:
-            try:
-                words = shlex.split(self._text(setting, value))
-            except ValueError as error:
-                raise self._error(setting, str(error)) from None
-        if not _IDLE.fullmatch(" ".join(words)):
+        if not _IDLE.fullmatch(" ".join(self._words(setting, value))):
             self._refuse(setting)
+
+    def _words(self, setting: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, list):
+            return tuple(self._text(setting, word) for word in value)
+        try:
+            return tuple(shlex.split(self._text(setting, value)))
+        except ValueError as error:
+            raise self._error(setting, str(error)) from None
 
     # Image.
 
@@ -387,18 +393,69 @@ class _Reader:
         mode = self._text("network_mode", value)
         if mode == "none":
             self._fields["network"] = NetworkAccess()
+            self._fields["networks"] = {}
         elif mode not in ("bridge", "default"):
             self._refuse("network_mode")
 
     def _networks(self, value: Any) -> None:
-        """Read the networks of a single service, in which only access to other networks matters."""
-        networks = dict.fromkeys(value) if _is_list_of_texts(value) else self._section("networks", value)
+        networks = dict.fromkeys(value) if is_list_of_texts(value) else self._section("networks", value)
         defined = self._section("networks", self._content.get("networks") or {})
         settings = [self._section("networks", defined.get(name) or {}) for name in networks]
-        if not all(map(_is_unset, networks.values())) or any(item.get("external") for item in settings):
+        names = {str(network): self._names(own) for network, own in networks.items()}
+        if None in names.values() or any(item.get("external") for item in settings):
             self._refuse("networks")
-        elif networks and all(item.get("internal") is True for item in settings):
+            return
+        self._fields["networks"] = names
+        if networks and all(item.get("internal") is True for item in settings):
             self._fields["network"] = NetworkAccess()
+
+    def _names(self, own: Any) -> tuple[str, ...] | None:
+        """Return the names of the service in a network; None if a setting of it cannot be applied."""
+        section = {} if is_unset(own) else self._section("networks", own)
+        if section.keys() - ({"aliases"} if self._connected else ()):
+            return None
+        aliases = [
+            self._text("aliases", alias) for alias in self._list("aliases", section.get("aliases", []))
+        ]
+        return (self._name, *aliases) if all(map(NAME.fullmatch, aliases)) else None
+
+    def _links(self, value: Any) -> None:
+        """Refuse names that only this service would have for others; it reaches them by their own names."""
+        for item in self._list("links", value):
+            service, _, alias = self._text("links", item).partition(":")
+            self._depends.setdefault(service, STARTED)
+            if alias not in ("", service):
+                self._refuse("links")
+
+    def _depends_on(self, value: Any) -> None:
+        if is_list_of_texts(value):
+            value = {name: {} for name in value}
+        for name, settings in self._section("depends_on", value).items():
+            section = self._section("depends_on", settings or {})
+            condition = section.get("condition", STARTED)
+            if condition not in get_args(Condition.__value__):
+                raise self._error("depends_on", f"not a condition: {str(condition)[:100]!r}")
+            self._depends[str(name)] = condition
+            if section.get("required") is False:
+                self._optional.add(str(name))
+
+    def depends_on(self, services: Collection[str], agent: str) -> dict[str, Condition]:
+        """Return the conditions of the start by service. The agent's sandbox starts first, and runs always.
+
+        Raises:
+            InputError: there is no such service.
+        """
+        for name in self._depends.keys() - {agent, *services} - self._optional:
+            raise self._error("depends_on", f"no service {name[:100]!r}")
+        return {name: condition for name, condition in self._depends.items() if name in services}
+
+    def _with_container_name(self, networks: Mapping[str, Any], value: Any) -> dict[str, tuple[str, ...]]:
+        """Return the names of the service by network. Others reach it by the name of its container, too."""
+        with contextlib.suppress(MissingVariable, InputError):
+            name = self._text("container_name", value)
+            if NAME.fullmatch(name):
+                return {network: (*names, name) for network, names in networks.items()}
+        return dict(networks)
 
     # Volumes.
 
@@ -408,27 +465,47 @@ class _Reader:
                 self._refuse("tmpfs")
 
     def _volumes(self, value: Any) -> None:
-        """Refuse all volumes but the benchmark's directories of logs, and temporary file systems.
-
-        The files of the task would have to be read-only, or to reach the verifier with the agent's changes.
-        """
+        """Refuse files of the task: they would have to be read-only, or to reach the verifier, changed."""
         for item in self._list("volumes", value):
-            if isinstance(item, Mapping):
-                kind, source, target = (
-                    self._text("volumes", item.get(key, "")) for key in ("type", "source", "target")
-                )
-            else:
-                kind, (source, _, target) = "bind", self._text("volumes", item).partition(":")
-                target = target.partition(":")[0]
+            kind, source, target, only_read = self._volume(item)
             is_log = source.startswith(HOST_LOGS) and _LOGS.fullmatch(target)
-            if not is_log and not (kind == "tmpfs" and _TEMPORARY.fullmatch(target)):
+            is_temporary = kind == "tmpfs" and _TEMPORARY.fullmatch(target)
+            if kind == "volume" and FOLDER.fullmatch(target):
+                self._private_volume(source, target, only_read)
+            elif not is_log and not is_temporary:
                 self._refuse("volumes")
 
+    def _volume(self, item: Any) -> tuple[str, str, str, bool]:
+        """Return the kind of a volume, its source, its target, and whether it is only read."""
+        if isinstance(item, Mapping):
+            kind, source, target = (
+                self._text("volumes", item.get(key, "")) for key in ("type", "source", "target")
+            )
+            options = item.get("volume")
+            is_part = isinstance(options, Mapping) and not is_unset(options.get("subpath"))
+            return "part" if is_part else kind, source, target, item.get("read_only") is True
+        source, colon, rest = self._text("volumes", item).partition(":")
+        target, _, mode = rest.partition(":")
+        if not colon:
+            return "volume", "", source, False
+        kind = "bind" if source.startswith((".", "/", "~")) else "volume"
+        return kind, source, target, "ro" in mode.split(",")
 
-def _is_unset(value: Any) -> bool:
+    def _private_volume(self, source: str, target: str, only_read: bool) -> None:
+        """Use a directory of the service itself, because no other service has the volume."""
+        defined = self._section("volumes", self._content.get("volumes") or {})
+        settings = self._section("volumes", defined.get(source) or {})
+        if settings.get("external") or settings.get("driver_opts"):
+            self._refuse("volumes")
+        if source:
+            self.volumes[source] = only_read
+        self._fields["folders"] = (*self._fields.get("folders", ()), target)
+
+
+def is_unset(value: Any) -> bool:
     """Return whether a value is the same as none: Compose keeps its default."""
     return value is None or value is False or value in ("", [], {})
 
 
-def _is_list_of_texts(value: Any) -> bool:
+def is_list_of_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

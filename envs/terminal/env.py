@@ -1,6 +1,5 @@
 """Tasks with their own images: the agent is root of the image, and the task's own tests grade the files."""
 
-import asyncio
 import base64
 import contextlib
 import shlex
@@ -15,13 +14,14 @@ from prorl_envs.env.sandboxed import Phase as EpisodePhase
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.task_files import content_of
 from prorl_envs.envs.terminal.images import TaskImage, task_image
-from prorl_envs.envs.terminal.machines import machine_spec
+from prorl_envs.envs.terminal.machines import machine_spec, shell_command
 from prorl_envs.envs.terminal.options import TerminalOptions
 from prorl_envs.envs.terminal.planted import planted
 from prorl_envs.envs.terminal.requirements import missing
 from prorl_envs.envs.terminal.rows import task_of
-from prorl_envs.envs.terminal.task import HealthCheck, Step, TerminalTask
-from prorl_envs.envs.terminal.verifier import SOLUTION, Verdict, Verifier, shell_command
+from prorl_envs.envs.terminal.services import AGENT, TaskServices, service_image, wait_healthy
+from prorl_envs.envs.terminal.task import Step, TerminalTask
+from prorl_envs.envs.terminal.verifier import SOLUTION, Verdict, Verifier
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
 from prorl_envs.images.scratch import make_scratch
 from prorl_envs.images.threads import in_thread
@@ -72,6 +72,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         #: The image with the changes of the finished steps.
         self._with_changes: TaskImage | None = None
         self._scratch: Path | None = None
+        self._services: TaskServices | None = None
         #: Changes and verdicts of the finished steps.
         self._layers: list[Path] = []
         self._verdicts: list[Verdict] = []
@@ -85,7 +86,14 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
 
     @classmethod
     def unavailable(cls, task: TerminalTask) -> str:
-        return "; ".join(missing(task, cls.options.variables))
+        return "; ".join(cls._obstacles(task))
+
+    @classmethod
+    def _obstacles(cls, task: TerminalTask) -> list[str]:
+        reasons = [*missing(task, cls.options.variables)]
+        if task.machine.services and cls.options.public_network == "open":
+            reasons.append("public_network is open: in the host's network, services cannot be connected")
+        return reasons
 
     @classmethod
     async def provision(cls, node: Node, task: TerminalTask, progress: Callable[[str], None]) -> None:
@@ -93,9 +101,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         machines = [task.machine, *(step.verifier_machine for step in task.steps if step.verifier_machine)]
         for machine in machines:
             await task_image(node, task.files, machine, timeout_factor=factor, progress=progress)
+        for service in task.machine.services:
+            await service_image(node, cls.options, task.files, service, progress)
 
     async def init(self, task: TerminalTask) -> Prompt:
-        if reasons := missing(task, self.options.variables):
+        if reasons := self._obstacles(task):
             raise EnvironmentFault(f"{task.id} cannot run here: {'; '.join(reasons)}")
         if self._image is None:
             factor = self.options.timeout_factor
@@ -107,6 +117,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
                     hint="join RUN instructions of its Dockerfile with &&",
                 )
             self._scratch = await in_thread(make_scratch, self.node.dockerfiles().scratch)
+            self._services = TaskServices(self.node, self.options, task)
         prompt = await super().init(task)
         self._start_clock(task.steps[0])
         return prompt
@@ -128,12 +139,16 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
     def sandbox_spec(self, task: TerminalTask) -> SandboxSpec:
         agent = task.steps[len(self._verdicts)].agent
         image = self._with_changes or self._built()
-        return machine_spec(image, task.machine, agent, self.options, self.node.limits)
+        hosts = self._connected().hosts(AGENT)
+        return machine_spec(image, task.machine, agent, self.options, self.node.limits, hosts)
 
     async def prepare(self, task: TerminalTask, session: SandboxSession) -> None:
-        await self._run(session, ["/bin/mkdir", "-p", *_LOGS], "preparing /logs", _SETUP_S)
+        folders = [*_LOGS, *task.machine.folders]
+        await self._run(session, ["/bin/mkdir", "-p", "--", *folders], "preparing /logs", _SETUP_S)
+        await self._connected().join(session)
+        await self._connected().start()
         if task.machine.health is not None:
-            await self._check_health(session, task.machine.health)
+            await wait_healthy(session, task.machine.health)
         await self._prepare_step(task, task.steps[0], session)
 
     async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
@@ -159,7 +174,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         return await super().eval()
 
     async def close(self) -> None:
-        await super().close()
+        try:
+            await super().close()
+        finally:
+            if self._services is not None:
+                await self._services.aclose()
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             await in_thread(remove_tree, scratch)
@@ -194,15 +213,16 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         if "setup.sh" in step.workdir_files:
             await self._run(session, shell_command("setup.sh"), "setup.sh", _SETUP_S)
         if step.health is not None:
-            await self._check_health(session, step.health)
+            await wait_healthy(session, step.health)
 
     async def _finish_step(self, task: TerminalTask, step: Step) -> Verdict:
         """Close the agent's sandbox, take its changed files as a layer, and run the step's tests on them."""
         session = self._here("finish")
         for hook in task.collects:
             limit_s = hook.timeout_s * self.options.timeout_factor
+            place = self._connected().session(hook.service) if hook.service else session
             with contextlib.suppress(OSError):  # the agent may have removed the shell
-                await session.tools.run(shell_command("-c", hook.command), timeout_s=limit_s)
+                await place.tools.run(shell_command("-c", hook.command), timeout_s=limit_s)
         layer = self._folder() / f"layer{len(self._layers)}"
         await session.sandbox.take_layer(layer)
         await self.close_agent_sandbox()
@@ -221,6 +241,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         self._with_changes = await in_thread(self._built().with_layers, self._layers, path)
         opening = sandbox_session(self.node, self.sandbox_spec(task))
         self._session = await self._exits.enter_async_context(opening)
+        await self._connected().join(self._session)
         await self._prepare_step(task, step, self._session)
         self._start_clock(step)
         return step.instruction
@@ -290,32 +311,12 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
             step=step,
             image=self._built(),
             scratch=self._folder(),
+            services=self._connected(),
         )
 
     def _start_clock(self, step: Step) -> None:
         limit_s = step.agent.timeout_s
         self._deadline = None if limit_s is None else time.monotonic() + limit_s * self.options.timeout_factor
-
-    async def _check_health(self, session: SandboxSession, check: HealthCheck) -> None:
-        """Run a health check until it succeeds.
-
-        Raises:
-            EnvironmentFault: the check failed too often after its start period, or cannot run.
-        """
-        started, failures = time.monotonic(), 0
-        while True:
-            try:
-                done = await session.tools.run(shell_command("-c", check.command), timeout_s=check.timeout_s)
-            except OSError as error:
-                raise EnvironmentFault(f"the health check cannot run: {error.strerror}") from error
-            if done.exit_code == 0:
-                return
-            starting = time.monotonic() - started < check.start_period_s
-            failures += not starting
-            if failures >= max(check.retries, 1):
-                text = done.output.decode(errors="replace")[-500:]
-                raise EnvironmentFault(f"the health check failed {failures} times: {text}")
-            await asyncio.sleep(check.start_interval_s if starting else check.interval_s)
 
     async def _run(self, session: SandboxSession, argv: list[str], action: str, timeout_s: float) -> None:
         try:
@@ -331,6 +332,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         if self._image is None:
             raise EnvironmentFault("the image is not built", hint="call init() first")
         return self._image
+
+    def _connected(self) -> TaskServices:
+        if self._services is None:
+            raise EnvironmentFault("the episode has no services", hint="call init() first")
+        return self._services
 
     def _folder(self) -> Path:
         if self._scratch is None:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prorl_envs.env.task_files import Text
-from prorl_envs.envs.terminal.compose import BUILT_IMAGE, HOST_LOGS, with_compose
+from prorl_envs.envs.terminal.compose import BUILT_IMAGE, HOST_LOGS
+from prorl_envs.envs.terminal.compose_services import with_compose
 from prorl_envs.envs.terminal.files import Files, mapping_of, parsed, paths_below, text_of
 from prorl_envs.envs.terminal.requirements import resolved
 from prorl_envs.envs.terminal.task import (

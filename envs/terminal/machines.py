@@ -1,7 +1,9 @@
 """Specs of a machine's sandboxes: image, environment, network and limits."""
 
 import posixpath
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from prorl_envs.envs.terminal.images import TaskImage
 from prorl_envs.envs.terminal.options import TerminalOptions
@@ -11,7 +13,12 @@ from prorl_envs.sandbox.base import DEFAULT_HOSTNAME, Network, SandboxLimits, Sa
 
 
 def machine_spec(
-    image: TaskImage, machine: Machine, phase: Phase, options: TerminalOptions, limits: SandboxLimits
+    image: TaskImage,
+    machine: Machine,
+    phase: Phase,
+    options: TerminalOptions,
+    limits: SandboxLimits,
+    hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> SandboxSpec:
     """Return the spec of a sandbox in which the agent or the verifier runs, as root of the image.
 
@@ -21,6 +28,7 @@ def machine_spec(
         phase: settings of the agent or of the verifier.
         options: options of the family.
         limits: limits of this node's sandboxes; a limit of the machine applies if it is lower.
+        hosts: addresses of other machines, by name.
 
     Raises:
         InputError: a variable has no value.
@@ -33,6 +41,7 @@ def machine_spec(
         workdir=_workdir(image, machine),
         env=env,
         hostname=machine.hostname or DEFAULT_HOSTNAME,
+        hosts=hosts,
         limits=replace(
             limits,
             memory_bytes=_lower(limits.memory_bytes, machine.memory_bytes),
@@ -63,3 +72,12 @@ def _network(access: NetworkAccess, options: TerminalOptions) -> Network:
     if options.public_network == "open":
         return Network(open=True, reason="public_network is open")
     return Network(allow=options.public_network)
+
+
+#: The benchmarks use bash, which also runs scripts without a `#!` line. Some images have only sh.
+_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash "$@"; exec /bin/sh "$@"'
+
+
+def shell_command(*arguments: str) -> list[str]:
+    """Return a command that runs bash with arguments, or sh in an image without bash."""
+    return ["/bin/sh", "-c", _SHELL, "sh", *arguments]

@@ -27,14 +27,16 @@ def missing(task: TerminalTask, variables: Mapping[str, str]) -> tuple[str, ...]
     for step in task.steps:
         if step.verifier_machine is not None:
             reasons += _machine(task, step.verifier_machine)
+            if step.verifier_machine.services:
+                reasons.append("its verifier needs Compose services")
             reasons += _variables(step.verifier_machine.env, variables)
         for env in (step.verifier.env, step.agent.env):
             reasons += _variables(env, variables)
     reasons += _variables(task.machine.env, variables)
-    if any(hook.service for hook in task.collects) or any(
-        artifact.service for step in task.steps for artifact in step.artifacts
-    ):
-        reasons.append("it takes files from a service")
+    services = {"", *(service.name for service in task.machine.services)}
+    artifacts = (artifact.service for step in task.steps for artifact in step.artifacts)
+    for name in {*artifacts, *(hook.service for hook in task.collects)} - services:
+        reasons.append(f"it takes files from a service that it does not have: {name}")
     return tuple(dict.fromkeys(reasons))
 
 
@@ -66,23 +68,24 @@ def _variables(env: Mapping[str, str], variables: Mapping[str, str]) -> Iterator
             yield f"the variable {match[1]} has no value"
 
 
-def _machine(task: TerminalTask, machine: Machine) -> Iterator[str]:
+def _machine(task: TerminalTask, machine: Machine, who: str = "it") -> Iterator[str]:
     if machine.os != "linux":
         yield f"its image is for {machine.os}"
     if machine.gpus:
-        yield "it needs a GPU"
+        yield f"{who} needs a GPU"
     if machine.tpu:
         yield "it needs a TPU"
-    if machine.services:
-        yield f"it needs Compose services: {', '.join(machine.services)}"
+    for service in machine.services:
+        yield from _machine(task, service, f"the service {service.name}")
     for part in machine.host:
-        yield "it needs a privileged container" if part == "privileged" else f"it needs the device {part}"
+        need = "a privileged container" if part == "privileged" else f"the device {part}"
+        yield f"{who} needs {need}"
     if machine.tools:
         yield f"it needs MCP servers: {', '.join(machine.tools)}"
     yield from machine.unsupported
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if machine.memory_bytes is not None and machine.memory_bytes > total:
-        yield f"it needs {size_words(machine.memory_bytes)} of memory"
+        yield f"{who} needs {size_words(machine.memory_bytes)} of memory"
     if not machine.image:
         yield from _dockerfile(task, machine)
 

@@ -5,7 +5,7 @@ A row is `{"id": ..., "directory": {PATH: TEXT or {"base64": ..., "executable": 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -25,6 +25,7 @@ def _settable(env: dict[str, str]) -> dict[str, str]:
     return env
 
 
+type Condition = Literal["service_started", "service_healthy", "service_completed_successfully"]
 type Variables = Annotated[dict[str, Text], AfterValidator(_settable)]
 
 
@@ -36,9 +37,10 @@ class NetworkAccess(_Model):
 
 
 class HealthCheck(_Model):
-    """Command that exits with 0 once the environment is ready."""
+    """Command that exits with 0 once the environment is ready; `argv` is a program instead of a command."""
 
-    command: str
+    command: str = ""
+    argv: tuple[str, ...] = ()
     interval_s: float = 5.0
     timeout_s: float = 30.0
     start_period_s: float = 0.0
@@ -67,7 +69,10 @@ class Machine(_Model):
         workdir: working directory; "" means the image's.
         hostname: host name; "" means the sandbox's default.
         health: check that must succeed before the agent starts, or None.
-        services: names of the Compose services other than the agent's own.
+        folders: directories that are created before the start.
+        networks: names by which others reach this machine, by the Compose networks that it belongs to.
+        depends_on: conditions before its processes start, by name of a Compose service.
+        services: Compose services other than the agent's own.
         host: parts of the host that the agent's own service requests, such as `/dev/kvm` or `privileged`.
         tools: names of MCP servers that the task offers.
         unsupported: reasons why the task cannot run, from settings that cannot be applied.
@@ -90,10 +95,37 @@ class Machine(_Model):
     workdir: str = ""
     hostname: str = ""
     health: HealthCheck | None = None
-    services: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    networks: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
+    depends_on: Mapping[str, Condition] = Field(default_factory=dict)
+    services: tuple["Service", ...] = ()
     host: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
+
+
+class Service(Machine):
+    """Compose service beside the agent's own.
+
+    Args:
+        name: name of the service.
+        entrypoint, command: instead of those of the image; None means the image's.
+        healthcheck: settings instead of those of the image: `test`, as a list, and fields of `HealthCheck`.
+        restarts: number of restarts after a failure; None is unlimited.
+        always: whether it restarts after a success, too.
+        files: files of the task directory, by their path in the service.
+    """
+
+    name: str
+    entrypoint: tuple[str, ...] | None = None
+    command: tuple[str, ...] | None = None
+    healthcheck: Mapping[str, Any] = Field(default_factory=dict)
+    restarts: int | None = 0
+    always: bool = False
+    files: Mapping[str, str] = Field(default_factory=dict)
+
+
+Machine.model_rebuild()
 
 
 def is_root(user: str) -> bool:

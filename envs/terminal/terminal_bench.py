@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from prorl_envs.env.task_files import Text
-from prorl_envs.envs.terminal.compose import BUILT_IMAGE, HOST_LOGS, with_compose
+from prorl_envs.envs.terminal.compose import BUILT_IMAGE, HOST_LOGS
+from prorl_envs.envs.terminal.compose_services import with_compose
 from prorl_envs.envs.terminal.files import Files, mapping_of, parsed, paths_below, text_of
 from prorl_envs.envs.terminal.task import Machine, NetworkAccess, Phase, Step, TerminalTask
 from prorl_envs.errors import InputError

@@ -22,9 +22,10 @@ from prorl_envs.env.sandboxed import sandbox_session
 from prorl_envs.env.task_files import content_of
 from prorl_envs.envs.terminal.harbor import ARTIFACTS
 from prorl_envs.envs.terminal.images import TaskImage, task_image, write_files
-from prorl_envs.envs.terminal.machines import machine_spec
+from prorl_envs.envs.terminal.machines import machine_spec, shell_command
 from prorl_envs.envs.terminal.options import TerminalOptions
 from prorl_envs.envs.terminal.planted import AccessibleLayer
+from prorl_envs.envs.terminal.services import AGENT, TaskServices
 from prorl_envs.envs.terminal.task import Machine, Step, TerminalTask
 from prorl_envs.errors import GraderError, SandboxError, ToolError, TransferRefused
 from prorl_envs.images.threads import in_thread
@@ -56,15 +57,6 @@ _STATUS = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILI
 _FAILED = re.compile(
     r"^(?:[\[(].* )?SUBFAIL(?:ED)?(?=[\s\[(])|^=+ .*\b[1-9]\d{0,5} (?:failed|errors?)\b", re.MULTILINE
 )
-
-
-#: The benchmarks use bash, which also runs scripts without a `#!` line. Some images have only sh.
-_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash "$@"; exec /bin/sh "$@"'
-
-
-def shell_command(*arguments: str) -> list[str]:
-    """Return a command that runs bash with arguments, or sh in an image without bash."""
-    return ["/bin/sh", "-c", _SHELL, "sh", *arguments]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +97,7 @@ class Verifier:
         task, step: the task, and the step that is graded.
         image: image of the agent's sandbox, without the agent's changes.
         scratch: private directory on the file system of the sandboxes.
+        services: the services, which the tests reach on the agent's machine.
     """
 
     node: Node
@@ -113,6 +106,7 @@ class Verifier:
     step: Step
     image: TaskImage
     scratch: Path
+    services: TaskServices
 
     async def verify(self, layers: Sequence[Path]) -> Verdict:
         """Run the tests on the image with additional layers.
@@ -128,8 +122,9 @@ class Verifier:
         changed = await in_thread(self._image_with, layers, files)
         machine = self.step.verifier_machine
         if machine is None:
-            spec = self._spec(changed, self.task.machine, files)
+            spec = replace(self._spec(changed, self.task.machine, files), hosts=self.services.hosts(AGENT))
             async with sandbox_session(self.node, spec) as session:
+                await self.services.join(session)
                 return await self._run(session)
         image = await task_image(
             self.node, self.task.files, machine, timeout_factor=self.options.timeout_factor
@@ -205,11 +200,12 @@ class Verifier:
         spec = SandboxSpec(image=changed.path, emulate_root=True, workdir="/", limits=self.node.limits)
         copies = folder / "artifacts"
         copies.mkdir()
-        artifacts = {artifact.source: artifact.exclude for artifact in self.step.artifacts}
-        sources = {ARTIFACTS: (), **artifacts}
-        async with sandbox_session(self.node, spec) as source:
-            for number, (path, excluded) in enumerate(sources.items()):
+        artifacts = {(item.service, item.source): item.exclude for item in self.step.artifacts}
+        sources = {("", ARTIFACTS): (), **artifacts}
+        async with sandbox_session(self.node, spec) as own:
+            for number, ((service, path), excluded) in enumerate(sources.items()):
                 copy = copies / str(number)
+                source = self.services.session(service) if service else own
                 with contextlib.suppress(OSError, TransferRefused):
                     await source.tools.download(path, copy, timeout_s=_COPY_S, skip_unsupported=True)
                 if not copy.exists():

@@ -94,6 +94,7 @@ class SandboxSpec:
         mounts: further host paths that appear inside, in order.
         masks: absolute paths inside that are hidden behind an empty read-only directory, after `mounts`.
         hostname: host name inside.
+        hosts: addresses of other names that programs inside use, by name.
         uid: user id inside (0 looks like root but has no capabilities).
         emulate_root: True makes the processes root of the image, for package managers and tasks that need it:
             `uid` is 0, all of the image can be written, and system calls that need a privilege (chown,
@@ -112,6 +113,7 @@ class SandboxSpec:
     mounts: tuple[Mount, ...] = ()
     masks: tuple[str, ...] = ()
     hostname: str = DEFAULT_HOSTNAME
+    hosts: Mapping[str, str] = field(default_factory=dict)
     uid: int = 1000
     emulate_root: bool = False
     default_route: bool = False

@@ -66,8 +66,8 @@ def _libraries(program: str) -> set[Path]:
     return {Path(word) for line in lines for word in line.split() if word.startswith("/")}
 
 
-def write_python(root: Path, prefix: str) -> None:
-    """Copy this interpreter, its libraries and packages with ipykernel into an image.
+def write_python(root: Path, prefix: str, *, packages: tuple[str, ...] = ("ipykernel",)) -> None:
+    """Copy this interpreter, its libraries and packages into an image.
 
     Args:
         root: the image.
@@ -87,7 +87,7 @@ def write_python(root: Path, prefix: str) -> None:
         if found.name.startswith("libpython"):  # an executable may look for it relative to itself
             shutil.copy(found, target / "lib")
     # Packages beside the standard library: Debian's Python has no site-packages.
-    for each in _closure("ipykernel"):
+    for each in (found for name in packages for found in _closure(name)):
         for file in each.files or ():
             source = Path(str(each.locate_file(file)))
             if ".." not in file.parts and source.is_file():

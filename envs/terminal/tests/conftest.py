@@ -13,7 +13,7 @@ from prorl_envs.sandbox.base import Driver
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.images import Images
 from prorl_envs.sandbox.template.template import TemplateSpec
-from tests.sandbox.rootfs import PROGRAMS, write_rootfs
+from tests.sandbox.rootfs import PROGRAMS, write_python, write_rootfs
 
 _MORE = ("base64", "chmod", "grep", "head", "ln", "mkfifo", "mv", "touch", "tr")
 
@@ -51,9 +51,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rootfs(tmp_path_factory.mktemp("base") / "root", (*PROGRAMS, *_MORE))
 
 
+@pytest.fixture(scope="session")
+def python_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = write_rootfs(tmp_path_factory.mktemp("python") / "root", (*PROGRAMS, *_MORE))
+    write_python(root, "/usr", packages=())
+    return root
+
+
 @pytest.fixture(scope="module")
 async def node(
-    family_run_dir: Path, templates: Mapping[str, TemplateSpec], base: Path
+    family_run_dir: Path, templates: Mapping[str, TemplateSpec], base: Path, python_base: Path
 ) -> AsyncIterator[Node]:
     cache = family_run_dir / "cache"
     cache.mkdir(exist_ok=True)
@@ -64,7 +71,7 @@ async def node(
         return DockerfileBuilder(
             LayerStore(cache / "layers"),
             driver,
-            bases={"base": base, "debian:12-slim": base},
+            bases={"base": base, "debian:12-slim": base, "python": python_base},
             scratch=scratch,
         )
 

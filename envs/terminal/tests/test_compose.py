@@ -1,5 +1,6 @@
 """Compose settings of the agent's service: each is applied, harmless, or a reason why the task cannot run."""
 
+import re
 from typing import Any
 
 import pytest
@@ -153,6 +154,118 @@ def test_other_settings_are_reasons(make_row: MakeRow, setting: str, reason: str
 def test_malformed_values_name_the_file_and_the_setting(make_row: MakeRow, service: str) -> None:
     with pytest.raises(InputError, match=rf"^{PATH}: services"):
         composed(make_row, service)
+
+
+def with_service(make_row: MakeRow, service: str, more: str = "") -> TerminalTask:
+    text = f"services:\n  main: {{build: .}}\n  db: {service}\n{more}"
+    return task_of(make_row({**FILES, PATH: text}), {})
+
+
+@pytest.mark.parametrize(
+    ("service", "expected"),
+    [
+        ("{build: .}", {"entrypoint": None, "command": None, "restarts": 0}),
+        ("{image: a, command: 'run \"a b\" $$X'}", {"command": ("run", "a b", "$X")}),
+        ("{image: a, entrypoint: '', command: []}", {"entrypoint": (), "command": ()}),
+        ("{image: a, restart: always}", {"always": True, "restarts": None}),
+        ("{image: a, restart: 'on-failure:3'}", {"always": False, "restarts": 3}),
+        ("{image: a, restart: no}", {"always": False, "restarts": 0}),
+        ("{image: a, healthcheck: {test: a b, interval: 1m30s, timeout: 5ms, retries: 5, start_period: 0s}}",
+         {"healthcheck": {"test": ("CMD-SHELL", "a b"), "interval_s": 90, "timeout_s": 0.005, "retries": 5}}),
+        ("{image: a, healthcheck: {test: [CMD, a, '${LEVEL}']}}",
+         {"healthcheck": {"test": ("CMD", "a", "high")}}),
+        ("{image: a, healthcheck: {disable: true, test: a}}", {"healthcheck": {"test": ("NONE",)}}),
+        ("{image: a, depends_on: [main, b], links: [c, 'b:b']}",
+         {"depends_on": {"b": "service_started", "c": "service_started"}}),
+        ("{image: a, depends_on: {b: {condition: service_healthy, restart: true}, no: {required: false}}}",
+         {"depends_on": {"b": "service_healthy"}}),
+        ("{image: a, volumes: [./vars.env:/a.env:ro, './docker:/d', {type: bind, source: .env, target: /e}]}",
+         {"files": {"/a.env": "environment/vars.env", "/e": "environment/.env",
+                    "/d/Dockerfile.dev": "environment/docker/Dockerfile.dev"}}),
+    ],
+)  # fmt: skip
+def test_settings_of_other_services(make_row: MakeRow, service: str, expected: dict[str, Any]) -> None:
+    task = with_service(make_row, service, "  b: {image: x}\n  c: {image: x}\n")
+    assert missing(task, {}) == ()
+    assert {name: getattr(task.machine.services[0], name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("service", "expected"),
+    [
+        ("{build: {context: ./docker, dockerfile: Dockerfile.dev, target: two}, image: c}",
+         {"folder": "environment/docker", "image": "", "build_target": "two"}),
+        ("{image: mine}",
+         {"folder": "environment/docker", "dockerfile": "environment/docker/Dockerfile.dev"}),
+        ("{image: '${MAIN_IMAGE_NAME}'}", {"folder": "environment", "image": ""}),
+        ("{image: a, volumes: ['v:/var/v', /w, 'u:/u:ro'], tmpfs: [/t]}",
+         {"folders": {"/var/v", "/w", "/u", "/t"}}),
+        ("{image: a, networks: [back]}", {"networks": {"back": ("db",)}, "network": NetworkAccess()}),
+        ("{image: a, networks: {back: {aliases: [x.y]}, front: }, container_name: n}",
+         {"networks": {"back": ("db", "x.y", "n"), "front": ("db", "n")},
+          "network": NetworkAccess(mode="public")}),
+        ("{image: a, network_mode: none}", {"networks": {}}),
+        ("{image: a, working_dir: /w, hostname: h, mem_limit: 1g, env_file: vars.env, environment: {A: 3}}",
+         {"workdir": "/w", "hostname": "h", "memory_bytes": 1 << 30,
+          "env": {"A": "3", "B": "$A", "C": "x\n1", "D": "13"}}),
+        ("{image: a, user: postgres, cap_drop: [ALL], read_only: true, ulimits: {nofile: 1}, pids_limit: 9}",
+         {}),
+    ],
+)  # fmt: skip
+def test_machines_of_other_services(make_row: MakeRow, service: str, expected: dict[str, Any]) -> None:
+    more = "  b: {build: {context: ./docker, dockerfile: Dockerfile.dev}, image: mine}\n"
+    task = with_service(make_row, service, f"{more}networks: {{back: {{internal: true}}, front: {{}}}}\n")
+    assert missing(task, {}) == ()
+    machine = task.machine.services[0]
+    found = {name: getattr(machine, name) for name in expected}
+    assert {name: set(value) if name == "folders" else value for name, value in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("service", "reason"),
+    [
+        *((f"{{image: a, {setting}}}", f"services.db.{setting.partition(':')[0]}: cannot be applied here")
+          for setting in (
+              "cap_add: [NET_ADMIN]", "network_mode: host", "network_mode: 'service:main'", "pid: host",
+              "networks: {default: {ipv4_address: 10.0.0.1}}", "networks: [out]", "links: ['main:other']",
+              "extra_hosts: ['a:1.2.3.4']", "secrets: [a]", "volumes: ['/var/run/docker.sock:/s']",
+              "volumes: ['../../x:/x']", "volumes: ['gone:/x']", "volumes: ['a:/']", "post_start: [a]",
+              "volumes: ['${HOST_AGENT_LOGS_PATH}:/logs/agent']", "scale: 2", "unknown: 1",
+          )),
+        ("{image: a, healthcheck: {unknown: 1}}", "services.db.healthcheck.unknown: cannot be applied here"),
+        ("{}", "services.db: neither image nor build"),
+        ("{image: a, privileged: true}", "the service db needs a privileged container"),
+        ("{image: a, gpus: all}", "the service db needs a GPU"),
+        ("{image: a, volumes: ['v:/v']}\n  b: {image: a, volumes: ['v:/w']}", "volumes.v: shared by"),
+        ("{image: a, volumes: ['./d:/v']}\n  b: {image: a, volumes: ['./d:/w:ro']}",
+         "volumes../environment/d: shared by services"),
+        ("{build: ./none}", "environment/none/Dockerfile: missing"),
+        ("{image: a, environment: {A: '${NO}'}}", "the variable NO has no value"),
+    ],
+)  # fmt: skip
+def test_reasons_of_other_services(make_row: MakeRow, service: str, reason: str) -> None:
+    top = "networks: {out: {external: true}}\nvolumes: {gone: {external: true}, v: {}}\n"
+    (found,) = missing(with_service(make_row, service, top), {})
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("service", "problem"),
+    [
+        ("{image: a, depends_on: [gone]}", "services.db.depends_on: no service 'gone'"),
+        ("{image: a, depends_on: {main: {condition: soon}}}", "services.db.depends_on: not a condition"),
+        ("{image: a, depends_on: [b]}\n  b: {image: a, depends_on: [db]}", "depends_on: a cycle: b, db"),
+        ("{image: a, healthcheck: {test: [a]}}", "services.db.healthcheck.test: needs"),
+        ("{image: a, healthcheck: {test: a, timeout: soon}}", "services.db.healthcheck.timeout: not a dur"),
+        ("{image: a, healthcheck: {test: a, retries: x}}", "services.db.healthcheck.retries: not a number"),
+        ("{image: a, restart: maybe}", "services.db.restart: not a policy"),
+        ("{image: a, command: 'a \"'}", "services.db.command: No closing quotation"),
+        ("{image: a}\n  'a b': {image: a}", "services: more than 32, or a name that is no host name"),
+    ],
+)
+def test_malformed_settings_of_other_services(make_row: MakeRow, service: str, problem: str) -> None:
+    with pytest.raises(InputError, match=re.escape(f"{PATH}: {problem}")):
+        with_service(make_row, service)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from prorl_envs.envs.terminal.task import TerminalTask
 pytestmark = pytest.mark.anyio
 
 #: Tasks whose Dockerfile installs packages.
-INSTALL = frozenset({"undelete-commit", "web-log"})
+INSTALL = frozenset({"shop-orders", "undelete-commit", "web-log"})
 TASKS = {
     task.id: task
     for task in load_tasks("terminal", example_path("terminal"))
@@ -20,7 +20,7 @@ TASKS = {
 
 
 def test_the_tasks_that_install_packages_are_known() -> None:
-    assert len(TASKS) == 7
+    assert len(TASKS) == 8
     assert {name for name, task in TASKS.items() if "apt-get" in str(task)} == INSTALL
 
 

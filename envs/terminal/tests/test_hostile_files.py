@@ -90,12 +90,16 @@ def test_comments_that_mark_benchmark_data_are_not_shown(make_row: MakeRow) -> N
         ("main: {build: .}, db: {image: x}", ("db",)),
         ("db: {image: x}, shell: {build: .}", ("db",)),
         ("client: {build: .}, main: {build: .}", ("main",)),
-        ("a: {build: .}, b: {build: .}", ("a", "b")),
     ],
 )
 def test_the_own_service_is_found(compose: str, services: tuple[str, ...]) -> None:
     task = task_of(row(**{"docker-compose.yaml": f"services: {{{compose}}}\n"}))
-    assert task.machine.services == services
+    assert tuple(service.name for service in task.machine.services) == services
+
+
+def test_a_missing_own_service_is_a_reason() -> None:
+    task = task_of(row(**{"docker-compose.yaml": "services: {a: {build: .}, b: {build: .}}\n"}))
+    assert missing(task, {}) == ("docker-compose.yaml: services: none is named client, the agent's own",)
 
 
 @pytest.mark.parametrize("main", ["client", "main"])

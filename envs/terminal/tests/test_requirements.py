@@ -21,11 +21,15 @@ COMPOSE = "services:\n  main: {build: .}\n  db: {image: postgres}\n  cache: {ima
         ({}, "[environment]\ngpus = 1\n", ("it needs a GPU",)),
         ({}, '[environment.tpu]\ntype = "v4"\ntopology = "2x2"\n', ("it needs a TPU",)),
         ({}, '[environment]\nos = "Windows"\n', ("its image is for windows",)),
-        ({"environment/docker-compose.yaml": COMPOSE}, "", ("it needs Compose services: cache, db",)),
+        ({"environment/docker-compose.yaml": COMPOSE}, "", ()),
         ({}, '[[environment.mcp_servers]]\nname = "m"\nurl = "u"\n', ("it needs MCP servers: m",)),
         ({}, '[environment.env]\nA = "${KEY}"\nB = "${OTHER:-x}"\n', ("the variable KEY has no value",)),
         ({}, '[verifier.env]\nA = "${KEY}"\n', ("the variable KEY has no value",)),
-        ({}, 'artifacts = [{source = "/a", service = "db"}]\n', ("it takes files from a service",)),
+        (
+            {},
+            'artifacts = [{source = "/a", service = "db"}]\n',
+            ("it takes files from a service that it does not have: db",),
+        ),
         ({"environment/Dockerfile": None}, "", ("environment/Dockerfile: missing",)),
         (
             {"environment/Dockerfile": "FROM base\nONBUILD RUN x\n"},

@@ -254,14 +254,14 @@ class BubblewrapSandbox(IsolatedSandbox):
         of_root = ROOT_SETTINGS if is_root and not self._spec.network.open else ()
         return (*namespace_settings(shared_memory_bytes(self._spec)), *of_root)
 
-    async def open_socket(self) -> socket.socket:
+    async def open_socket(self, *, netlink: bool = False) -> socket.socket:
         """See `IsolatedSandbox.open_socket`."""
         if self._first is None or not self.alive:
             raise self.end_error()
         if self._spec.network.open:
             return socket.socket()
         with self._network() as netns:
-            return await (await self._template()).open_socket(netns)
+            return await (await self._template()).open_socket(netns, netlink=netlink)
 
     @contextlib.contextmanager
     def _network(self) -> Iterator[int]:
@@ -287,7 +287,7 @@ class BubblewrapSandbox(IsolatedSandbox):
         for directory in self._files.directories(self._spec):
             directory.mkdir(mode=0o700)
         if has_own_names(self._spec):
-            write_names(self._files.root, self._spec.hostname)
+            write_names(self._files.root, self._spec.hostname, self._spec.hosts)
         tree = LayerTree(self._files.layers)
         if tree.layers:
             self._adapt_to_image(tree)

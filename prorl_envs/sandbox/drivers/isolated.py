@@ -102,8 +102,8 @@ class IsolatedSandbox(NodeSandbox):
         return None if self._first is None else self._first.pid
 
     @abstractmethod
-    async def open_socket(self) -> socket.socket:
-        """Return a new IPv4 stream socket of the sandbox's own network, owned by the caller.
+    async def open_socket(self, *, netlink: bool = False) -> socket.socket:
+        """Return a new IPv4 stream or netlink socket of the sandbox's own network, owned by the caller.
 
         Raises SandboxError if the sandbox has stopped.
         """

@@ -6,7 +6,7 @@ The host's `/etc` is never mounted: a sandbox run by root could read `/etc/shado
 import functools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from prorl_envs.sandbox.base import DEFAULT_HOSTNAME
@@ -114,10 +114,11 @@ def write_etc(target: Path, *, uid: int, home: str, host: Path = Path("/etc")) -
     (target / "resolv.conf").touch()
 
 
-def write_names(directory: Path, hostname: str) -> None:
-    """Write the `hostname` and `hosts` files of one sandbox into `directory`."""
+def write_names(directory: Path, hostname: str, hosts: Mapping[str, str] | None = None) -> None:
+    """Write the `hostname` and `hosts` files of one sandbox into `directory`; see `SandboxSpec.hosts`."""
     (directory / "hostname").write_text(f"{hostname}\n")
-    (directory / "hosts").write_text(f"127.0.0.1 localhost {hostname}\n::1 localhost\n")
+    others = "".join(f"{address} {name}\n" for name, address in (hosts or {}).items())
+    (directory / "hosts").write_text(f"127.0.0.1 localhost {hostname}\n::1 localhost\n{others}")
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -163,7 +163,8 @@ def default_environment(spec: SandboxSpec) -> dict[str, str]:
         return basic
     proxy = f"http://127.0.0.1:{PROXY_PORT}"
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-    local = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
+    direct = ",".join(("localhost", "127.0.0.1", "::1", *spec.hosts))
+    local = dict.fromkeys(("no_proxy", "NO_PROXY"), direct)
     return {**basic, **dict.fromkeys(names, proxy), **local}
 
 
@@ -249,7 +250,9 @@ def mount_options(
 
 def has_own_names(spec: SandboxSpec) -> bool:
     """Return True if the sandbox needs `hosts` and `hostname` files other than those of the shared /etc."""
-    return spec.emulate_root or (spec.image is None and spec.hostname != DEFAULT_HOSTNAME)
+    return spec.emulate_root or (
+        spec.image is None and (spec.hostname != DEFAULT_HOSTNAME or bool(spec.hosts))
+    )
 
 
 def _host_system(spec: SandboxSpec, files: SandboxFiles) -> Iterator[str]:

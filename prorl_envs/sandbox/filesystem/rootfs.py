@@ -52,7 +52,7 @@ def write_upper(tree: LayerTree, upper: Path, spec: SandboxSpec) -> None:
         _make_directories(upper, target if is_directory else str(PurePosixPath(target).parent))
     if _is_directory_if_any(tree, "/etc"):
         _make_directories(upper, "/etc")
-        write_names(upper / "etc", spec.hostname)
+        write_names(upper / "etc", spec.hostname, spec.hosts)
         _add_account(tree, upper, "passwd", spec.uid, f"agent:x:{spec.uid}:{spec.uid}:agent:{HOME}:/bin/sh")
         _add_account(tree, upper, "group", spec.uid, f"agent:x:{spec.uid}:")
 

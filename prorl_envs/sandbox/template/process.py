@@ -217,15 +217,15 @@ class TemplateProcess:
         server = await self._child_for({"route": True}, [netns])
         await server.process.wait()
 
-    async def open_socket(self, netns: int) -> socket.socket:
-        """Return a new IPv4 stream socket of the network namespace `netns` (a descriptor).
+    async def open_socket(self, netns: int, *, netlink: bool = False) -> socket.socket:
+        """Return a new IPv4 stream or netlink socket of the network namespace `netns` (a descriptor).
 
         The caller owns the socket, which belongs to that namespace.
 
         Raises:
             SandboxError: the kernel refused.
         """
-        server = await self._child_for({"socket": True}, [netns])
+        server = await self._child_for({"socket": "netlink" if netlink else "stream"}, [netns])
         assert server.passed is not None
         inside = socket.socket(fileno=server.passed)
         try:

@@ -56,8 +56,8 @@ def add_own_default_route() -> None:
                 raise
 
 
-def socket_inside(netns: int | None) -> socket.socket:
-    """Enter the network namespace `netns` (a descriptor) and return a new IPv4 stream socket.
+def socket_inside(netns: int | None, *, netlink: bool = False) -> socket.socket:
+    """Enter the network namespace `netns` (a descriptor) and return a new IPv4 stream or netlink socket.
 
     None means the namespace of this process. The socket stays in that namespace, whichever process uses it.
     Like `add_default_route`, only for a process that does nothing else afterwards.
@@ -67,6 +67,8 @@ def socket_inside(netns: int | None) -> socket.socket:
     """
     if netns is not None:
         _enter(netns)
+    if netlink:
+        return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
     return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
 
 

@@ -374,7 +374,8 @@ def _run_child(
             add_default_route(fds[0])
             _send(status, ready=True)
         elif "socket" in request:
-            with socket_inside(None if prepared.inside else fds[0]) as sock:
+            netns, netlink = None if prepared.inside else fds[0], request["socket"] == "netlink"
+            with socket_inside(netns, netlink=netlink) as sock:
                 socket.send_fds(status, [b'{"ready": true}'], [sock.fileno()])
         elif "measure" in request:
             root, *pidfd, _ = fds

@@ -240,13 +240,13 @@ class InstanceSandbox(IsolatedSandbox):
         self._take_first(self._process)
         await self._start_proxy()
 
-    async def open_socket(self) -> socket.socket:
+    async def open_socket(self, *, netlink: bool = False) -> socket.socket:
         """See `IsolatedSandbox.open_socket`."""
         if self._process is None or not self.alive:
             raise self.end_error()
         if self._spec.network.open:
             return socket.socket()
-        return await self._process.open_socket(self._root_fd)
+        return await self._process.open_socket(self._root_fd, netlink=netlink)
 
     def _imports(self, with_python: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the first process's entries, and the modules that it imports in advance."""
@@ -288,7 +288,7 @@ class InstanceSandbox(IsolatedSandbox):
             if not await asyncio.to_thread(source.is_dir):
                 raise SandboxError(f"the overlay's source {source} is not a directory")
             await copy_files(source, copy, self._stop_copying)
-        write_names(files.root, spec.hostname)
+        write_names(files.root, spec.hostname, spec.hosts)
         if spec.image is None:
             write_system(spec, files)
         else:
