@@ -64,7 +64,7 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
             await self._run(session, task.setup, "setup")
 
     def grader_spec(self, task: BashTask, session: SandboxSession) -> SandboxSpec:
-        spec = grading_spec(session.sandbox.spec, session.sandbox.workspace)
+        spec = grading_spec(session.sandbox)
         if not any(isinstance(check, TestsCheck) for check in task.checks):
             return spec
         # All grading sandboxes share one empty directory; each writes its own files to an overlay.

@@ -6,10 +6,9 @@ replaced by a link during the copy), and the host opens no path of the workspace
 """
 
 from enum import IntEnum
-from pathlib import Path
 
 from prorl_envs.errors import GraderError
-from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.base import Sandbox, SandboxSpec, workspace_mount
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 #: Largest workspace that is graded, in bytes of its archive; each entry counts at least 512.
@@ -48,19 +47,14 @@ rm /tmp/snapshot
 """
 
 
-def grading_spec(agent: SandboxSpec, workspace: Path) -> SandboxSpec:
-    """Return the spec of the grading sandbox: the agent's spec, with the agent's workspace mounted.
-
-    Args:
-        agent: spec of the agent's sandbox.
-        workspace: directory of the agent's workspace on the host.
-    """
+def grading_spec(agent: Sandbox) -> SandboxSpec:
+    """Return the spec of the grading sandbox: that of the agent's sandbox, with its workspace mounted."""
     return SandboxSpec(
-        workdir=agent.workdir,
-        env=agent.env,
-        mounts=(*agent.mounts, Mount(source=workspace, target=_SUBMISSION)),
-        masks=agent.masks,
-        limits=agent.limits,
+        workdir=agent.spec.workdir,
+        env=agent.spec.env,
+        mounts=(*agent.spec.mounts, workspace_mount(agent, _SUBMISSION)),
+        masks=agent.spec.masks,
+        limits=agent.spec.limits,
     )
 
 

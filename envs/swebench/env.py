@@ -23,7 +23,7 @@ from prorl_envs.envs.swebench.verdict import (
     judge_map,
 )
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
-from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.base import Mount, SandboxSpec, workspace_mount
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 from prorl_envs.tools.types import JsonObject
@@ -45,6 +45,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0
+    takes_checkpoints = False
     sandbox_options = frozenset({"limits", "python"})  # with a network the agent could look up the fix
     system_prompt = (
         "You fix an issue in a repository, with a persistent bash shell and a file editor in a Linux "
@@ -100,7 +101,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             raise EnvironmentFault(f"the tree cannot be copied: {output}")
 
     def grader_spec(self, task: SwebenchTask, session: SandboxSession) -> SandboxSpec:
-        submitted = Mount(source=session.sandbox.workspace, target=SUBMISSION)
+        submitted = workspace_mount(session.sandbox, SUBMISSION)
         return self._built().comparing_spec(submitted)
 
     async def grade(self, task: SwebenchTask, session: SandboxSession) -> Grade:

@@ -56,6 +56,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0
+    takes_checkpoints = False
     # A task defines its own network and image; a Jupyter kernel cannot be reached in an emulated root.
     sandbox_options = frozenset({"limits"})
     system_prompt = (

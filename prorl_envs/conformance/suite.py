@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from prorl_envs.conformance.promise import Promise, Promises
 from prorl_envs.conformance.promises import (
+    checkpoint,
     counters,
     end,
     environment,
@@ -46,6 +47,7 @@ THEMES: tuple[Promises, ...] = (
     files.promises,
     shell.promises,
     python.promises,
+    checkpoint.promises,
     python.kernel_promises,
     limits.promises,
     counters.promises,

@@ -4,6 +4,7 @@ the preparation of the workspace, the available tools, and the grading."""
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault, UnsupportedMachine
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.tools.client.python import PythonEngine
+from prorl_envs.tools.client.toolbox import ToolsCheckpoint
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.protocol.tree import is_utf8
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
@@ -22,6 +24,10 @@ from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 MAX_ANSWER_CHARS = 20_000
 #: Characters kept of an answer without a tool call, from its end.
 MAX_WORDS = 200_000
+
+
+#: Fields of an environment that a checkpoint does not have.
+_RESOURCES = ("node", "_session", "_exits")
 
 
 class Phase(StrEnum):
@@ -56,6 +62,30 @@ async def sandbox_session(
         await session.aclose()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeCheckpoint:
+    """State of an episode between two calls, from which any number of environments can go on.
+
+    Args:
+        state: fields of the environment.
+        spec: spec of its sandbox.
+        tools: the sandbox and its sessions.
+    """
+
+    state: Mapping[str, Any]
+    spec: SandboxSpec
+    tools: ToolsCheckpoint
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Names of what the restored sandboxes do not have, such as background processes."""
+        return self.tools.sandbox.lost
+
+    async def close(self) -> None:
+        """Free its files and memory. Idempotent; environments that were restored from it go on."""
+        await self.tools.sandbox.close()
+
+
 class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     """Environment with one sandbox and one toolbox."""
 
@@ -74,6 +104,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     #: Properties of the sandboxes that `with_options` may change: limits, network, image, python. A family
     #: omits those that its tasks depend on.
     sandbox_options: ClassVar[frozenset[str]] = frozenset({"limits", "network", "python"})
+    #: Whether the sandbox and the fields of the environment are the whole state of an episode.
+    takes_checkpoints: ClassVar[bool] = True
     #: Timeout of a tool call if the caller gives none, in seconds.
     call_timeout_s: ClassVar[float] = 60.0
 
@@ -132,6 +164,39 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             known = ", ".join([*names, self.finish_spec.name])
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
         return await self._here("call").tools.call(call, timeout_s=limit)
+
+    async def checkpoint(self) -> EpisodeCheckpoint:
+        """Save the episode between two calls; it goes on. The caller closes the checkpoint.
+
+        Raises:
+            UnsupportedMachine: this family, or the driver here, takes no checkpoints.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        self._expect("checkpoint", Phase.READY, Phase.FINISHED)
+        self._check_checkpoints()
+        session = self._here("checkpoint")
+        state = {name: value for name, value in vars(self).items() if name not in _RESOURCES}
+        return EpisodeCheckpoint(state, session.sandbox.spec, await session.tools.checkpoint())
+
+    async def restore(self, checkpoint: EpisodeCheckpoint) -> None:
+        """Go on from a checkpoint of this family, in a new sandbox; this environment's own is closed.
+
+        Raises:
+            UnsupportedMachine, SandboxError, ToolError: see `checkpoint`.
+        """
+        self._check_checkpoints()
+        await self.close_agent_sandbox()
+        vars(self).update(checkpoint.state)
+        spec = replace(checkpoint.spec, checkpoint=checkpoint.tools.sandbox)
+        opening = sandbox_session(self.node, spec, python=self.python)
+        self._session = await self._exits.enter_async_context(opening)
+        await self._session.tools.restore_shells(checkpoint.tools)
+
+    def _check_checkpoints(self) -> None:
+        if not self.takes_checkpoints:
+            raise UnsupportedMachine(
+                f"episodes of {self.name} take no checkpoints: they have state elsewhere"
+            )
 
     def on_transcript(self, messages: Sequence[Message]) -> None:
         last = messages[-1] if messages else {}

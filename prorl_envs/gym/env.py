@@ -4,6 +4,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from prorl_envs.env.conversation import MessageLog
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node
 from prorl_envs.env.runner import Runner
+from prorl_envs.env.sandboxed import EpisodeCheckpoint, SandboxedEnvironment
 from prorl_envs.errors import InputError, RolloutFailure, StageTimeout, UnsupportedMachine, causes_of
 from prorl_envs.gym.actions import ActionError, parse_action
 from prorl_envs.gym.spaces import UnicodeText
@@ -29,6 +31,27 @@ MAX_TEXT = 2**20
 
 type Info = dict[str, Any]
 type Step = tuple[str, float, bool, bool, Info]
+
+
+#: Fields of a `TaskEnv` that belong to the episode.
+_EPISODE_FIELDS = ("_task_id", "_turn", "_transcript", "_conversation")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """State of an episode, from `TaskEnv.snapshot`."""
+
+    checkpoint: EpisodeCheckpoint
+    state: Mapping[str, Any]
+    runner: Runner
+
+    def close(self) -> None:
+        """Free its files and memory. Idempotent; restored episodes go on."""
+        self.runner.run(lambda node: self.checkpoint.close())
+
+
+async def _node(node: Node) -> Node:
+    return node
 
 
 class TaskEnv(gymnasium.Env[str, str]):
@@ -167,6 +190,41 @@ class TaskEnv(gymnasium.Env[str, str]):
         except RolloutFailure as failure:
             self._record_failure(failure)
             return self._fail(failure)
+
+    def snapshot(self) -> Snapshot:
+        """Save the episode: files, shells, Python's variables, conversation. It goes on; close the snapshot.
+
+            saved = env.unwrapped.snapshot()
+            env.step(action)
+            env.unwrapped.restore(saved)  # also in another environment of the same family and runner
+
+        Raises:
+            gymnasium.error.ResetNeeded: there is no episode, or it is over.
+            UnsupportedMachine: the family, or the driver here, takes no checkpoints.
+        """
+        if not self._running or self.failure is not None:
+            raise ResetNeeded("call reset before snapshot; there is none of an episode that is over")
+        episode = self._episode
+        assert isinstance(episode, SandboxedEnvironment)
+        checkpoint = self._runner.run(lambda node: self._bounded(episode.checkpoint()))
+        state = {name: copy.deepcopy(getattr(self, name)) for name in _EPISODE_FIELDS}
+        return Snapshot(checkpoint, state, self._runner)
+
+    def restore(self, snapshot: Snapshot) -> Info:
+        """Go on from a snapshot; return `info`, with `lost`: what the sandbox does not have.
+
+        Raises:
+            RolloutFailure: the sandbox could not be restored; there is no episode then.
+        """
+        self._end_episode()
+        episode = self._family(self._runner.run(_node))
+        assert isinstance(episode, SandboxedEnvironment)
+        self._episode, self.failure = episode, None
+        self._runner.run(lambda node: self._bounded(episode.restore(snapshot.checkpoint)))
+        for name, value in snapshot.state.items():
+            setattr(self, name, copy.deepcopy(value))
+        self._running = True
+        return self._info(lost=list(snapshot.checkpoint.lost))
 
     def render(self) -> str | None:
         """Return the episode so far if the render mode is `ansi`, else None."""

@@ -1,7 +1,8 @@
 """Interfaces that every sandbox driver implements. Independent of tools, tasks and models."""
 
 import socket
-from collections.abc import Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -20,12 +21,14 @@ class Mount:
             made for this sandbox.
         overlay: True makes `target` a private writable copy-on-write view of `source` (a directory); the
             source never changes, and the changes are discarded with the sandbox.
+        below: directories that are layers below `source`, the highest first.
     """
 
     source: Path
     target: str
     writable: bool = False
     overlay: bool = False
+    below: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,25 @@ class Network:
     reason: str = field(default="", compare=False)
 
 
+@dataclass(eq=False)
+class Checkpoint(ABC):
+    """State of a sandbox at one moment, with which new sandboxes can begin. Its caller closes it.
+
+    Args:
+        memory: descriptor of the saved memory of the Python session; None if there was no session.
+        copied: why files were copied, and not shared with the sandbox; empty if they are shared.
+        lost: what new sandboxes do not have: programs, threads, open files.
+    """
+
+    memory: int | None = None
+    copied: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free its files and memory, once the last sandbox that shares them has closed. Idempotent."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """Configuration of a sandbox. Isolated by default: own user, mount, pid, net, ipc, uts and cgroup
@@ -105,6 +127,7 @@ class SandboxSpec:
             outside time out as on a filtered network instead of failing at once.
         limits: resource limits; None means the driver's.
         network: network access.
+        checkpoint: checkpoint of a sandbox with an equal spec, with whose files this one begins.
     """
 
     image: Path | None = None
@@ -119,6 +142,7 @@ class SandboxSpec:
     default_route: bool = False
     limits: SandboxLimits | None = None
     network: Network = field(default_factory=Network)
+    checkpoint: Checkpoint | None = None
 
 
 @runtime_checkable
@@ -139,8 +163,8 @@ class Sandbox(Protocol):
         hostile: never follow links in it, never run anything from it on the host.
 
         Raises:
-            SandboxError: with `spec.emulate_root`, if the image itself has that directory: then no directory
-                on the host holds all of its content.
+            SandboxError: no directory on the host holds all of its content: the image has the directory, or a
+                checkpoint was taken.
         """
         ...
 
@@ -225,6 +249,43 @@ class Sandbox(Protocol):
 
 
 @runtime_checkable
+class CheckpointingSandbox(Sandbox, Protocol):
+    """Sandbox whose state can be saved and restored."""
+
+    @property
+    def workspace_layers(self) -> tuple[Path, ...]:
+        """The directories on the host that make up its workspace, the highest layer first."""
+        ...
+
+    async def checkpoint(self, *, shells: Sequence[int] = (), python: int | None = None) -> Checkpoint:
+        """Save the state of the sandbox, which goes on. Its programs stop
+        meanwhile, and notice nothing.
+
+        The files take no copying unless a program has some open for writing; see `Checkpoint.copied`.
+
+        Args:
+            shells: pids of its shells, as the tool server knows them.
+            python: pid of its Python session, whose memory is saved.
+
+        Raises:
+            SandboxError: the sandbox has stopped, or the kernel refused.
+        """
+        ...
+
+    async def restore_memory(self, python: int, *, file: int) -> None:
+        """Give a new Python session the memory of the spec's checkpoint.
+
+        Args:
+            python: pid of the session, as the tool server knows it.
+            file: the session's descriptor of the memory.
+
+        Raises:
+            SandboxError: the memory cannot be restored.
+        """
+        ...
+
+
+@runtime_checkable
 class Driver(Protocol):
     """Factory of sandboxes on this node."""
 
@@ -250,3 +311,15 @@ class Driver(Protocol):
     async def aclose(self) -> None:
         """Close every sandbox still open, stop the templates, remove the driver's directory."""
         ...
+
+
+def workspace_mount(sandbox: Sandbox, target: str) -> Mount:
+    """Return a read-only mount of a sandbox's workspace at `target` of another sandbox.
+
+    Raises:
+        SandboxError: see `Sandbox.workspace`.
+    """
+    if isinstance(sandbox, CheckpointingSandbox):
+        source, *below = sandbox.workspace_layers
+        return Mount(source=source, target=target, below=tuple(below))
+    return Mount(source=sandbox.workspace, target=target)

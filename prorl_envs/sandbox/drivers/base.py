@@ -46,6 +46,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
     """
 
     name: str
+    takes_checkpoints = False
 
     def __init__(
         self,
@@ -92,6 +93,10 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         if spec.emulate_root:
             spec = dataclasses.replace(spec, uid=0)
         check(spec)
+        if spec.checkpoint is not None and not self.takes_checkpoints:
+            raise SandboxError(
+                f"the {self.name} driver takes no checkpoints", hint="use the driver bubblewrap"
+            )
         self._sweep()
         sandbox = await self._make(spec)
         self._check_open()  # if the driver was closed meanwhile, its `aclose` frees the resources
@@ -296,14 +301,25 @@ class NodeSandbox(ABC):
 
     async def measure_disk(self, *, size: int, files: int) -> DiskUse:
         """Measure the sandbox's files on disk: see `TemplateProcess.measure`."""
-        self._check_alive()
-        with contextlib.ExitStack() as opened:
-            fds = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
-            opened.callback(os.close, fds[0])
-            if self._own_users:
-                fds.append(self._open_namespaces())
-                opened.callback(os.close, fds[1])
-            return await (await self._template()).measure(fds, size=size, files=files)
+        total = DiskUse(0, 0)
+        for tree in self._trees:
+            self._check_alive()
+            with contextlib.ExitStack() as opened:
+                try:
+                    fds = [os.open(tree, os.O_RDONLY | os.O_DIRECTORY)]
+                except FileNotFoundError:  # a checkpoint has merged it with others
+                    continue
+                opened.callback(os.close, fds[0])
+                if self._own_users:
+                    fds.append(self._open_namespaces())
+                    opened.callback(os.close, fds[1])
+                total += await (await self._template()).measure(fds, size=size, files=files)
+        return total
+
+    @property
+    def _trees(self) -> list[Path]:
+        """The directories on the host with its files."""
+        return [self._root]
 
     @property
     def tool_servers(self) -> list[int]:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Checkpoint, SandboxSpec
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.drivers.probe import explain, find_bwrap
+from prorl_envs.sandbox.filesystem.checkpoint import TakenCheckpoint
 from prorl_envs.sandbox.filesystem.directories import make_accessible, remove_tree
+from prorl_envs.sandbox.filesystem.frozen import LayeredCheckpoint, copy_mode, release, share
 from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.images import ImageUse
 from prorl_envs.sandbox.filesystem.layered import LayerTree
@@ -43,7 +45,7 @@ from prorl_envs.sandbox.linux.kernel_settings import (
     namespace_settings,
 )
 from prorl_envs.sandbox.linux.pidfd import Process, not_in_forks, receive
-from prorl_envs.sandbox.template.process import ForkRequest
+from prorl_envs.sandbox.template.process import ForkRequest, ToolServerProcess
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
 START_TIMEOUT_S = 30.0
@@ -68,6 +70,7 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
     """
 
     name = "bubblewrap"
+    takes_checkpoints = True
 
     def __init__(
         self,
@@ -119,7 +122,9 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         etc = await self._etc_for(spec.uid)
         image = await self.images.acquire(spec.image) if spec.image is not None else None
         sandbox_id, root = self._place()
-        files = SandboxFiles(root, etc, () if image is None else image.layers)
+        trees = spec.checkpoint.trees if isinstance(spec.checkpoint, LayeredCheckpoint) else {}
+        frozen = {target: share(layers) for target, layers in trees.items()}
+        files = SandboxFiles(root, etc, () if image is None else image.layers, frozen)
         return BubblewrapSandbox(sandbox_id, spec, files, self, image)
 
     async def _release(self) -> None:
@@ -164,6 +169,9 @@ class BubblewrapSandbox(IsolatedSandbox):
         #: Target of `take_layer`, and the error if the move failed.
         self._layer_target: Path | None = None
         self._layer_error: Exception | None = None
+        self._checkpointing = asyncio.Lock()
+        #: Whether a Python session has got the memory of the spec's checkpoint.
+        self._restored = False
 
     @property
     def socket_directory(self) -> tuple[str, Path]:
@@ -233,6 +241,16 @@ class BubblewrapSandbox(IsolatedSandbox):
         masks = self._driver.system_masks if self._image is None else ()
         return list(mount_options(self._inside, self._files, system_masks=masks))
 
+    async def _fork(
+        self, template: str, namespaces: int, request: ForkRequest
+    ) -> tuple[ToolServerProcess, socket.socket]:
+        checkpoint = self._spec.checkpoint
+        memory = None
+        if checkpoint is not None and template == "ipython" and not self._restored:
+            memory = checkpoint.memory
+        process = await self._driver.templates[template].start()
+        return await process.fork(self.id, namespaces, request, memory)
+
     def _open_namespaces(self) -> int:
         assert self._first is not None
         return os.dup(self._first.pidfd)
@@ -286,9 +304,12 @@ class BubblewrapSandbox(IsolatedSandbox):
         self._files.root.mkdir(mode=0o700)
         for directory in self._files.directories(self._spec):
             directory.mkdir(mode=0o700)
+        for target, upper in self._files.places(self._spec).items():
+            if target in self._files.frozen:
+                copy_mode(self._files.frozen[target][0].path, upper)
         if has_own_names(self._spec):
             write_names(self._files.root, self._spec.hostname, self._spec.hosts)
-        tree = LayerTree(self._files.layers)
+        tree = LayerTree((*self._files.layers, *self._files.below("/")))
         if tree.layers:
             self._adapt_to_image(tree)
         if self._spec.emulate_root:
@@ -304,6 +325,60 @@ class BubblewrapSandbox(IsolatedSandbox):
         if self._spec.emulate_root:
             path = f"{self._files.upper.name}{self._inside.workdir}"
             self._work = None if tree.kind(self._inside.workdir) else path
+
+    @property
+    def workspace(self) -> Path:
+        if self._files.below(self._inside.workdir):
+            raise SandboxError(
+                "no directory of the host has all files of the workspace: it has layers of checkpoints"
+            )
+        return super().workspace
+
+    @property
+    def workspace_layers(self) -> tuple[Path, ...]:
+        """See `CheckpointingSandbox`."""
+        below = self._files.below(self._inside.workdir)
+        return (self._files.work, *reversed(below)) if below else (self.workspace,)
+
+    @property
+    def _trees(self) -> list[Path]:
+        frozen = (tree.path for layers in self._files.frozen.values() for tree in layers)
+        return [*super()._trees, *frozen]
+
+    async def checkpoint(self, *, shells: Sequence[int] = (), python: int | None = None) -> Checkpoint:
+        """Save the state of the sandbox: see `CheckpointingSandbox`."""
+        async with self._checkpointing:
+            self._check_alive()
+            assert self._first is not None
+            taking = TakenCheckpoint(self._files, self._inside, self._driver.directory.path)
+            memory = None if python is None else os.memfd_create("memory", os.MFD_CLOEXEC)
+            try:
+                await asyncio.to_thread(taking.prepare)
+                request = {**taking.request(), "shells": shells, "python": python}
+                template = await self._template()
+                lost = await template.checkpoint(self._first.pidfd, memory, request, taking.decide)
+                trees, unused = await asyncio.to_thread(taking.finish)
+            except BaseException as error:
+                if taking.has_mounted:
+                    self.end(SandboxError(f"a checkpoint failed: {error}"))
+                if memory is not None:
+                    os.close(memory)
+                await asyncio.to_thread(taking.undo)
+                if isinstance(error, OSError):
+                    raise SandboxError(f"no checkpoint could be taken: {error}") from error
+                raise
+            for tree in unused:
+                await tree.release()
+            return LayeredCheckpoint(trees, memory, taking.reasons, (*taking.programs, *lost))
+
+    async def restore_memory(self, python: int, *, file: int) -> None:
+        """See `CheckpointingSandbox`."""
+        self._check_alive()
+        checkpoint = self._spec.checkpoint
+        assert self._first is not None and checkpoint is not None and checkpoint.memory is not None
+        request = {"python": python, "file": file}
+        await (await self._template()).restore(self._first.pidfd, checkpoint.memory, request)
+        self._restored = True
 
     async def take_layer(self, target: Path) -> None:
         """Close the sandbox and move its changes to the image: see `Sandbox.take_layer`."""
@@ -335,6 +410,7 @@ class BubblewrapSandbox(IsolatedSandbox):
             self._lifetime.shutdown(socket.SHUT_WR)  # also stops a first process that is still starting
 
     async def _release(self) -> None:
+        await release(self._files.frozen)
         if self._image is not None:
             await self._driver.images.release(self._image)
 

@@ -26,6 +26,9 @@ class DiskUse:
     files: int
     too_deep: bool = False
 
+    def __add__(self, other: "DiskUse") -> "DiskUse":
+        return DiskUse(self.size + other.size, self.files + other.files, self.too_deep or other.too_deep)
+
 
 def measure(root: int, pidfd: int | None, *, size: int, files: int) -> DiskUse:
     """Enter the user namespace of a sandbox and measure its tree.

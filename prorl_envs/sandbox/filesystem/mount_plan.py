@@ -3,11 +3,12 @@ mount options. Pure: starts no process, changes no file."""
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import DEFAULT_HOSTNAME, PROXY_PORT, Mount, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.filesystem.frozen import FrozenTree
 from prorl_envs.sandbox.filesystem.host_system import kernel_masks, system_arguments
 from prorl_envs.sandbox.network.policy import Policy
 
@@ -50,11 +51,13 @@ class SandboxFiles:
         root: the sandbox's own directory, which contains the others.
         etc: its `/etc`, shared by all sandboxes with the same uid.
         layers: the root file system of the spec's image, the lowest directory first; empty without an image.
+        frozen: layers of checkpoints below its directories, by their paths inside; the highest first.
     """
 
     root: Path
     etc: Path
     layers: tuple[Path, ...] = ()
+    frozen: dict[str, tuple[FrozenTree, ...]] = field(default_factory=dict)
 
     @property
     def upper(self) -> Path:
@@ -86,10 +89,19 @@ class SandboxFiles:
         """Yield the directories with the sandbox's files, and those of its overlays that the kernel uses."""
         if not spec.emulate_root:
             yield from (self.work, self.tmp, self.home)
+            yield from (self.overlay_of(path) for path in (self.work, self.tmp, self.home))
         if self.layers:
             yield from (self.upper, self.overlay_work)
         for index in _overlays(spec):
             yield from self.overlay(index)
+
+    def overlay_of(self, upper: Path) -> Path:
+        """Return the work directory of an overlay with this upper directory."""
+        return upper.with_name(f"{upper.name}.overlay")
+
+    def below(self, target: str) -> tuple[Path, ...]:
+        """Return the layers of checkpoints at a path inside, the lowest first."""
+        return tuple(tree.path for tree in reversed(self.frozen.get(target, ())))
 
     def places(self, spec: SandboxSpec) -> dict[str, Path]:
         """Return the directories with the sandbox's files by their paths inside."""
@@ -234,12 +246,12 @@ def mount_options(
     yield from ("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
     if not spec.emulate_root:
         yield from ("--perms", "755", "--size", str(run), "--tmpfs", "/run")
-        yield from ("--bind", str(files.tmp), "/tmp")
+        yield from _private(files, files.tmp, "/tmp")
         if not files.layers:
             for link, destination in _ROOT_LINKS.items():
                 yield from ("--dir", str(PurePosixPath(link).parent), "--symlink", destination, link)
-        yield from ("--bind", str(files.home), HOME)
-        yield from ("--bind", str(files.work), spec.workdir)
+        yield from _private(files, files.home, HOME)
+        yield from _private(files, files.work, spec.workdir)
     for index, mount in enumerate(spec.mounts):
         yield from _mount(mount, files, index)
     for mask in (*spec.masks, *system_masks):
@@ -263,10 +275,21 @@ def _host_system(spec: SandboxSpec, files: SandboxFiles) -> Iterator[str]:
         yield from ("--ro-bind", f"{files.root}/hostname", "/etc/hostname")
 
 
-def _image_system(files: SandboxFiles) -> Iterator[str]:
-    for layer in files.layers:
+def _private(files: SandboxFiles, upper: Path, target: str) -> Iterator[str]:
+    if layers := files.below(target):
+        yield from _overlay(layers, upper, files.overlay_of(upper), target)
+    else:
+        yield from ("--bind", str(upper), target)
+
+
+def _overlay(layers: Sequence[Path], upper: Path, work: Path, target: str) -> Iterator[str]:
+    for layer in layers:
         yield from ("--overlay-src", str(layer))
-    yield from ("--overlay", str(files.upper), str(files.overlay_work), "/")
+    yield from ("--overlay", str(upper), str(work), target)
+
+
+def _image_system(files: SandboxFiles) -> Iterator[str]:
+    yield from _overlay((*files.layers, *files.below("/")), files.upper, files.overlay_work, "/")
 
 
 def _isolation(spec: SandboxSpec) -> Iterator[str]:
@@ -285,9 +308,14 @@ def _isolation(spec: SandboxSpec) -> Iterator[str]:
 
 
 def _mount(mount: Mount, files: SandboxFiles, index: int) -> Iterator[str]:
+    layers = (*reversed(mount.below), mount.source)
     if mount.overlay:
         upper, work = files.overlay(index)
-        yield from ("--overlay-src", str(mount.source), "--overlay", str(upper), str(work), mount.target)
+        yield from _overlay((*layers, *files.below(mount.target)), upper, work, mount.target)
+    elif mount.below:
+        for layer in layers:
+            yield from ("--overlay-src", str(layer))
+        yield from ("--ro-overlay", mount.target)
     else:
         yield from ("--bind" if mount.writable else "--ro-bind", str(mount.source), mount.target)
 

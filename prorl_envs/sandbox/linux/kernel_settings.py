@@ -141,13 +141,18 @@ def enter_and_limit(pidfd: int, settings: Sequence[Setting], *, host_network: bo
     """
     network = 0 if host_network else os.CLONE_NEWNET
     with opened("/proc", os.O_PATH | os.O_DIRECTORY) as proc:
-        with opened(f"/proc/{pid_of(pidfd)}/ns/mnt") as mounts:
-            owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
-        try:
-            os.setns(owner, os.CLONE_NEWUSER)
-        finally:
-            os.close(owner)
+        enter_owner(pidfd)
         os.setns(pidfd, os.CLONE_NEWNS | os.CLONE_NEWIPC | network)
         write_settings(settings, proc)
         limit_terminals()
         protect_devices()
+
+
+def enter_owner(pidfd: int) -> None:
+    """Enter the user namespace that owns the mounts of a process. Raises OSError if it has exited."""
+    with opened(f"/proc/{pid_of(pidfd)}/ns/mnt") as mounts:
+        owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
+    try:
+        os.setns(owner, os.CLONE_NEWUSER)
+    finally:
+        os.close(owner)

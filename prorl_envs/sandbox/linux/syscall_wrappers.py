@@ -19,6 +19,13 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 #: managers do; CAP_SYS_CHROOT changes the root directory, as their scripts for an installation elsewhere do.
 ROOT_CAPABILITIES = 1 << 1 | 1 << 18
 
+#: Equal on every architecture.
+_OPEN_TREE, _MOVE_MOUNT = 428, 429
+_AT_FDCWD = -100
+_MNT_DETACH = 2
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_MAX = 63
 
@@ -44,6 +51,26 @@ def mount(source: str, target: str, kind: str, flags: int, settings: str = "") -
     strings = (os.fsencode(text) for text in (source, target, kind))
     result = _libc.mount(*strings, ctypes.c_ulong(flags), os.fsencode(settings))
     _checked(result, f"{kind or 'mount'} at {target}")
+
+
+def unmount(path: str) -> None:
+    """Remove the mount at `path`, also if it is in use. Raises OSError."""
+    _checked(_libc.umount2(os.fsencode(path), _MNT_DETACH), f"unmount {path}")
+
+
+def open_tree(path: str) -> int:
+    """Return a descriptor of a copy of the mount at `path`, for `attach_tree`. Raises OSError."""
+    arguments = (ctypes.c_long(_OPEN_TREE), ctypes.c_long(_AT_FDCWD), ctypes.c_char_p(os.fsencode(path)))
+    flags = ctypes.c_ulong(_OPEN_TREE_CLONE | os.O_CLOEXEC)
+    return _checked(_libc.syscall(*arguments, flags), f"open_tree {path}")
+
+
+def attach_tree(tree: int, path: str) -> None:
+    """Mount a descriptor of `open_tree` at `path`. Raises OSError."""
+    target = ctypes.c_char_p(os.fsencode(path))
+    flags = ctypes.c_ulong(_MOVE_MOUNT_F_EMPTY_PATH)
+    arguments = (ctypes.c_long(_MOVE_MOUNT), ctypes.c_long(tree), ctypes.c_char_p(b""))
+    _checked(_libc.syscall(*arguments, ctypes.c_long(_AT_FDCWD), target, flags), f"mount at {path}")
 
 
 def drop_capabilities(*, keep: int = 0) -> None:

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -190,9 +190,9 @@ class TemplateProcess:
             raise SandboxError(f"template {self._name!r} did not start: {message['error'].strip()}")
 
     async def fork(
-        self, sandbox_id: str, pidfd: int, request: ForkRequest
+        self, sandbox_id: str, pidfd: int, request: ForkRequest, memory: int | None = None
     ) -> tuple[ToolServerProcess, socket.socket]:
-        """Fork a process into the sandbox whose first process is `pidfd`.
+        """Fork a process into the sandbox whose first process is `pidfd`; it gets a descriptor of `memory`.
 
         Returns:
             The process, and the host's end of its stream socket (non-blocking). The caller owns both.
@@ -202,8 +202,9 @@ class TemplateProcess:
         """
         with contextlib.ExitStack() as undo:
             ours, theirs = _pair(socket.SOCK_STREAM, undo)
+            more = [] if memory is None else [memory]
             message = {"sandbox": sandbox_id, **asdict(request)}
-            server = await self._child_for(message, [pidfd, theirs.fileno()])
+            server = await self._child_for(message, [pidfd, theirs.fileno(), *more])
             theirs.close()
             undo.pop_all()
             return server, ours
@@ -259,6 +260,48 @@ class TemplateProcess:
         server = await self._child_for({"measure": {"size": size, "files": files}}, fds)
         await server.process.wait()
         return DiskUse(*(server.answer[name] for name in ("size", "files", "too_deep")))
+
+    async def checkpoint(
+        self, first: int, memory: int | None, request: dict[str, Any], decide: Callable[..., Awaitable[bool]]
+    ) -> list[str]:
+        """Take a checkpoint in a separate process: see `checkpoint.checkpoint`.
+
+        Args:
+            first: pidfd of the sandbox's first process.
+            memory: file for the memory of its Python session; None if it has none.
+            decide: called with the report while the programs are stopped; returns whether to mount.
+
+        Returns:
+            What the saved memory lacks.
+
+        Raises:
+            SandboxError: the sandbox has stopped, or the kernel refused.
+        """
+        async with self._talk({"checkpoint": request}, first, memory) as talk:
+            report = await _next_message(talk)
+            talk.send(json.dumps({"mount": await decide(**report)}).encode())
+            lost: list[str] = (await _next_message(talk))["lost"]
+            return lost
+
+    async def restore(self, first: int, memory: int, request: dict[str, Any]) -> None:
+        """Restore the memory of a Python session: see `checkpoint.restore_memory`.
+
+        Raises:
+            SandboxError: the memory cannot be restored.
+        """
+        async with self._talk({"restore": request}, first, memory) as talk:
+            await _next_message(talk)
+
+    @contextlib.asynccontextmanager
+    async def _talk(
+        self, message: dict[str, Any], first: int, memory: int | None
+    ) -> AsyncIterator[socket.socket]:
+        """Fork a child with a socket to it, which exits when the socket closes."""
+        with contextlib.ExitStack() as sockets:
+            ours, theirs = _pair(socket.SOCK_SEQPACKET, sockets)
+            await self._child_for(message, [first, theirs.fileno(), *([] if memory is None else [memory])])
+            theirs.close()
+            yield ours
 
     async def aclose(self) -> None:
         """Stop the template. Call once; must not be cancelled."""
@@ -330,6 +373,19 @@ class TemplateProcess:
             logger.warning("template %s: %s", self._name, printable(text.decode(errors="replace").rstrip()))
         else:
             asyncio.get_running_loop().remove_reader(self._stderr)
+
+
+async def _next_message(talk: socket.socket) -> dict[str, Any]:
+    """Return the next message of a child. Raises SandboxError if the child failed or takes too long."""
+    try:
+        async with asyncio.timeout(FORK_TIMEOUT_S):
+            data, _ = await receive(talk, 2 * REPORT_LIMIT)
+    except TimeoutError:
+        raise SandboxError(f"the programs of the sandbox did not stop within {FORK_TIMEOUT_S:g} s") from None
+    message: dict[str, Any] = json.loads(data) if data else {"failure": "the process exited"}
+    if "failure" in message:
+        raise SandboxError(f"no checkpoint: {message['failure']}")
+    return message
 
 
 async def _await_child(status: socket.socket, undo: contextlib.ExitStack) -> ToolServerProcess:

@@ -4,13 +4,14 @@ Started by `process.py` with the control socket as descriptor 0, an empty enviro
 It is single-threaded and never acts on input from a sandbox; only its forks do.
 
     host -> template    once, the setup (modules to import); then one message per fork, with descriptors.
-                        Tool server: the sandbox's first process, the tool server's socket, the status
-                        socket.
+                        Tool server: the sandbox's first process, the tool server's socket, the memory of a
+                        Python session that was saved if there is one, the status socket.
                         Default route or new socket: the network namespace, the status socket.
                         Program (spawned, not forked): the descriptor for its standard streams, those
                         that become its descriptors 3, 4, and so on, the status socket.
                         Size of a tree: its directory, the sandbox's first process if it has one, the status
                         socket.
+                        Checkpoint, or memory of a Python session: see `checkpoint.py`.
                         While there is a spare (a child forked in advance), only the spare reads the
                         requests. It handles the next request and is an ordinary child from then on.
     template -> host    on the control socket, `ready` with its pid, or the error; for each fork, on its
@@ -53,6 +54,7 @@ from prorl_envs.sandbox.linux.syscall_wrappers import (
     capabilities,
     prctl,
 )
+from prorl_envs.sandbox.template.checkpoint import checkpoint, restore_memory
 from prorl_envs.sandbox.template.enter import (
     die_with_parent,
     drop_privileges,
@@ -72,9 +74,9 @@ REPORT_LIMIT = 16 * 1024
 #: Milliseconds without a request after which the next spare is forked, so that the fork delays no request.
 _SPARE_MS = 8
 #: Maximum number of descriptors in a request.
-_DESCRIPTORS = 3
+_DESCRIPTORS = 4
 
-type Entry = Callable[[socket.socket], None]
+type Entry = Callable[..., None]
 
 
 def main(control_fd: int) -> None:
@@ -381,6 +383,16 @@ def _run_child(
             root, *pidfd, _ = fds
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
             _send(status, ready=True, size=use.size, files=use.files, too_deep=use.too_deep)
+        elif "checkpoint" in request:
+            first, talk, *memory, _ = fds
+            _send(status, ready=True)
+            checkpoint(
+                first, memory[0] if memory else None, request["checkpoint"], socket.socket(fileno=talk)
+            )
+        elif "restore" in request:
+            first, talk, memory_fd, _ = fds
+            _send(status, ready=True)
+            restore_memory(first, memory_fd, request["restore"], socket.socket(fileno=talk))
         else:
             if init_socket is not None:
                 set_init_socket(init_socket)
@@ -401,7 +413,7 @@ def _run_child(
 def _serve_tools(
     request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
 ) -> None:
-    namespaces, tool_fd, _ = fds
+    namespaces, tool_fd, *memory, _ = fds
     enter_cgroups(request["groups"])
     if request["settings"]:
         enter_and_limit(namespaces, request["settings"], host_network=request["host_network"])
@@ -421,7 +433,7 @@ def _serve_tools(
         sys.meta_path.remove(PathFinder)
     _send(status, ready=True)
     status.close()  # the host keeps no descriptor of it either
-    entry(socket.socket(fileno=tool_fd))
+    entry(socket.socket(fileno=tool_fd), *memory)
 
 
 def _close_all_but(keep: list[int]) -> None:

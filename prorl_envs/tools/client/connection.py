@@ -1,25 +1,29 @@
 """Connection to a sandbox's tool server: starts it, sends requests, matches replies to them."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from prorl_envs.errors import ToolError
-from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.sandbox.base import CheckpointingSandbox, Sandbox
 from prorl_envs.tools.client.results import server_lost
 from prorl_envs.tools.protocol.messages import (
+    MEMORY_FD,
     AnyReply,
     BashDone,
     Cancel,
     Done,
     Framer,
+    ListSessions,
     PythonDone,
     Reply,
     Request,
+    SessionPids,
     Setup,
     ToolRefused,
     WireError,
@@ -140,6 +144,34 @@ class ToolConnection:
             if self._python:  # the server starts the Python session
                 await setup
                 self._check_connected()
+                await self._restore_memory()
+
+    async def _restore_memory(self) -> None:
+        """Give the first Python session the memory of the sandbox's checkpoint."""
+        checkpoint = self.sandbox.spec.checkpoint
+        if checkpoint is None or checkpoint.memory is None or self._servers > 1:
+            return
+        assert isinstance(self.sandbox, CheckpointingSandbox)
+        _, sessions = self._send(ListSessions, _SETUP_S)
+        reply = await sessions
+        if isinstance(reply, SessionPids) and reply.python is not None:
+            await self.sandbox.restore_memory(reply.python, file=MEMORY_FD)
+
+    async def sessions(self) -> SessionPids | None:
+        """Return the processes of the sessions; None if no server runs.
+
+        Raises:
+            SandboxError, ToolError: see `ask`.
+        """
+        return None if self._sock is None else await self.ask(ListSessions, SessionPids, timeout_s=_SETUP_S)
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Wait until no session runs a call, and let none begin."""
+        async with contextlib.AsyncExitStack() as held:
+            for session in tuple(self._sessions.values()):
+                await held.enter_async_context(session.lock)
+            yield
 
     async def call[R: BashDone | PythonDone](
         self,

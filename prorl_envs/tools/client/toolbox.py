@@ -1,14 +1,17 @@
 """Host side of a sandbox's tools."""
 
+import contextlib
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from prorl_envs.errors import InputError, ToolError
-from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.client import transfer
+from prorl_envs.errors import InputError, ToolError, UnsupportedMachine
+from prorl_envs.sandbox.base import Checkpoint, CheckpointingSandbox, Sandbox
+from prorl_envs.tools.client import shell_state, transfer
 from prorl_envs.tools.client.arguments import read_arguments
 from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolLimits
 from prorl_envs.tools.client.python import PythonEngine
@@ -40,6 +43,19 @@ if TYPE_CHECKING:
 
 #: Maximum characters of the name of a shell session.
 SESSION_NAME_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToolsCheckpoint:
+    """State of a sandbox and its sessions. The caller that took it closes `sandbox`.
+
+    Args:
+        sandbox: the files, and the memory of the Python session.
+        shells: state and last status of each shell by the name of its session.
+    """
+
+    sandbox: Checkpoint
+    shells: Mapping[str, tuple[bytes, int]]
 
 
 class Toolbox:
@@ -376,6 +392,62 @@ class Toolbox:
 
     def _noted(self, result: ToolResult) -> ToolResult:
         return with_notices(result, self.sandbox.pop_notices())
+
+    async def checkpoint(self) -> "ToolsCheckpoint":
+        """Save the state of the sandbox and its sessions, between two calls: see `CheckpointingSandbox`.
+
+        Raises:
+            UnsupportedMachine: the driver takes no checkpoints.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if not isinstance(self.sandbox, CheckpointingSandbox):
+            raise UnsupportedMachine("this sandbox takes no checkpoints", hint="use the driver bubblewrap")
+        async with contextlib.AsyncExitStack() as quiet:
+            connections = [self._server, *filter(None, [self._forked])]
+            for connection in connections:
+                await quiet.enter_async_context(connection.quiet())
+            found = [await connection.sessions() for connection in connections]
+            shells = {} if found[0] is None else found[0].shells
+            states = {name: await self._save_shell(name) for name in shells}
+            python = found[-1].python if self._forked is not None and found[-1] is not None else None
+            checkpoint = await self.sandbox.checkpoint(shells=tuple(shells.values()), python=python)
+        lost = shell_state.lost([name for name, state in states.items() if state is None])
+        if self._kernel is not None:
+            lost = (*lost, "the variables of the Jupyter kernel")
+        checkpoint.lost = (*checkpoint.lost, *lost)
+        return ToolsCheckpoint(
+            checkpoint, {name: state for name, state in states.items() if state is not None}
+        )
+
+    async def _save_shell(self, session: str) -> tuple[bytes, int] | None:
+        """Return the state of a shell and its last status; None if a program has its terminal."""
+        path = f"/tmp/.state-{secrets.token_hex(8)}"
+        saved = await self._bash_once(session, shell_state.save_command(path))
+        if saved.exit_code is None:
+            return None
+        content = await self._server.ask(
+            lambda id_: Read(id_, path, CONTENT_LIMIT), Content, timeout_s=self.limits.transfer_s
+        )
+        await self._bash_once(session, shell_state.remove_command(path))
+        return content.data, saved.exit_code
+
+    async def restore_shells(self, checkpoint: "ToolsCheckpoint") -> None:
+        """Give the shells of a new sandbox the state of a checkpoint's.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        for session, (state, status) in checkpoint.shells.items():
+            path = f"/tmp/.state-{secrets.token_hex(8)}"
+            await self.write(path, shell_state.restore_script(state))
+            await self._bash_once(session, shell_state.restore_command(path, status))
+
+    async def _bash_once(self, session: str, command: str) -> BashDone:
+        return await self._server.ask(
+            lambda id_: Bash(id_, session, command, self.limits.transfer_s),
+            BashDone,
+            timeout_s=self.limits.transfer_s,
+        )
 
     async def aclose(self) -> None:
         """Stop the tool servers, and with them the shells and the Python session. Idempotent."""

@@ -20,6 +20,9 @@ DISPLAY_LIMIT = 16
 MIME_LIMIT = 64
 ERROR_NAME_LIMIT = 200
 
+#: Descriptor of the memory that a Python session is to get: see `CheckpointingSandbox.restore_memory`.
+MEMORY_FD = 200
+
 _LENGTH = struct.Struct(">I")
 _HEADER_SIZE = _LENGTH.size
 
@@ -133,6 +136,10 @@ class Patch(Request, tag=20):
     patch: str
 
 
+class ListSessions(Request, tag=21):
+    """Report the processes of the sessions."""
+
+
 class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of the server's replies."""
 
@@ -194,6 +201,13 @@ class Edited(Reply, tag=5):
     omitted: int
 
 
+class SessionPids(Reply, tag=7):
+    """Pids, as the server sees them: of the shells by the names of their sessions, of the Python session."""
+
+    shells: dict[str, int]
+    python: int | None
+
+
 class ToolRefused(Reply, tag=6):
     """Error of the operating system, raised on the host as the same OSError."""
 
@@ -209,8 +223,10 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
     display: Bundles
 
 
-type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
-type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused
+type AnyRequest = (
+    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | ListSessions
+)
+type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused | SessionPids
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest.__value__)

@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 
 from prorl_envs.sandbox.linux.descriptors import close_all_but, opened, reopen_libraries
 from prorl_envs.sandbox.template import sandbox_init
-from prorl_envs.tools.protocol.messages import Framer
+from prorl_envs.tools.protocol.messages import MEMORY_FD, Framer
 from prorl_envs.tools.protocol.output import OutputBuffer
 from prorl_envs.tools.server.loop import EventLoop
 from prorl_envs.tools.server.session import SessionProcess
@@ -36,18 +36,19 @@ class Kernel(SessionProcess):
         workdir: directory in which the kernel starts.
         loop: the server's loop.
         buffer: receives the kernel's output.
+        memory: descriptor that the kernel gets as `MEMORY_FD`.
 
     Raises:
         OSError: the kernel cannot be forked.
     """
 
-    def __init__(self, workdir: str, loop: EventLoop, buffer: OutputBuffer) -> None:
+    def __init__(self, workdir: str, loop: EventLoop, buffer: OutputBuffer, memory: int | None) -> None:
         self.control, inside = socket.socketpair()
         ours, output = os.pipe()
         try:
             pid = os.fork()
             if pid == 0:
-                _become_kernel(workdir, inside.fileno(), output)
+                _become_kernel(workdir, inside.fileno(), output, memory)
         except BaseException:
             self.control.close()
             os.close(ours)
@@ -153,7 +154,7 @@ def _kill_one_by_one() -> None:
             signal.pidfd_send_signal(folder, signal.SIGKILL)
 
 
-def _become_kernel(workdir: str, control: int, output: int) -> None:
+def _become_kernel(workdir: str, control: int, output: int, memory: int | None) -> None:
     """Run the kernel in the forked child until it exits. Closes all of the server's descriptors first."""
     try:
         os.setsid()
@@ -162,7 +163,10 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
         sources = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (null, output, output, control)]
         for target, fd in enumerate(sources):
             os.dup2(fd, target, inheritable=target < 3)
-        close_all_but([3])
+        kept = [3]
+        if memory is not None:
+            kept.append(os.dup2(memory, MEMORY_FD, inheritable=False))
+        close_all_but(kept)
         reopen_libraries()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # The kernel is accessible to the sandbox's processes, as one of them; the server is not.

@@ -320,9 +320,10 @@ def main() -> None:
     # The session's own directory first; then only directories that exist in this sandbox.
     sys.path[:] = ["", *filter(os.path.exists, sys.path)]
     control = socket.socket(fileno=CONTROL_FD)
-    framer, pid = Framer(), os.getpid()
+    framer = Framer()
     while data := control.recv(65536):
         for frame in framer.feed(data):
+            pid = os.getpid()  # for each cell, because a restored session has another one
             reply = _run(shell, decode_cell(frame))
             shell.streams.settle()
             if os.getpid() != pid:  # the cell forked, and this is the child

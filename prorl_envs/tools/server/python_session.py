@@ -4,17 +4,36 @@ The kernel runs the model's code, so its messages are untrusted: frames are smal
 running cell.
 """
 
-from prorl_envs.tools.protocol.messages import Python, PythonDone, WireError, decode_cell_done, encode
+import os
+
+from prorl_envs.tools.protocol.messages import (
+    Python,
+    PythonDone,
+    Setup,
+    WireError,
+    decode_cell_done,
+    encode,
+)
 from prorl_envs.tools.server.fork import Kernel
+from prorl_envs.tools.server.loop import EventLoop
 from prorl_envs.tools.server.session import Cause, RequestSession, Running
 
 _READ_SIZE = 262144
 
 
 class KernelSession(RequestSession[Python, Kernel]):
-    """Python session."""
+    """Python session.
+
+    Args:
+        loop, setup: see `RequestSession`.
+        memory: descriptor of the memory that the first kernel is to get; closed.
+    """
 
     kind, unit, state = "Python session", "cell", "its variables"
+
+    def __init__(self, loop: EventLoop, setup: Setup, memory: int | None = None) -> None:
+        super().__init__(loop, setup)
+        self._memory = memory
 
     def start(self) -> Kernel:
         """Fork a kernel.
@@ -22,7 +41,10 @@ class KernelSession(RequestSession[Python, Kernel]):
         Raises:
             OSError: the kernel cannot be forked.
         """
-        kernel = self.process = Kernel(self.workdir, self.loop, self.output)
+        kernel = self.process = Kernel(self.workdir, self.loop, self.output, self._memory)
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None
         self.loop.watch(kernel.control.fileno(), self._on_control)
         self.loop.watch(kernel.pidfd, self.on_exit)
         return kernel

@@ -22,12 +22,14 @@ from prorl_envs.tools.protocol.messages import (
     Edited,
     EndProcesses,
     Framer,
+    ListSessions,
     Patch,
     Python,
     Read,
     Reply,
     Run,
     RunDone,
+    SessionPids,
     Setup,
     ToolRefused,
     Write,
@@ -53,17 +55,18 @@ _RECEIVE_SIZE = 32768
 _REHEARSAL_S = 10.0
 
 
-def serve(sock: socket.socket) -> None:
+def serve(sock: socket.socket, memory: int | None = None) -> None:
     """Answer requests until the peer closes the socket. Entry point of a process that a template forks.
 
     Args:
         sock: connected stream socket; its peer is the host.
+        memory: descriptor of the memory that the first Python session is to get.
 
     Raises:
         WireError: the host broke the protocol.
     """
     sock.setblocking(True)
-    server = ToolServer(sock)
+    server = ToolServer(sock, memory)
     try:
         server.run()
     finally:
@@ -92,8 +95,9 @@ def rehearse() -> None:
 class ToolServer:
     """Dispatcher of requests; each request is answered when it is done."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, memory: int | None = None) -> None:
         self._sock = sock
+        self._memory = memory
         self._loop = EventLoop()
         self._framer = Framer()
         self._setup = Setup(0, "/", {}, 32768, 2.0, False)
@@ -171,6 +175,8 @@ class ToolServer:
             case EndProcesses():
                 end_processes()
                 self._answer(Done(request.id))
+            case ListSessions():
+                self._answer(self._session_pids(request.id))
             case Cancel():
                 self._cancel(request.id)
             case Setup():
@@ -194,8 +200,14 @@ class ToolServer:
 
     def _python(self) -> KernelSession:
         if self._kernel is None:
-            self._kernel = KernelSession(self._loop, self._setup)
+            self._kernel = KernelSession(self._loop, self._setup, self._memory)
         return self._kernel
+
+    def _session_pids(self, request_id: int) -> SessionPids:
+        processes = {name: shell.process for name, shell in self._shells.items()}
+        kernel = None if self._kernel is None else self._kernel.process
+        shells = {name: process.pid for name, process in processes.items() if process is not None}
+        return SessionPids(request_id, shells, None if kernel is None else kernel.pid)
 
     def _run(self, request: Run) -> None:
         def ended(reply: RunDone) -> None:

@@ -983,6 +983,38 @@ EMULATED_ROOT = (
     ),
 )
 
+#: `sandbox/template/checkpoint.py` and the host's part: a checkpoint that no program changes.
+CHECKPOINTS = (
+    Patch(
+        "programs stopped at a checkpoint",
+        "sandbox/template/checkpoint.py",
+        "            stopped.add_all()\n",
+        "",
+        ("CHK-004",),
+    ),
+    Patch(
+        "open files copied at a checkpoint",
+        "sandbox/filesystem/checkpoint.py",
+        "self.has_mounted = not self.reasons",
+        "self.has_mounted = True",
+        ("CHK-004",),
+    ),
+    Patch(
+        "directories entered again at a checkpoint",
+        "sandbox/template/checkpoint.py",
+        "                    change_directory(pid, stopped.threads[pid][0], place)\n",
+        "                    pass\n",
+        ("CHK-004",),
+    ),
+    Patch(
+        "changes kept apart from a checkpoint's layers",
+        "sandbox/filesystem/mount_plan.py",
+        "yield from _overlay(layers, upper, files.overlay_of(upper), target)",
+        'yield from ("--bind", str(layers[-1]), target)',
+        ("CHK-003",),
+    ),
+)
+
 PATCHES = (
     *MOUNTS,
     *FILTER,
@@ -993,4 +1025,5 @@ PATCHES = (
     *BUBBLEWRAP,
     *INSTANCE,
     *EMULATED_ROOT,
+    *CHECKPOINTS,
 )

@@ -1,0 +1,217 @@
+"""Stopping threads with ptrace(2), and system calls in their name. x86-64 only.
+
+A stopped thread notices nothing: no signal is sent, and a system call that was interrupted continues.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import struct
+from collections.abc import Iterator
+from typing import Self
+
+_PTRACE_DETACH, _PTRACE_SYSCALL = 17, 24
+_PTRACE_GETREGSET, _PTRACE_SETREGSET = 0x4204, 0x4205
+_PTRACE_SEIZE, _PTRACE_INTERRUPT = 0x4206, 0x4207
+_PTRACE_GET_RSEQ_CONFIGURATION = 0x420F
+_PTRACE_O_TRACESYSGOOD = 1
+_SYS_RSEQ, _RSEQ_FLAG_UNREGISTER = 334, 1
+#: `struct ptrace_rseq_configuration`: address, size, signature, and flags with padding.
+_RSEQ = struct.Struct("=QIIQ")
+_SYSCALL_STOP = signal.SIGTRAP | 0x80
+_FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+_WALL = 0x40000000
+#: Register sets: general, and floating point with vectors.
+_GENERAL, _VECTORS = 1, 0x202
+_REGSET_BYTES = 16384
+#: Fields of `struct user_regs_struct` (sys/user.h), in order.
+_FIELDS = (
+    *("r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi"),
+    *("orig_rax", "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs"),
+)
+_ARGUMENTS = ("rdi", "rsi", "rdx", "r10", "r8", "r9")
+_LAYOUT = struct.Struct(f"={len(_FIELDS)}Q")
+_MASK = 2**64 - 1
+_MOST_ERRNO = 4095
+_SYSCALL = b"\x0f\x05"
+_EINTR = 4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+_libc.ptrace.restype = ctypes.c_long
+_VM_ARGUMENTS = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _call.argtypes, _call.restype = _VM_ARGUMENTS, ctypes.c_ssize_t
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+class Thread:
+    """Stopped thread. Created by `stop`; all methods are called by the thread that stopped it."""
+
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+        self._instruction: int | None = None
+        #: Signal that arrived during a call, delivered when the thread goes on.
+        self._signal = 0
+        general = self._read_set(_GENERAL)
+        if len(general) != _LAYOUT.size:
+            raise OSError("a program of 32 bits")
+        self.registers = dict(zip(_FIELDS, _LAYOUT.unpack(general), strict=True))
+
+    @classmethod
+    def stop(cls, tid: int) -> Self:
+        """Stop a thread.
+
+        Raises:
+            ProcessLookupError: it has exited.
+            OSError: this process may not trace it.
+        """
+        if platform.machine() != "x86_64":
+            raise OSError(f"not available on {platform.machine()}")
+        _ptrace(_PTRACE_SEIZE, tid, 0, _PTRACE_O_TRACESYSGOOD)
+        _ptrace(_PTRACE_INTERRUPT, tid)
+        _await_stop(tid)
+        return cls(tid)
+
+    def resume(self) -> None:
+        """Let the thread go on where it was stopped. Does nothing if it has been killed."""
+        with contextlib.suppress(ProcessLookupError):
+            self._write_registers(self.registers)
+            _ptrace(_PTRACE_DETACH, self.tid, 0, self._signal)
+
+    def call(self, number: int, *arguments: int) -> int:
+        """Make the thread perform a system call; return its result.
+
+        Raises:
+            OSError: the call failed, or the thread has exited.
+        """
+        if self._instruction is None:
+            self._instruction = _find_syscall(self.tid)
+        registers = {**self.registers, "rax": number, "orig_rax": _MASK, "rip": self._instruction}
+        registers.update(zip(_ARGUMENTS, arguments, strict=False))
+        self._write_registers(registers)
+        for _ in ("entry", "exit"):
+            _ptrace(_PTRACE_SYSCALL, self.tid)
+            while (number := _await_stop(self.tid)) != _SYSCALL_STOP:
+                if number in _FATAL:
+                    raise OSError(f"the thread received signal {number}")
+                self._signal = number
+                _ptrace(_PTRACE_SYSCALL, self.tid)
+        result: int = _LAYOUT.unpack(self._read_set(_GENERAL))[_FIELDS.index("rax")]
+        if result > _MASK - _MOST_ERRNO:
+            raise OSError(2**64 - result, os.strerror(2**64 - result))
+        return result
+
+    @contextlib.contextmanager
+    def without_rseq(self) -> Iterator[None]:
+        """Keep the kernel from writing to the area of restartable sequences, which may be unmapped."""
+        buffer = ctypes.create_string_buffer(_RSEQ.size)
+        try:
+            _ptrace(_PTRACE_GET_RSEQ_CONFIGURATION, self.tid, _RSEQ.size, ctypes.addressof(buffer))
+        except OSError:  # a kernel before 5.13
+            buffer.raw = bytes(_RSEQ.size)
+        address, size, signature, _ = _RSEQ.unpack(buffer.raw[: _RSEQ.size])
+        if address:
+            self.call(_SYS_RSEQ, address, size, _RSEQ_FLAG_UNREGISTER, signature)
+        yield
+        if address:
+            self.call(_SYS_RSEQ, address, size, 0, signature)
+
+    def state(self) -> tuple[bytes, bytes]:
+        """Return its registers, for `continue_as`: general, and vectors."""
+        return _LAYOUT.pack(*self.registers.values()), self._read_set(_VECTORS)
+
+    def continue_as(self, general: bytes, vectors: bytes) -> None:
+        """Set registers from `state` of another thread, which was waiting in a system call: here the call
+        returns EINTR, after which programs repeat it."""
+        self._write_set(_VECTORS, vectors)
+        self.registers = dict(zip(_FIELDS, _LAYOUT.unpack(general), strict=True))
+        if self.registers["orig_rax"] != _MASK:
+            self.registers |= {"rax": -_EINTR & _MASK, "orig_rax": _MASK}
+
+    def _write_registers(self, registers: dict[str, int]) -> None:
+        self._write_set(_GENERAL, _LAYOUT.pack(*registers.values()))
+
+    def _read_set(self, kind: int) -> bytes:
+        buffer = ctypes.create_string_buffer(_REGSET_BYTES)
+        span = _Span(ctypes.addressof(buffer), _REGSET_BYTES)
+        _ptrace(_PTRACE_GETREGSET, self.tid, kind, ctypes.addressof(span))
+        return buffer.raw[: span.size]
+
+    def _write_set(self, kind: int, data: bytes) -> None:
+        buffer = ctypes.create_string_buffer(data, len(data))
+        span = _Span(ctypes.addressof(buffer), len(data))
+        _ptrace(_PTRACE_SETREGSET, self.tid, kind, ctypes.addressof(span))
+
+
+def read_memory(pid: int, address: int, buffer: memoryview) -> None:
+    """Fill a writable buffer from the memory of a process.
+
+    Raises:
+        OSError: a part cannot be read.
+    """
+    _transfer(_libc.process_vm_readv, pid, address, (ctypes.c_char * len(buffer)).from_buffer(buffer))
+
+
+def write_memory(pid: int, address: int, data: bytes) -> None:
+    """Write into the memory of a process, which must be writable there.
+
+    Raises:
+        OSError: a part cannot be written.
+    """
+    _transfer(_libc.process_vm_writev, pid, address, ctypes.create_string_buffer(data, len(data)))
+
+
+def _transfer(
+    call: "ctypes._FuncPointer", pid: int, address: int, local: "ctypes.Array[ctypes.c_char]"
+) -> None:
+    done, size = 0, ctypes.sizeof(local)
+    while done < size:
+        here = _Span(ctypes.addressof(local) + done, size - done)
+        there = _Span(address + done, size - done)
+        count = call(pid, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0)
+        if count <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"memory at {address + done:#x}: {os.strerror(number)}")
+        done += count
+
+
+def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
+    if _libc.ptrace(request, tid, address, data) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace {request:#x}: {os.strerror(number)}")
+
+
+def _await_stop(tid: int) -> int:
+    """Wait until a traced thread stops; return the signal that it reports."""
+    _, status = os.waitpid(tid, _WALL)
+    if not os.WIFSTOPPED(status):
+        raise ProcessLookupError(3, "the thread has exited")
+    return os.WSTOPSIG(status)
+
+
+def _find_syscall(pid: int) -> int:
+    """Return the address of an instruction that makes a system call, in the code that the kernel maps."""
+    with open(f"/proc/{pid}/maps") as lines:  # noqa: PTH123 - templates import no pathlib
+        area = next(line.split()[0] for line in lines if line.rstrip().endswith("[vdso]"))
+    start, end = (int(text, 16) for text in area.split("-"))
+    code = bytearray(end - start)
+    read_memory(pid, start, memoryview(code))
+    return start + code.index(_SYSCALL)
+
+
+def threads(pid: int) -> Iterator[int]:
+    """Yield the threads of a process, the first one first."""
+    yield from sorted(map(int, os.listdir(f"/proc/{pid}/task")))  # noqa: PTH208

@@ -1,0 +1,144 @@
+"""Tests of snapshots of an episode: files, shells, Python's memory and the conversation go on from them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from gymnasium.error import ResetNeeded
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.runner import Runner
+from prorl_envs.gym.env import TaskEnv
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
+
+BASH_TASK = {
+    "id": "sum",
+    "instruction": "Write 6 into result.txt",
+    "files": {"a.txt": "1\n"},
+    "checks": [{"type": "file_equals", "path": "result.txt", "text": "6\n"}],
+}
+
+
+@pytest.fixture(scope="module")
+def runner(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Runner whose driver all tests share; the templates are started at setup."""
+    cache = tmp_path_factory.mktemp("cache")
+    runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
+    runner.run(lambda node: cast(BubblewrapDriver, node.driver).warm())
+    yield runner
+    runner.close()
+
+
+def bash(env: TaskEnv, command: str) -> str:
+    call = {"name": "bash", "arguments": {"command": command}}
+    return env.step(json.dumps(call))[0].strip()
+
+
+def python(env: TaskEnv, code: str) -> str:
+    return env.step(json.dumps({"name": "ipython", "arguments": {"code": code}}))[0].strip()
+
+
+def finish(env: TaskEnv, **arguments: Any) -> float:
+    return env.step(json.dumps({"name": "finish", "arguments": arguments}))[1]
+
+
+def test_an_episode_goes_on_from_a_snapshot_as_often_as_wanted(runner: Runner) -> None:
+    env = TaskEnv("bash", tasks=[BASH_TASK], runner=runner, render_mode="ansi")
+    env.reset()
+    bash(
+        env,
+        "mkdir d; cd d; x=3; echo before > ../kept; rm ../a.txt; twice() { echo $(($1 * 2)); }; false",
+    )
+    snapshot = env.snapshot()
+    rendered = env.render()
+    for _ in range(2):
+        assert (
+            bash(env, "echo $?; pwd; twice $x; cat ../kept; echo ../*")
+            == "1\n/workspace/d\n6\nbefore\n../d ../kept"
+        )
+        bash(env, "echo changed > ../kept; x=4; cd /; rm -r /workspace/d; echo 5 > /workspace/result.txt")
+        assert bash(env, "cd /workspace; cat kept; echo *") == "changed\nkept result.txt"
+        info = env.restore(snapshot)
+        assert info["lost"] == []
+        assert info["turn"] == 1
+        assert env.render() == rendered
+    assert bash(env, "twice $x > ../result.txt; find /tmp -mindepth 1") == ""
+    assert finish(env) == 1.0
+    snapshot.close()
+    env.close()
+
+
+def test_branches_and_their_parent_see_nothing_of_each_other(runner: Runner) -> None:
+    parent = TaskEnv("ipython", runner=runner)
+    parent.reset(seed=1)
+    python(parent, "import itertools\nnumbers = itertools.count(); next(numbers); table = {'a': [1]}")
+    snapshot = parent.snapshot()
+    branches = [TaskEnv("ipython", runner=runner) for _ in range(3)]
+    for index, branch in enumerate(branches):
+        branch.restore(snapshot)
+        python(branch, f"table['a'].append({index}); open('mark', 'w').write('{index}')")
+    python(parent, "table['a'].append('parent')")
+    snapshot.close()
+    for index, branch in enumerate(branches):
+        assert (
+            python(branch, "print(next(numbers), table, open('mark').read())")
+            == f"1 {{'a': [1, {index}]}} {index}"
+        )
+    assert (
+        python(parent, "import os; print(next(numbers), table, os.listdir())") == "1 {'a': [1, 'parent']} []"
+    )
+    for env in (parent, *branches):
+        env.close()
+
+
+def test_a_chain_of_snapshots(runner: Runner) -> None:
+    env = TaskEnv("ipython", runner=runner)
+    env.reset(seed=1)
+    python(env, "values = []")
+    for number in range(12):
+        python(env, f"values.append({number}); open('f{number}', 'w').write('x' * {number})")
+        snapshot = env.snapshot()
+        env.restore(snapshot)
+        snapshot.close()
+    assert python(env, "import os; print(values == list(range(12)), len(os.listdir()))") == "True 12"
+    env.close()
+
+
+def test_layers_of_many_snapshots_are_merged(runner: Runner) -> None:
+    env = TaskEnv("bash", tasks=[BASH_TASK], runner=runner, max_turns=100)
+    env.reset()
+    bash(env, "mkdir d; echo old > d/old; ln -s d link")
+    for number in range(40):
+        change = f"echo {number} > f{number}; rm -f f{number - 3}; rm -r d; mkdir d; echo {number} > d/new"
+        bash(env, change)
+        snapshot = env.snapshot()
+        if number % 4 == 0:
+            env.restore(snapshot)
+        snapshot.close()
+    found = bash(env, "echo $(ls -A); cat f37 f38 f39; echo $(ls -A d); cat link/new")
+    assert found == "a.txt d f37 f38 f39 link\n37\n38\n39\nnew\n39"
+    env.close()
+
+
+def test_a_file_open_for_writing_is_copied(runner: Runner) -> None:
+    env = TaskEnv("bash", tasks=[BASH_TASK], runner=runner)
+    env.reset()
+    bash(env, "exec 7>log; echo one >&7; sleep 100 & echo")
+    snapshot = env.snapshot()
+    assert "log" in " ".join(snapshot.checkpoint.tools.sandbox.copied)
+    assert any("sleep 100" in lost for lost in snapshot.checkpoint.lost)
+    assert bash(env, "echo two >&7; cat log") == "one\ntwo"
+    env.restore(snapshot)
+    assert bash(env, "cat log") == "one"
+    snapshot.close()
+    env.close()
+
+
+def test_no_snapshot_without_an_episode(runner: Runner) -> None:
+    env = TaskEnv("bash", tasks=[BASH_TASK], runner=runner)
+    with pytest.raises(ResetNeeded):
+        env.snapshot()
+    env.close()
