@@ -20,8 +20,7 @@ from prorl_envs.nemo.examples import EXAMPLE, read_jsonl
 from prorl_envs.nemo.root import gym_root
 from prorl_envs.testing.openai_face import DONE_TEXT, face
 from prorl_envs.testing.serving import served
-from tests.nemo.gym import CHECKOUT, HAS_MANIFESTS, server_folder
-from tests.nemo.test_gym_cli import Gym, config, evaluate, model_flags, started
+from tests.nemo.gym import CHECKOUT, HAS_MANIFESTS, Gym, config, evaluate, model_flags, server_folder, started
 
 pytestmark = [
     pytest.mark.nemo,

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,13 +16,13 @@ import pytest
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
-from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
+from nemo_gym.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers import base as nemo
 from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxCreateError
 
 from prorl_envs.errors import InputError, SandboxError
-from tests.nemo.test_provider import Shared
+from tests.nemo.conftest import start
 from tests.support.leaks import OpenResources, leaks_since
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
@@ -39,14 +39,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write((sys.argv[2] + " for " + self.client_address[0]).encode())
 http.server.ThreadingHTTPServer((sys.argv[3], int(sys.argv[1])), Handler).serve_forever()' """
-
-
-@pytest.fixture(scope="module")
-async def provider(run_dir: Path) -> AsyncIterator[Any]:
-    provider = create_provider({"prorl": {}})
-    await provider.close(await provider.create(SandboxSpec()))  # its driver stays warm
-    yield provider
-    await provider.aclose()
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +82,6 @@ def in_gym(monkeypatch: pytest.MonkeyPatch, **blocks: Any) -> None:
 
     monkeypatch.setenv(global_config.NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME, json.dumps(blocks))
     monkeypatch.setattr(global_config, "_GLOBAL_CONFIG_DICT", OmegaConf.create(blocks))
-
-
-async def start(provider: Any, **spec: Any) -> Any:
-    if HAS_PORTS:
-        return await AsyncSandbox(provider, SandboxSpec(**spec), owns_provider=False).start()
-    return await AsyncSandbox(Shared(provider), SandboxSpec(**spec)).start()
 
 
 async def fetch(box: Any, host: str, port: int) -> str:
