@@ -14,7 +14,7 @@ from nemo_gym.failure_kinds import is_namespaced, is_registered
 from nemo_gym.single_agent_turn_types import SingleAgentTurnResponse
 from nemo_gym.task_materialization import materialize_task
 
-from prorl_envs.errors import FailureKind, InputError, ProrlError
+from prorl_envs.errors import FailureKind, InputError, ProrlError, SandboxLimit, SandboxMemoryLimit
 from prorl_envs.nemo.environment_server import RolloutEnvironmentConfig, RolloutEnvironmentServer
 from prorl_envs.nemo.failures import as_error, failure_kind
 from prorl_envs.nemo.responses import check_contiguous
@@ -206,6 +206,8 @@ def job(kind: FailureKind, stage: Stage = Stage.RUN) -> ProrlError:
     ("error", "word"),
     [
         (job(FailureKind.SANDBOX), "provider_unavailable"),
+        (SandboxLimit("it wrote too much"), "provider_unavailable"),
+        (SandboxMemoryLimit("it needs more memory"), "provider_oom_killed"),
         (job(FailureKind.AGENT), "agent_run_error"),
         (job(FailureKind.NODE), "transport_unreachable"),
         (job(FailureKind.TIMEOUT), "agent_timeout"),
