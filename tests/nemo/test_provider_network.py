@@ -217,6 +217,7 @@ services:
   main:
     image: {image}
     command: [sleep, infinity]
+    shm_size: 67108864
     depends_on: {{web: {{condition: service_healthy}}, side: {{condition: service_started}}}}
     ports: [{{target: 7000}}]
   web:
@@ -229,6 +230,31 @@ services:
     network_mode: service:web
     command: [sleep, infinity]
 """
+
+
+@since_0_7
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ("cap_add: [SYS_PTRACE]", "requires cap_add SYS_PTRACE.*hint: root can listen"),
+        (
+            "shm_size: 536870912",
+            "requires 536870912 bytes of /dev/shm, and has at most .*a quarter of the memory",
+        ),
+        ("volumes: [{type: volume, source: data, target: /data}]", "a volume at /data.*hint: .*binds"),
+    ],
+)
+async def test_compose_services_with_unmet_requirements_are_refused(
+    image: dict[str, Any], tmp_path: Path, fields: str, says: str
+) -> None:
+    from nemo_gym.sandbox import AsyncSandboxCompose
+
+    file = tmp_path / "compose.yaml"
+    main = f"image: {image['image']}\n    command: [sleep, infinity]\n    {fields}"
+    file.write_text(f"services:\n  main:\n    {main}\nvolumes: {{data: {{}}}}\n")
+    with pytest.raises(InputError, match=f"(?s){says}"):
+        async with AsyncSandboxCompose({"prorl": {}}, file):
+            raise AssertionError
 
 
 @since_0_7
