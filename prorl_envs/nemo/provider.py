@@ -168,6 +168,10 @@ class ProrlSandboxProvider:
         """
         return nemo.SandboxEndpoint(endpoint=f"http://127.0.0.1:{await _ports(handle).publish(port)}")
 
+    def network_policy_options(self, urls: list[str]) -> dict[str, Any]:
+        """Return the options of a sandbox that reaches these servers alone: see docs/upstream."""
+        return {"servers": urls}
+
     def validate_networking(self) -> None:
         """Accept networks of sandboxes; `network_address` refuses the local driver."""
 

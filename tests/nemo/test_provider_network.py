@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError
 
 from prorl_envs.errors import InputError, SandboxError
 from tests.nemo.conftest import start
+from tests.nemo.gym import CHECKOUT, SITE
 from tests.support.leaks import OpenResources, leaks_since
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
@@ -230,6 +234,41 @@ services:
     network_mode: service:web
     command: [sleep, infinity]
 """
+
+
+PATCHED = """
+import os, sys
+import nemo_gym
+sys.path.insert(0, os.getcwd())  # NeMo Gym puts the installed agents first
+from nemo_gym.sandbox.agent_tools import restricted_network_options as options
+from nemo_gym.sandbox.providers import create_provider
+from responses_api_agents.opencode_sandboxed_agent.app import restricted_network_options
+from responses_api_agents.pi_sandboxed_agent.app import restricted_network_options
+
+assert options(create_provider({"prorl": {}}), ["http://127.0.0.1:1"]) == {"servers": ["http://127.0.0.1:1"]}
+for name, url in (("opensandbox", "http://model:1"), ("opensandbox", "http://127.0.0.1:1"), ("docker", "http://m:1")):
+    try:
+        print(options(type("Provider", (), {"name": name}), [url])["network_policy"]["egress"])
+    except ValueError as error:
+        print(error)
+"""
+
+
+@since_0_7
+def test_the_patch_for_nemo_gym_lets_the_provider_restrict_the_network(tmp_path: Path) -> None:
+    patch = CHECKOUT / "docs" / "upstream" / "nemo-gym-network-policy.patch"
+    for part in ("nemo_gym", "responses_api_agents"):
+        shutil.copytree(SITE / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(
+        ["git", "apply", patch], cwd=tmp_path, check=True, env=os.environ | {"GIT_CEILING_DIRECTORIES": "/"}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PATCHED], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    allowed, loopback, docker = done.stdout.splitlines()
+    assert allowed == "[{'action': 'allow', 'target': 'model'}]"
+    assert "sandbox-reachable host" in loopback and "OpenSandbox" in docker
 
 
 @since_0_7
