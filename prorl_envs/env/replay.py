@@ -5,7 +5,6 @@ Results of calls may differ from the recorded ones (times, process ids), so the 
 replay counts the results that differ.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from prorl_envs.env.base import Environment, Grade, Message, Task
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.errors import InputError
-from prorl_envs.strict_json import encodable
+from prorl_envs.strict_json import STRICT_JSON, encodable
 from prorl_envs.tools.types import ToolCall
 
 #: Part of the line that the agent loop writes in place of the text that it cut from an observation.
@@ -116,7 +115,7 @@ def _call(call: object, where: str) -> ToolCall | None:
     if not isinstance(call, Mapping) or not isinstance(name, str) or not isinstance(text, str):
         raise InputError(f"{where}: not a call with a name and arguments")
     try:
-        arguments = json.loads(text)
+        arguments = STRICT_JSON.decode(text or "{}")
     except (ValueError, RecursionError):
         return None
     return ToolCall(str(call.get("id")), name, arguments) if isinstance(arguments, dict) else None

@@ -342,8 +342,8 @@ async def test_a_seed_does_not_wait_forever(tmp_path: Path) -> None:
 async def test_recorded_answers_are_graded_again(tmp_path: Path) -> None:
     house = House(tmp_path)
     call = {"type": "function_call", "call_id": "c", "name": "write", "arguments": '{"text": "alpha"}'}
-    broken = call | {"arguments": "{"}
-    for output, reward in (([broken, call], 1.0), ([broken], 0.0)):
+    broken = [call | {"arguments": text} for text in ("{", "[]", '{"text": "alpha", "x": NaN}')]
+    for output, reward in (([*broken, call], 1.0), (broken, 0.0)):
         assert (await house.sessions.regrade(ROW, output)).reward == reward
     for row, refused in ((ROW | {"fault": "init"}, SandboxError), ({}, InputError)):
         with pytest.raises(refused):
