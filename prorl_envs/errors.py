@@ -7,6 +7,7 @@
     └── RolloutFailure        an episode failed; becomes a typed Failure, never a reward
         ├── SandboxError      the sandbox did not start, or stopped while in use
         │   ├── SandboxLimit  the sandbox was killed because it exceeded one of its limits
+        │   │   └── SandboxMemoryLimit  that of its memory
         │   └── UnsupportedMachine  no sandbox can start on this machine
         ├── ToolError         the tool server is lost or broke its protocol
         ├── TransferRefused   a file tree contains entries that cannot be copied into or out of a sandbox
@@ -151,6 +152,10 @@ class SandboxLimit(SandboxError):
     """Sandbox that was killed because it exceeded one of its limits; a fresh sandbox would exceed it too."""
 
     retryable = False
+
+
+class SandboxMemoryLimit(SandboxLimit):
+    """Sandbox that was killed for memory, because killing its processes was no help."""
 
 
 class UnsupportedMachine(SandboxError):

@@ -5,16 +5,14 @@ Results of calls may differ from the recorded ones (times, process ids), so the 
 replay counts the results that differ.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prorl_envs.env.base import Environment, Grade, Message, Task
 from prorl_envs.env.harness.family import harness_of
-from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
-from prorl_envs.strict_json import encodable
+from prorl_envs.strict_json import STRICT_JSON, encodable
 from prorl_envs.tools.types import ToolCall
 
 #: Part of the line that the agent loop writes in place of the text that it cut from an observation.
@@ -37,8 +35,7 @@ class Replayed:
 
 
 async def replay[TaskT: Task](
-    family: type[Environment[TaskT]],
-    node: Node,
+    environment: Environment[TaskT],
     task: TaskT,
     messages: Sequence[Message],
     *,
@@ -48,8 +45,7 @@ async def replay[TaskT: Task](
     """Replay and grade one conversation.
 
     Args:
-        family: the environment class that runs the calls.
-        node: where the episode runs.
+        environment: a new environment, which is closed at the end.
         task: the task of the conversation.
         messages: all messages of a result, the prompt first.
         offered: names of the tools that were available in the recording.
@@ -60,14 +56,14 @@ async def replay[TaskT: Task](
             available, or a harness solved the task.
         RolloutFailure: the episode failed.
     """
-    if (harness := harness_of(family)) is not None:
+    if (harness := harness_of(type(environment))) is not None:
         raise InputError(
             f"the harness {harness.name} used its own tools, whose calls cannot be replayed",
             hint="run the task again",
         )
     calls_made = differing = 0
     recorded = list(calls_of(messages))
-    async with family(node) as environment:
+    async with environment:
         prompt = await environment.init(task)
         if missing := set(offered) - {tool.name for tool in prompt.tools}:
             raise InputError(
@@ -87,6 +83,7 @@ async def replay[TaskT: Task](
 
 def calls_of(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str | None]]:
     """Yield the calls of a conversation, each with its result; None if the model was not shown the result.
+    A call whose arguments are not a JSON object was not executed, and is omitted.
 
     Raises:
         InputError: names the message that is wrong.
@@ -98,7 +95,9 @@ def calls_of(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str | None
         if not isinstance(message["tool_calls"], list):
             raise InputError(f"messages.{number}.tool_calls: a list is expected")
         for index, call in enumerate(message["tool_calls"]):
-            yield _call(call, f"messages.{number}.tool_calls.{index}"), next(observations, None)
+            read, observed = _call(call, f"messages.{number}.tool_calls.{index}"), next(observations, None)
+            if read is not None:
+                yield read, observed
 
 
 def _observations(messages: Sequence[Message]) -> Iterator[str]:
@@ -108,12 +107,15 @@ def _observations(messages: Sequence[Message]) -> Iterator[str]:
         yield str(message.get("content"))
 
 
-def _call(call: object, where: str) -> ToolCall:
+def _call(call: object, where: str) -> ToolCall | None:
     function: Any = call.get("function") if isinstance(call, Mapping) else None
+    name, text = (
+        function.get(key) if isinstance(function, Mapping) else None for key in ("name", "arguments")
+    )
+    if not isinstance(call, Mapping) or not isinstance(name, str) or not isinstance(text, str):
+        raise InputError(f"{where}: not a call with a name and arguments")
     try:
-        arguments = json.loads(function["arguments"])
-        if isinstance(call, Mapping) and isinstance(function["name"], str) and isinstance(arguments, dict):
-            return ToolCall(str(call.get("id")), function["name"], arguments)
-    except (TypeError, KeyError, ValueError, RecursionError):
-        pass
-    raise InputError(f"{where}: not a call with a name and arguments in JSON")
+        arguments = STRICT_JSON.decode(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(str(call.get("id")), name, arguments) if isinstance(arguments, dict) else None

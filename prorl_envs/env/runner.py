@@ -34,6 +34,12 @@ class Runner:
         """Return this runner: gymnasium copies an environment's arguments, and the copies must share it."""
         return self
 
+    @property
+    def node(self) -> Node:
+        """The open node, for work that runs in the loop."""
+        assert self._node is not None, "outside of a run"
+        return self._node
+
     def run[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
         """Run `make(node)` to completion and return its result. An interrupt of the caller cancels it."""
         self.start()

@@ -2,7 +2,7 @@
 
 import httpx
 
-from prorl_envs.errors import FailureKind, InputError, ProrlError, RolloutFailure
+from prorl_envs.errors import FailureKind, InputError, ProrlError, RolloutFailure, SandboxMemoryLimit
 from prorl_envs.nemo.sessions import SessionExpired, SessionLost, SessionsFull
 from prorl_envs.rollout.api.errors import NotFound, QueueFull, Retryable
 from prorl_envs.rollout.api.types import Failure, Stage
@@ -26,6 +26,7 @@ _SHARED_ERRORS: tuple[tuple[type[Exception], str], ...] = (
     (SessionLost, "session_lost"),
     (NotFound, "session_lost"),  # the rollout service no longer knows the job
     (SessionsFull, "provider_quota_exhausted"),
+    (SandboxMemoryLimit, "provider_oom_killed"),
     (QueueFull, "provider_quota_exhausted"),
     (httpx.PoolTimeout, "transport_local_resource"),
     (httpx.TimeoutException, "transport_timeout"),

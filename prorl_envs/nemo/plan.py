@@ -283,7 +283,7 @@ def _bind(text: str) -> Mount:
         )
     path = expand_user(source)
     if not path.exists():
-        raise InputError(f"the bind's source {source} does not exist")
+        raise InputError(f"the bind's source {path.absolute()} does not exist", hint="give an absolute path")
     return Mount(source=path.resolve(), target=target, writable=mode == "rw", overlay=mode == "overlay")
 
 

@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_gym.global_config import NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME, get_global_config_dict
 from nemo_gym.sandbox.providers import base as nemo
@@ -28,7 +28,9 @@ from prorl_envs.nemo.plan import Plan, plan, provider_config, unenforced
 from prorl_envs.nemo.ports import SandboxPorts
 from prorl_envs.nemo.sharing import SharedSandbox
 from prorl_envs.nemo.terminal import TerminalSession
+from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver
+from prorl_envs.sandbox.filesystem.mount_plan import shared_memory_bytes
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.protocol.terminal import Open
 
@@ -166,6 +168,10 @@ class ProrlSandboxProvider:
         """
         return nemo.SandboxEndpoint(endpoint=f"http://127.0.0.1:{await _ports(handle).publish(port)}")
 
+    def network_policy_options(self, urls: list[str]) -> dict[str, Any]:
+        """Return the options of a sandbox that reaches these servers alone: see docs/upstream."""
+        return {"servers": urls}
+
     def validate_networking(self) -> None:
         """Accept networks of sandboxes; `network_address` refuses the local driver."""
 
@@ -193,6 +199,37 @@ class ProrlSandboxProvider:
         await _ports(handle).forward(self._peer(target_address), ports)
         await handle.raw.tools.write(ready_file, b"ready\n")
         await asyncio.Event().wait()
+
+    def validate_runtime_requirements(
+        self, *, cap_add: tuple[str, ...], shm_size: int | None
+    ) -> Mapping[str, str]:
+        """Accept the size of /dev/shm that a Compose service requires, up to the size that it has here.
+
+        Raises:
+            InputError: the service requires a capability, or more shared memory.
+        """
+        if cap_add:
+            raise InputError(
+                f"a service requires cap_add {', '.join(cap_add)}, and no program here has a capability",
+                hint="root can listen on any port without; else use a provider with containers",
+            )
+        _check_shared_memory(shm_size, SandboxSpec(limits=self._choice.limits.per_sandbox))
+        return {}
+
+    async def configure_runtime(self, handle: Any, *, cap_add: tuple[str, ...], shm_size: int | None) -> None:
+        """Check the requirements again, with the limits of this sandbox. Raises as `validate_...`."""
+        _check_shared_memory(shm_size, handle.raw.sandbox.spec)
+
+    def shared_volume_metadata(self) -> Mapping[str, str]:
+        """Return nothing, because there are no shared volumes."""
+        return {}
+
+    def shared_volume_options(self, source: str | None, target: str, *, read_only: bool = False) -> NoReturn:
+        """Raise InputError: these sandboxes share no volumes."""
+        raise InputError(
+            f"a service has a volume at {target}, and these sandboxes share no volumes",
+            hint="give each service a directory of the host: provider_options: {binds: SOURCE:TARGET:rw}",
+        )
 
     async def serialize_handle(self, handle: Any, *, scope: str | None = None) -> dict[str, Any]:
         """Return the descriptor that `connect` needs in another process of this user on this node.
@@ -298,6 +335,14 @@ class ProrlSandboxProvider:
             if self._shared is None:
                 self._shared = await SharedDriver.acquire(self._choice)
             return self._shared
+
+
+def _check_shared_memory(size: int | None, spec: SandboxSpec) -> None:
+    if size is not None and size > (available := shared_memory_bytes(spec)):
+        raise InputError(
+            f"a service requires {size} bytes of /dev/shm, and has at most {available}",
+            hint="it has a quarter of the memory limit, at most 256 MiB",
+        )
 
 
 def _ports(handle: Any) -> SandboxPorts:

@@ -25,7 +25,7 @@ type CallTool = Callable[[Request, str], Awaitable[Response]]
 def separate_tool_calls(
     app: FastAPI,
     *,
-    sessions: Callable[[], Sessions],
+    sessions: Sessions,
     session_id: Callable[[Request], str],
     call_tool: CallTool,
 ) -> None:
@@ -37,7 +37,7 @@ def separate_tool_calls(
 
     Args:
         app: the server.
-        sessions: returns the sessions.
+        sessions: the server's sessions.
         session_id: returns the session id of a request.
         call_tool: runs a tool call; its body holds the arguments.
     """
@@ -49,7 +49,7 @@ def separate_tool_calls(
             return await routed(scope, receive, send)
         request = Request(scope, receive)
         body = await request.body()
-        if _is_own(sessions(), session_id(request), scope["path"], body):
+        if _is_own(sessions, session_id(request), scope["path"], body):
             return await routed(scope, _repeated(body, receive), send)
         response = await call_tool(request, scope["path"][1:])
         await response(scope, receive, send)

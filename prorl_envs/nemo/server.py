@@ -15,7 +15,7 @@ it:
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from pydantic import PrivateAttr
 
 from prorl_envs.app.compose import node
 from prorl_envs.catalog import Catalog
-from prorl_envs.config import load_settings
+from prorl_envs.config import Settings, load_settings
 from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
 from prorl_envs.env.runner import Runner
@@ -75,8 +75,6 @@ class EnvironmentServer(SimpleResourcesServer):
     _sessions: Sessions = PrivateAttr()
     # The sessions have an event loop of their own: NeMo Gym's checks send each request from another one.
     _runner: Runner = PrivateAttr()
-    _node: Node = PrivateAttr()
-    _expiring: asyncio.Task[None] | None = PrivateAttr(default=None)
 
     @classmethod
     def run_webserver(cls) -> FastAPI | None:
@@ -92,7 +90,7 @@ class EnvironmentServer(SimpleResourcesServer):
         if "warm_pool_size" not in settings.sandbox.model_fields_set:  # one per server would take much memory
             sandbox = settings.sandbox.model_copy(update={"warm_pool_size": 0})
             settings = settings.model_copy(update={"sandbox": sandbox})
-        self._runner = Runner(partial(node, settings))
+        self._runner = Runner(partial(self._node, settings))
         limits = SessionLimits(
             open=config.max_sessions,
             idle_s=config.idle_s,
@@ -100,15 +98,13 @@ class EnvironmentServer(SimpleResourcesServer):
             init_s=config.init_s,
             eval_s=config.eval_s,
         )
-        self._sessions = Sessions(lambda: self._family(self._node), limits)
+        self._sessions = Sessions(lambda: self._family(self._runner.node), limits)
         app: FastAPI = super().setup_webserver()
         if not KNOWS_SESSIONS:
             app.post(CLOSE)(self.close_resources_session)
         app.post("/reset")(self.reset)
         app.post("/step")(self.step)
-        separate_tool_calls(
-            app, sessions=lambda: self._sessions, session_id=_session_id, call_tool=self.call_tool
-        )
+        separate_tool_calls(app, sessions=self._sessions, session_id=_session_id, call_tool=self.call_tool)
         app.add_exception_handler(ProrlError, answer_error)
         live_within(app, self._serving)
         return app
@@ -119,20 +115,22 @@ class EnvironmentServer(SimpleResourcesServer):
         try:
             yield
         finally:
-            await self._run(self._sessions.aclose)
-            self._expiring = None
             await asyncio.to_thread(self._runner.close)
+
+    @asynccontextmanager
+    async def _node(self, settings: Settings) -> AsyncIterator[Node]:
+        """Open the node, on which sessions expire until all are closed."""
+        async with node(settings) as opened:
+            expiring = asyncio.create_task(self._sessions.keep_expiring())
+            try:
+                yield opened
+            finally:
+                expiring.cancel()
+                await self._sessions.aclose()
 
     async def _run[T](self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` in the event loop of the sessions."""
-
-        async def with_node(node: Node) -> T:
-            if self._expiring is None:
-                self._node = node
-                self._expiring = asyncio.create_task(self._sessions.keep_expiring())
-            return await work()
-
-        return await self._runner.run_from_loop(with_node)
+        return await self._runner.run_from_loop(lambda _: work())
 
     async def seed_session(self, request: Request, body: SeedRequest) -> Any:
         """Start the episode. Repeating a seed finds the same episode.
@@ -188,28 +186,25 @@ class EnvironmentServer(SimpleResourcesServer):
             RolloutFailure: there is no reward, and failures are configured as errors.
         """
         session_id, output = _session_id(request), _output(body.response)
-        again = not request.cookies and self._family.repeatable and not _was_disturbed(output)
-        row = task_row(body.model_dump(exclude_unset=True)) if again else {}
+        row: Mapping[str, Any] = {}
+        grading = partial(self._sessions.grade, session_id, output)
+        if not request.cookies and self._family.repeatable and not _was_disturbed(output):
+            row = task_row(body.model_dump(exclude_unset=True))
+            grading = partial(self._sessions.regrade, row, output)
         try:
-            grade = await self._run(
-                lambda: (
-                    self._sessions.regrade(session_id, row, output)
-                    if again
-                    else self._sessions.grade(session_id, output)
-                )
-            )
+            verdict = graded(await self._run(grading))
         except RolloutFailure as failure:
             _log(failure, "verify")
             if not self.config.masks:
                 raise
-            return self._response(session_id, body, masked(failure))
-        return self._response(session_id, body, graded(grade))
-
-    def _response(self, session_id: str, body: VerifyRequest, verdict: JsonObject) -> VerifyResponse:
+            verdict = masked(failure)
         ended = self._sessions.ended(session_id)
-        task = {"environment": self.config.environment, "task_id": ended.task_id if ended else ""}
-        request = body.model_dump(include={"responses_create_params", "response"})
-        return VerifyResponse(**request, **task, **verdict)
+        task = {
+            "environment": self.config.environment,
+            "task_id": ended.task_id if ended else row.get("id", ""),
+        }
+        recorded = body.model_dump(include={"responses_create_params", "response"})
+        return VerifyResponse(**recorded, **task, **verdict)
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Aggregate metrics over the samples that have a reward."""

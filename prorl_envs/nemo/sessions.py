@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from prorl_envs.env.base import Environment, Grade, Prompt, Task
+from prorl_envs.env.replay import replay
 from prorl_envs.env.responses import said_messages
 from prorl_envs.errors import (
     Cancelled,
@@ -173,12 +174,7 @@ class Sessions:
             raise InputError("this session has ended", hint="start an episode without session cookies")
         if (known := self._open.get(session_id)) is not None:
             return await self._reopened(session_id, known, row)
-        environment = self._make()
-        try:
-            task = environment.load(row)
-        except InputError as error:
-            message = f"not a task of the environment {environment.name!r}: {error.message}"
-            raise InputError(message, hint=error.hint) from error
+        environment, task = self._load(row)
         session = NemoSession(_digest(row), task, environment, self._clock())
         self._open[session_id] = session
         async with session.lock:
@@ -214,29 +210,21 @@ class Sessions:
             await self._end(session_id, session, grade)
             return grade
 
-    async def regrade(
-        self, session_id: str, row: Mapping[str, Any], output: Sequence[Mapping[str, Any]]
-    ) -> Grade:
-        """Grade recorded answers again: repeat their tool calls in a new session.
-
-        Args:
-            session_id: id of the new session.
-            row: the task row.
-            output: as for `grade`. Calls whose arguments are not a JSON object had no effect and are omitted.
+    async def regrade(self, row: Mapping[str, Any], output: Sequence[Mapping[str, Any]]) -> Grade:
+        """Grade recorded answers again, by a replay of their tool calls; `output` as for `grade`.
 
         Raises:
-            InputError: the row is invalid.
+            InputError: the row or the output is invalid.
             RolloutFailure: there is no grade, for this reason.
         """
+        environment, task = self._load(row)
+        messages = said_messages(output)
+        await self._acquire_slot()
         try:
-            await self.open(session_id, row)
-            for item in output:
-                arguments = parse_arguments(item["arguments"]) if item.get("type") == "function_call" else ""
-                if isinstance(arguments, dict):
-                    await self.call(session_id, ToolCall(item["call_id"], item["name"], arguments))
-            return await self.grade(session_id, output)
+            limit = self._limits.init_s + self._limits.eval_s
+            return (await _with_timeout(replay(environment, task, messages), limit, "The replay")).grade
         finally:
-            await self.close(session_id)
+            self._slots.release()
 
     async def expire(self) -> int:
         """Close the sessions that were idle for longer than the limit, and return their number."""
@@ -315,8 +303,17 @@ class Sessions:
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
 
+    def _load(self, row: Mapping[str, Any]) -> tuple[AnyEnvironment, Task]:
+        environment = self._make()
+        try:
+            return environment, environment.load(row)
+        except InputError as error:
+            message = f"not a task of the environment {environment.name!r}: {error.message}"
+            raise InputError(message, hint=error.hint) from error
+
     async def _start(self, session: NemoSession) -> Prompt:
-        await self._acquire_slot(session)
+        await self._acquire_slot()
+        session.has_slot = True
         starting = session.environment.init(session.task)
         return await _with_timeout(starting, self._limits.init_s, "The start")
 
@@ -324,7 +321,7 @@ class Sessions:
         _pass_transcript(session, output)
         return await _with_timeout(session.environment.eval(), self._limits.eval_s, "The grader")
 
-    async def _acquire_slot(self, session: NemoSession) -> None:
+    async def _acquire_slot(self) -> None:
         hint = "lower the concurrency, or raise max_sessions"
         if self._slots.locked():
             if self._waiting >= self._limits.waiting:
@@ -339,7 +336,6 @@ class Sessions:
             raise SessionsFull(f"no sandbox was free for {self._limits.queue_s:g} s", hint=hint) from None
         finally:
             self._waiting -= 1
-        session.has_slot = True
 
     async def _end(self, session_id: str, session: NemoSession, outcome: Grade | RolloutFailure) -> None:
         """Record the outcome, then close, so that a repeated request never finds a half-closed session."""

@@ -108,15 +108,10 @@ class NemoEnvironment(Environment[NemoTask]):
     async def _seed(self, connection: RemoteConnection, task: NemoTask) -> None:
         """Start the session. Retries are safe: each finds the same typed session, or else starts a new one,
         and an earlier one is unused."""
-        body, problem = task.row, ""
-        if await self._takes_typed_seeds(connection):
-            episode = uuid4().hex
-            self._session = {"resources_session_id": episode, "episode_id": {"rollout_id": episode}}
-            data = {key: value for key, value in task.row.items() if key != "responses_create_params"}
-            task_id = {"taskset": self.name, "task_id": task.id}
-            body = self._session | {"task_id": task_id, "task_data": data}
+        problem = ""
         for pause in (*SEED_PAUSES_S, None):
             try:
+                body = await self._seed_body(connection, task)
                 reply = await connection.post(
                     "/seed_session", body, seconds=self.server.seed_s, max_bytes=MAX_ANSWER_BYTES
                 )
@@ -134,10 +129,23 @@ class NemoEnvironment(Environment[NemoTask]):
                 await self.clock.sleep(pause)
         raise RemoteUnavailable(f"the session cannot be opened: {problem}", hint="is the server running?")
 
+    async def _seed_body(self, connection: RemoteConnection, task: NemoTask) -> JsonObject:
+        if not await self._takes_typed_seeds(connection):
+            return task.row
+        if not self._session:
+            episode = uuid4().hex
+            self._session = {"resources_session_id": episode, "episode_id": {"rollout_id": episode}}
+        data = {key: value for key, value in task.row.items() if key != "responses_create_params"}
+        return self._session | {"task_id": {"taskset": self.name, "task_id": task.id}, "task_data": data}
+
     async def _takes_typed_seeds(self, connection: RemoteConnection) -> bool:
-        """Return whether the server's description of its routes has a seed with a session's id. Asks once."""
+        """Return whether the server's description of its routes has a seed with a session's id. Asks until
+        the server answers, with an error if it does not describe itself."""
         if self.server.typed is None:
-            text = await _aside(connection, "GET", "/openapi.json", {})
+            reply = await _aside(connection, "GET", "/openapi.json", {})
+            if reply is None or reply.unavailable:
+                raise Unanswered(reply.excerpt() if reply else "GET /openapi.json got no answer")
+            text = reply.text if reply.status < 400 else ""
             self.server.typed = '"resources_session_id"' in text and '"task_data"' in text
         return self.server.typed
 
@@ -187,12 +195,11 @@ class NemoEnvironment(Environment[NemoTask]):
             )
 
 
-async def _aside(connection: RemoteConnection, method: str, path: str, body: JsonObject) -> str:
-    """Send a request whose failure does not matter; return the answer, or "" if it failed."""
+async def _aside(connection: RemoteConnection, method: str, path: str, body: JsonObject) -> HttpReply | None:
+    """Send a request whose failure does not matter; return the answer, if there is one."""
     with contextlib.suppress(Unanswered, TimeoutError):
-        reply = await connection.request(method, path, body, seconds=ASIDE_S, max_bytes=MAX_ANSWER_BYTES)
-        return reply.text if reply.status < 400 else ""
-    return ""
+        return await connection.request(method, path, body, seconds=ASIDE_S, max_bytes=MAX_ANSWER_BYTES)
+    return None
 
 
 def _check_seed(reply: HttpReply) -> None:

@@ -54,7 +54,12 @@ def face(tasks: Sequence[Task]) -> FastAPI:
     async def models() -> JsonObject:
         return {"object": "list", "data": [{"id": str(name), "object": "model"} for name in FakeBehaviour]}
 
-    add_responses(app, tasks)
+    add_conversations(app, tasks)
+    return app
+
+
+def add_conversations(app: FastAPI, tasks: Sequence[Task]) -> None:
+    """Add the routes by which NeMo Gym's `openai_model` and `vllm_model` call a model."""
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> JsonObject:
@@ -62,12 +67,6 @@ def face(tasks: Sequence[Task]) -> FastAPI:
         messages = body.get("messages", [])
         made = sum(1 for message in messages if message.get("role") == "tool")
         return _chat_completion(body, _next_call(tasks, body, messages, made), made)
-
-    return app
-
-
-def add_responses(app: FastAPI, tasks: Sequence[Task]) -> None:
-    """Add the route `POST /v1/responses`, with which NeMo Gym's `openai_model` calls a model."""
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> JsonObject:

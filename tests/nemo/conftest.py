@@ -1,5 +1,7 @@
 """Fixtures for the tests of NeMo Gym's servers."""
 
+# mypy: disable-error-code="import-not-found,import-untyped"
+
 import json
 import os
 import signal
@@ -7,12 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prorl_envs.env.registry import example_path
+from prorl_envs.nemo.rows import blank, nemo_row
 from tests.sandbox.rootfs import PROGRAMS, write_rootfs
 
 COMMAND = Path(sys.executable).with_name("prorl-envs")
@@ -52,6 +58,61 @@ def background(ready: str, *arguments: str, **environ: str) -> Iterator[tuple["s
         finally:
             process.send_signal(signal.SIGINT)
             drain.join()
+
+
+def rows() -> list[dict[str, Any]]:
+    tasks = [json.loads(line) for line in example_path("bash").read_text().splitlines()]
+    return [nemo_row(blank("bash"), task) for task in tasks]
+
+
+def server_client() -> Any:
+    """Return the client that NeMo Gym gives to its servers, without other servers."""
+    from nemo_gym.config_types import BaseServerConfig
+    from nemo_gym.server_utils import ServerClient
+    from omegaconf import OmegaConf
+
+    head = BaseServerConfig(host="127.0.0.1", port=0)
+    return ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
+
+
+async def start(provider: Any, **spec: Any) -> Any:
+    """Start a sandbox of `provider`, which stays open."""
+    from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
+
+    if "owns_provider" in signature(AsyncSandbox).parameters:
+        return await AsyncSandbox(provider, SandboxSpec(**spec), owns_provider=False).start()
+    return await AsyncSandbox(_Shared(provider), SandboxSpec(**spec)).start()
+
+
+class _Shared:
+    """Wrapper that does not close its provider, for NeMo Gym 0.4."""
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._provider, name)
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+async def provider(run_dir: Path) -> AsyncIterator[Any]:
+    """Sandbox provider for all tests of the module, so that its driver stays warm."""
+    from nemo_gym.sandbox import SandboxSpec
+    from nemo_gym.sandbox.providers import create_provider
+
+    provider = create_provider({"prorl": {}})
+    await provider.close(await provider.create(SandboxSpec()))
+    yield provider
+    await provider.aclose()
+
+
+@pytest.fixture
+async def box(provider: Any) -> AsyncIterator[Any]:
+    async with await start(provider) as sandbox:
+        yield sandbox
 
 
 def free_port() -> str:

@@ -1,7 +1,6 @@
 """NeMo Gym's agent with a real rollout service: rows in, graded token rollouts out."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +11,12 @@ import pytest
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import OmegaConf
 
-from prorl_envs.env.registry import example_path
 from prorl_envs.nemo.agent import RolloutAgent, RolloutAgentConfig
 from prorl_envs.nemo.responses import check_contiguous
-from prorl_envs.nemo.rows import blank, nemo_row
 from prorl_envs.nemo.wire import KNOWS_MASKS
 from prorl_envs.testing.serving import served
-from tests.nemo.conftest import SERVICE_TOKEN
+from tests.nemo.conftest import SERVICE_TOKEN, rows, server_client
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300), pytest.mark.usefixtures("loops_own_pipe")]
 
@@ -39,9 +33,7 @@ def serving(service: str, **settings: Any) -> Iterator[httpx.Client]:
         environment="bash",
         **settings,
     )
-    head = BaseServerConfig(host="127.0.0.1", port=0)
-    server = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
-    agent = RolloutAgent(config=config, server_client=server)
+    agent = RolloutAgent(config=config, server_client=server_client())
     app = agent.setup_webserver()
     if KNOWS_MASKS:  # as NeMo Gym 0.7 runs it
         agent.setup_cancellation_middleware(app)
@@ -54,11 +46,6 @@ def agent(service: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Clien
     monkeypatch.setenv("PRORL_SERVER__TOKEN", SERVICE_TOKEN)
     with serving(service) as client:
         yield client
-
-
-def rows() -> list[dict[str, Any]]:
-    tasks = [json.loads(line) for line in example_path("bash").read_text().splitlines()]
-    return [nemo_row(blank("bash"), task) for task in tasks]
 
 
 def test_a_rollout_is_graded_and_one_contiguous_row(agent: httpx.Client) -> None:

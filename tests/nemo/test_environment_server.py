@@ -10,22 +10,18 @@ import pytest
 pytest.importorskip("nemo_gym.base_environment_server", reason="NeMo Gym 0.7 and later")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
-from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.failure_kinds import is_namespaced, is_registered
-from nemo_gym.server_utils import ServerClient
 from nemo_gym.single_agent_turn_types import SingleAgentTurnResponse
 from nemo_gym.task_materialization import materialize_task
-from omegaconf import OmegaConf
 
-from prorl_envs.errors import FailureKind, InputError, ProrlError
+from prorl_envs.errors import FailureKind, InputError, ProrlError, SandboxLimit, SandboxMemoryLimit
 from prorl_envs.nemo.environment_server import RolloutEnvironmentConfig, RolloutEnvironmentServer
 from prorl_envs.nemo.failures import as_error, failure_kind
 from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.rollout.api.errors import NotFound, QueueFull, Unavailable
 from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.testing.serving import served
-from tests.nemo.conftest import SERVICE_TOKEN
-from tests.nemo.test_agent import rows
+from tests.nemo.conftest import SERVICE_TOKEN, rows, server_client
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300), pytest.mark.usefixtures("loops_own_pipe")]
 
@@ -40,9 +36,7 @@ def serving(service: str, **settings: Any) -> Iterator[httpx.Client]:
         "cleanup_timeout_seconds": 5,
     }
     config = RolloutEnvironmentConfig(name="prorl", host="127.0.0.1", port=0, **block | settings)
-    head = BaseServerConfig(host="127.0.0.1", port=0)
-    client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
-    server = RolloutEnvironmentServer(config=config, server_client=client)
+    server = RolloutEnvironmentServer(config=config, server_client=server_client())
     app = server.setup_webserver()
     server.setup_cancellation_middleware(app)
     with served(app) as url, httpx.Client(base_url=url, timeout=120) as client:
@@ -212,6 +206,8 @@ def job(kind: FailureKind, stage: Stage = Stage.RUN) -> ProrlError:
     ("error", "word"),
     [
         (job(FailureKind.SANDBOX), "provider_unavailable"),
+        (SandboxLimit("it wrote too much"), "provider_unavailable"),
+        (SandboxMemoryLimit("it needs more memory"), "provider_oom_killed"),
         (job(FailureKind.AGENT), "agent_run_error"),
         (job(FailureKind.NODE), "transport_unreachable"),
         (job(FailureKind.TIMEOUT), "agent_timeout"),

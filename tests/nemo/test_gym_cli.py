@@ -5,14 +5,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -34,7 +30,8 @@ from prorl_envs.nemo.examples import (
 from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.nemo.root import GymRoot
 from prorl_envs.nemo.rows import BUILT_IN, agent_name, jsonl, server_name, write_rows
-from prorl_envs.testing.openai_face import FakeBehaviour, scripted_openai
+from prorl_envs.testing.openai_face import scripted_openai
+from tests.nemo.conftest import free_port
 from tests.nemo.gym import (
     CHECKOUT,
     GYM,
@@ -42,10 +39,18 @@ from tests.nemo.gym import (
     RECORDING,
     SCAFFOLD,
     SITE,
+    Gym,
+    collect,
+    config,
     environment,
+    evaluate,
     gym,
+    model_flags,
     prepared_root,
     server_folder,
+    session_members,
+    started,
+    wait_until_gone,
 )
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
@@ -57,7 +62,6 @@ NEW = tuple(f"lab_{flavour}" for flavour in (FLAVOURS if RECORDING else ("bash",
 ROWS = {"swebench": 5 if RECORDING else 1}
 #: NeMo Gym 0.4 has no masks, so tests request them.
 MASK = "++prorl_bash_resources_server.resources_servers.prorl_bash.failures=mask"
-READY = "servers ready!"
 #: YAML file of our installed agent; from 0.7 on, of our environment server, which adds itself to the agent.
 AGENT = SITE / (
     "environment_servers/prorl_rollouts/configs/prorl_rollouts.yaml"
@@ -68,81 +72,16 @@ AGENT = SITE / (
 ROUTE = "+environment_server_routes.prorl_bash=prorl_rollouts"
 
 
-@dataclass(frozen=True)
-class Gym:
-    """A running NeMo Gym.
-
-    Args:
-        root: its folder and its flags.
-        flags: options with which another `gym` finds it.
-    """
-
-    root: GymRoot
-    flags: tuple[str, ...]
+#: 0.7 refuses agents without an environment server.
+STRICT = ["+error_on_agent_without_environment_server=true"] if HAS_ENVIRONMENT_SERVERS else []
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def session_members(session: int) -> list[str]:
-    """Return the living processes of a session: NeMo Gym, its servers and Ray."""
-    members = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = status.read_text().rpartition(")")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, _, _, owner = rest.split()[:4]
-        if int(owner) == session and state != "Z":
-            members.append(name + ")")
-    return members
-
-
-@contextmanager
-def started(root: GymRoot, log: IO[str], *arguments: str) -> Iterator[Gym]:
-    """Run `gym env start` in its own session until the block ends, then interrupt it like Ctrl-C."""
-    head = ("++head_server.host=127.0.0.1", f"++head_server.port={free_port()}")
-    command = [str(GYM), "env", "start", *arguments, *root.flags, *head]
-    process = subprocess.Popen(
-        command,
-        cwd=root.path,
-        env=environment(root),
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        wait_until_ready(process, Path(log.name))
-        yield Gym(root, head)
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(120)
-            left = wait_until_gone(process.pid)
-        finally:
-            # Processes still in the session after an orderly stop are a leak; they must not outlive the test.
-            for member in session_members(process.pid):
-                os.kill(int(member.split()[0]), signal.SIGKILL)
-            process.wait()
-    assert not left, f"left behind: {left}"
-
-
-def wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + 600
-    while READY not in log.read_text():
-        assert process.poll() is None, f"gym env start ended:\n{log.read_text()[-5000:]}"
-        assert time.monotonic() < deadline, f"not ready:\n{log.read_text()[-5000:]}"
-        time.sleep(0.2)
-
-
-def wait_until_gone(session: int) -> list[str]:
-    deadline = time.monotonic() + 20
-    while (left := session_members(session)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
+def documented() -> list[str]:
+    """Return the options that docs/nemo-gym.md names for this version of NeMo Gym, one per way to drive."""
+    page = (CHECKOUT / "docs" / "nemo-gym.md").read_text()
+    rows = re.findall(r"^\|[^|]*\| `(--\S+ \S+)` \| `(--\S+ \S+)` \|", page, re.MULTILINE)
+    assert len(rows) == 3
+    return [new if HAS_ENVIRONMENT_SERVERS else old for new, old in rows]
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +97,6 @@ def model_url(root: GymRoot) -> Iterator[str]:
     tasks += [task for name in NEW for task in installed_tasks(root, name)]
     with scripted_openai(tasks) as url:
         yield url
-
-
-def model_flags(url: str) -> list[str]:
-    return ["--model", str(FakeBehaviour.REFERENCE), "--model-url", url, "--model-api-key", "none"]
 
 
 def installed_tasks(root: GymRoot, name: str) -> list[Task]:
@@ -188,51 +123,17 @@ def running(
             yield gym
 
 
-def evaluate(running: Gym, agent: str, rows: list[dict[str, Any]], output: Path) -> list[dict[str, Any]]:
-    """Run `gym eval run` on `rows`; return the rollouts in `output`."""
-    chosen = output.with_name("rows.jsonl")
-    chosen.write_text(
-        "".join(
-            json.dumps(row | {"agent_ref": {"type": "responses_api_agents", "name": agent}}) + "\n"
-            for row in rows
-        )
-    )
-    return collect(running, chosen, output, "--agent", agent)
-
-
-def collect(running: Gym, chosen: Path, output: Path, *flags: str) -> list[dict[str, Any]]:
-    """Run `gym eval run` on the rows in a file; return the rollouts in `output`."""
-    flags = ("--input", str(chosen), "--output", str(output), "--concurrency", "4", *flags)
-    done = gym(running.root, "eval", "run", "--no-serve", *flags, *running.flags)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return read_jsonl(output)
-
-
-def config(root: GymRoot, name: str, flavour: str) -> Path:
-    return server_folder(root, name) / "configs" / f"{flavour}.yaml"
-
-
 def example_rows(root: GymRoot, name: str) -> list[dict[str, Any]]:
     return read_jsonl(server_folder(root, name) / EXAMPLE)[: ROWS.get(name, COUNT)]
 
 
-@pytest.mark.parametrize("flavour", ["", "/gymnasium", "/single_agent_turn"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_configuration_is_valid(root: GymRoot, name: str, flavour: str) -> None:
-    selection = ["--resources-server", f"prorl_{name}{flavour}", "--model-type", "openai_model"]
-    if flavour == "/single_agent_turn":
-        if not HAS_ENVIRONMENT_SERVERS:
-            pytest.skip("NeMo Gym 0.7 has environment servers")
-        selection.append("+error_on_agent_without_environment_server=true")
-    done = gym(root, "env", "validate", *selection)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.skipif(not HAS_ENVIRONMENT_SERVERS, reason="NeMo Gym 0.4 has no environment servers")
-def test_the_environment_servers_configuration_is_strictly_valid(root: GymRoot) -> None:
-    done = gym(
-        root, "env", "validate", "--config", str(AGENT), "+error_on_agent_without_environment_server=true"
-    )
+@pytest.mark.parametrize("name", [*FAMILIES, *NEW])
+@pytest.mark.parametrize("selection", documented())
+def test_the_documented_configuration_is_valid(root: GymRoot, name: str, selection: str) -> None:
+    if ("prorl_bash" not in selection and name != "bash") or ("gymnasium" in selection and name in NEW):
+        pytest.skip("there is no such file for this environment")
+    selected = selection.replace("prorl_bash", f"prorl_{name}").split()
+    done = gym(root, "env", "validate", *selected, "--model-type", "openai_model", *STRICT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from nemo_gym.sandbox.providers import create_provider, list_providers
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxStatus
 
 from prorl_envs.errors import InputError
+from tests.nemo.conftest import start
 from tests.support.leaks import OpenResources, leaks_since
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
@@ -35,39 +35,6 @@ def _loops_own_pipe() -> None:
         pass
 
     uvloop.run(nothing())
-
-
-@pytest.fixture(scope="module")
-async def provider(run_dir: Path) -> AsyncIterator[Any]:
-    """Provider for all tests of the module, so that its driver stays warm."""
-    provider = create_provider(PROVIDER)
-    handle = await provider.create(SandboxSpec())
-    await provider.close(handle)
-    yield provider
-    await provider.aclose()
-
-
-class Shared:
-    """Wrapper that does not close its provider: 0.4 has no `owns_provider`."""
-
-    def __init__(self, provider: Any) -> None:
-        self._provider = provider
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._provider, name)
-
-    async def aclose(self) -> None:
-        pass
-
-
-@pytest.fixture
-async def box(provider: Any) -> AsyncIterator[Any]:
-    async with AsyncSandbox(Shared(provider), SandboxSpec()) as sandbox:
-        yield await sandbox.start()
-
-
-async def start(provider: Any, **spec: Any) -> Any:
-    return await AsyncSandbox(Shared(provider), SandboxSpec(**spec)).start()
 
 
 def test_the_provider_is_found_by_its_name() -> None:

@@ -20,8 +20,7 @@ from prorl_envs.nemo.examples import EXAMPLE, read_jsonl
 from prorl_envs.nemo.root import gym_root
 from prorl_envs.testing.openai_face import DONE_TEXT, face
 from prorl_envs.testing.serving import served
-from tests.nemo.gym import CHECKOUT, HAS_MANIFESTS, server_folder
-from tests.nemo.test_gym_cli import Gym, config, evaluate, model_flags, started
+from tests.nemo.gym import CHECKOUT, HAS_MANIFESTS, Gym, evaluate, model_flags, server_folder, started
 
 pytestmark = [
     pytest.mark.nemo,
@@ -29,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_MANIFESTS, reason="NeMo Gym 0.4 has no harness that runs in a sandbox"),
 ]
 
+STRICT = "+error_on_agent_without_environment_server=true"
 PACKAGE = "opencode-linux-x64@1.17.11"
 #: The call that OpenCode's model makes, and its result. Nothing but the model can be reached.
 COMMAND = "echo $(((18 * 7 - 6) / 3)); (: >/dev/tcp/192.0.2.1/80) 2>/dev/null || echo closed"
@@ -77,15 +77,14 @@ def documented(tools: Path) -> str:
     (sandbox,) = (str(block) for block in blocks if block.startswith("sandbox:"))
     (opencode,) = (str(block) for block in blocks if block.startswith("opencode:"))
     assert PACKAGE in opencode
-    return sandbox.partition("my_agent:")[0] + opencode.replace("tools/", f"{tools}/")
+    return sandbox.partition("my_agent:")[0] + opencode.replace("~/gym/tools/", f"{tools}/")
 
 
 @pytest.fixture(scope="module")
 def running(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gym]:
     root = gym_root(tmp_path_factory.mktemp("gym"))
     (root.path / "opencode.yaml").write_text(documented(tools))
-    configs = [str(config(root, "math", "prorl_math")), str(root.path / "opencode.yaml")]
-    selection = [flag for path in configs for flag in ("--config", path)]
+    selection = ["--resources-server", "prorl_math/single_agent_turn", "--config", "opencode.yaml", STRICT]
     row = read_jsonl(server_folder(root, "math") / EXAMPLE)[0]
     tokens = "++policy_model.responses_api_models.vllm_model.return_token_id_information=true"
     capture = ["++token_id_capture.enabled=true", f"++token_id_capture.dir={root.path / 'tokens'}"]

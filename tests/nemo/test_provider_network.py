@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,13 +19,14 @@ import pytest
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
-from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
+from nemo_gym.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers import base as nemo
 from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxCreateError
 
 from prorl_envs.errors import InputError, SandboxError
-from tests.nemo.test_provider import Shared
+from tests.nemo.conftest import start
+from tests.nemo.gym import CHECKOUT, SITE
 from tests.support.leaks import OpenResources, leaks_since
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
@@ -39,14 +43,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write((sys.argv[2] + " for " + self.client_address[0]).encode())
 http.server.ThreadingHTTPServer((sys.argv[3], int(sys.argv[1])), Handler).serve_forever()' """
-
-
-@pytest.fixture(scope="module")
-async def provider(run_dir: Path) -> AsyncIterator[Any]:
-    provider = create_provider({"prorl": {}})
-    await provider.close(await provider.create(SandboxSpec()))  # its driver stays warm
-    yield provider
-    await provider.aclose()
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +86,6 @@ def in_gym(monkeypatch: pytest.MonkeyPatch, **blocks: Any) -> None:
 
     monkeypatch.setenv(global_config.NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME, json.dumps(blocks))
     monkeypatch.setattr(global_config, "_GLOBAL_CONFIG_DICT", OmegaConf.create(blocks))
-
-
-async def start(provider: Any, **spec: Any) -> Any:
-    if HAS_PORTS:
-        return await AsyncSandbox(provider, SandboxSpec(**spec), owns_provider=False).start()
-    return await AsyncSandbox(Shared(provider), SandboxSpec(**spec)).start()
 
 
 async def fetch(box: Any, host: str, port: int) -> str:
@@ -179,7 +169,9 @@ async def test_a_declared_port_has_an_endpoint_on_the_host(provider: Any, run_di
 
 
 @since_0_7
-async def test_sandboxes_reach_each_other_by_name_at_any_port(provider: Any, image: dict[str, Any]) -> None:
+async def test_sandboxes_reach_each_other_by_name_at_any_port(
+    provider: Any, image: dict[str, Any], tmp_path: Path
+) -> None:
     boxes = [await start(provider, **image) for _ in range(3)]
     first, second, apart = boxes
     handles = [box._require_handle() for box in boxes]
@@ -191,7 +183,12 @@ async def test_sandboxes_reach_each_other_by_name_at_any_port(provider: Any, ima
         for handle in handles[:2]:
             await provider.set_hosts(handle, {name: hosts[name] for name in names[:2]})
         assert "refused" in await fetch(first, "second", 80)
+        await first.exec(f"(until ({FETCH.format('second', 80)}) >found; do sleep 0.05; done) 2>log &")
         await serve(second, 80, "second")
+        found = tmp_path / "found"
+        while not found.is_file() or not found.read_text():  # a program that waits also finds the new port
+            await provider.download_file(handles[0], "found", found)
+        assert found.read_text() == f"second for {hosts['first']}"
         await serve(second, 81, "private", "127.0.0.1")
         await serve(first, 8080, "first", hosts["first"])
         assert await fetch(first, "second", 80) == f"second for {hosts['first']}"
@@ -202,7 +199,7 @@ async def test_sandboxes_reach_each_other_by_name_at_any_port(provider: Any, ima
         with pytest.raises(InputError, match="no sandbox"):
             await provider.set_hosts(handles[0], {"x": "127.64.9.9"})
         await second.exec("pkill -f second")
-        assert "reset" in await fetch(first, "second", 80)
+        assert "second for" not in await fetch(first, "second", 80)  # reset, or closed before the request
     finally:
         for box in boxes:
             await box.stop()
@@ -224,6 +221,7 @@ services:
   main:
     image: {image}
     command: [sleep, infinity]
+    shm_size: 67108864
     depends_on: {{web: {{condition: service_healthy}}, side: {{condition: service_started}}}}
     ports: [{{target: 7000}}]
   web:
@@ -236,6 +234,66 @@ services:
     network_mode: service:web
     command: [sleep, infinity]
 """
+
+
+PATCHED = """
+import os, sys
+import nemo_gym
+sys.path.insert(0, os.getcwd())  # NeMo Gym puts the installed agents first
+from nemo_gym.sandbox.agent_tools import restricted_network_options as options
+from nemo_gym.sandbox.providers import create_provider
+from responses_api_agents.opencode_sandboxed_agent.app import restricted_network_options
+from responses_api_agents.pi_sandboxed_agent.app import restricted_network_options
+
+assert options(create_provider({"prorl": {}}), ["http://127.0.0.1:1"]) == {"servers": ["http://127.0.0.1:1"]}
+for name, url in (("opensandbox", "http://model:1"), ("opensandbox", "http://127.0.0.1:1"), ("docker", "http://m:1")):
+    try:
+        print(options(type("Provider", (), {"name": name}), [url])["network_policy"]["egress"])
+    except ValueError as error:
+        print(error)
+"""
+
+
+@since_0_7
+def test_the_patch_for_nemo_gym_lets_the_provider_restrict_the_network(tmp_path: Path) -> None:
+    patch = CHECKOUT / "docs" / "upstream" / "nemo-gym-network-policy.patch"
+    for part in ("nemo_gym", "responses_api_agents"):
+        shutil.copytree(SITE / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(
+        ["git", "apply", patch], cwd=tmp_path, check=True, env=os.environ | {"GIT_CEILING_DIRECTORIES": "/"}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PATCHED], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    allowed, loopback, docker = done.stdout.splitlines()
+    assert allowed == "[{'action': 'allow', 'target': 'model'}]"
+    assert "sandbox-reachable host" in loopback and "OpenSandbox" in docker
+
+
+@since_0_7
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ("cap_add: [SYS_PTRACE]", "requires cap_add SYS_PTRACE.*hint: root can listen"),
+        (
+            "shm_size: 536870912",
+            "requires 536870912 bytes of /dev/shm, and has at most .*a quarter of the memory",
+        ),
+        ("volumes: [{type: volume, source: data, target: /data}]", "a volume at /data.*hint: .*binds"),
+    ],
+)
+async def test_compose_services_with_unmet_requirements_are_refused(
+    image: dict[str, Any], tmp_path: Path, fields: str, says: str
+) -> None:
+    from nemo_gym.sandbox import AsyncSandboxCompose
+
+    file = tmp_path / "compose.yaml"
+    main = f"image: {image['image']}\n    command: [sleep, infinity]\n    {fields}"
+    file.write_text(f"services:\n  main:\n    {main}\nvolumes: {{data: {{}}}}\n")
+    with pytest.raises(InputError, match=f"(?s){says}"):
+        async with AsyncSandboxCompose({"prorl": {}}, file):
+            raise AssertionError
 
 
 @since_0_7

@@ -1,8 +1,6 @@
 """Interactive sessions through NeMo Gym's `sandbox.pty` (0.7)."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,28 +8,13 @@ import pytest
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
-from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
-from nemo_gym.sandbox.providers import base, create_provider
+from nemo_gym.sandbox.providers import base
 
 if not hasattr(base, "SandboxPtySpec"):
     pytest.skip("this NeMo Gym has no terminals", allow_module_level=True)
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
 T = 60.0
-
-
-@pytest.fixture(scope="module")
-async def provider(run_dir: Path) -> AsyncIterator[Any]:
-    provider = create_provider({"prorl": {}})
-    await provider.close(await provider.create(SandboxSpec()))
-    yield provider
-    await provider.aclose()
-
-
-@pytest.fixture
-async def box(provider: Any) -> AsyncIterator[Any]:
-    async with AsyncSandbox(provider, SandboxSpec(), owns_provider=False) as sandbox:
-        yield await sandbox.start()
 
 
 async def read_until(session: Any, text: bytes) -> bytes:

@@ -53,7 +53,7 @@ async def serving(root: Path) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
 
     separate_tool_calls(
         app,
-        sessions=lambda: house.sessions,
+        sessions=house.sessions,
         session_id=lambda request: request.headers["session"],
         call_tool=call_tool,
     )

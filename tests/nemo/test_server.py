@@ -30,6 +30,7 @@ from prorl_envs.nemo.rows import BUILT_IN, blank, nemo_row, write_rows
 from prorl_envs.nemo.server import EnvironmentServer
 from prorl_envs.nemo.wire import KNOWS_MASKS, KNOWS_SESSIONS, EnvironmentServerConfig
 from prorl_envs.testing.serving import served
+from tests.nemo.conftest import server_client
 from tests.nemo.gym import CHECKOUT
 from tests.support.kernel import ROW, write_kernel_files
 
@@ -45,7 +46,6 @@ SOLVE = "printf hello > greeting.txt"
 
 
 def server_of(environment: str = "bash", **settings: Any) -> EnvironmentServer:
-    head = BaseServerConfig(host="127.0.0.1", port=0)
     config = EnvironmentServerConfig(
         name=f"prorl_{environment}",
         host="127.0.0.1",
@@ -55,8 +55,7 @@ def server_of(environment: str = "bash", **settings: Any) -> EnvironmentServer:
         environment=environment,
         **settings,
     )
-    client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
-    return EnvironmentServer(config=config, server_client=client)
+    return EnvironmentServer(config=config, server_client=server_client())
 
 
 @contextmanager

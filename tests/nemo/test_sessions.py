@@ -342,12 +342,26 @@ async def test_a_seed_does_not_wait_forever(tmp_path: Path) -> None:
 async def test_recorded_answers_are_graded_again(tmp_path: Path) -> None:
     house = House(tmp_path)
     call = {"type": "function_call", "call_id": "c", "name": "write", "arguments": '{"text": "alpha"}'}
-    broken = call | {"arguments": "{"}
-    for name, output, reward in (("s", [broken, call], 1.0), ("t", [broken], 0.0)):
-        assert (await house.sessions.regrade(name, ROW, output)).reward == reward
-    with pytest.raises(SandboxError):
-        await house.sessions.regrade("u", ROW | {"fault": "init"}, [call])
+    broken = [call | {"arguments": text} for text in ("{", "[]", '{"text": "alpha", "x": NaN}')]
+    for output, reward in (([*broken, call], 1.0), (broken, 0.0)):
+        assert (await house.sessions.regrade(ROW, output)).reward == reward
+    for row, refused in ((ROW | {"fault": "init"}, SandboxError), ({}, InputError)):
+        with pytest.raises(refused):
+            await house.sessions.regrade(row, [call])
     assert house.open_episodes == 0
+
+
+async def test_an_episode_is_graded_again_in_a_free_sandbox_in_limited_time(tmp_path: Path) -> None:
+    house = House(tmp_path, open=1, queue_s=0.01, init_s=0.01, eval_s=0.01)
+    await house.sessions.open("s", ROW)
+    with pytest.raises(SessionsFull):
+        await house.sessions.regrade(ROW, [])
+    await house.sessions.close("s")
+    with pytest.raises(StageTimeout, match=r"The replay took longer than 0\.02 s"):
+        await house.sessions.regrade(ROW | {"fault": "eval-hangs"}, [])
+    assert house.open_episodes == 0
+    await house.sessions.open("t", ROW)  # the sandbox is free again
+    await house.sessions.aclose()
 
 
 async def test_episodes_wait_for_a_place_in_order(tmp_path: Path) -> None:

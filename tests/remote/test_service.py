@@ -226,6 +226,24 @@ async def test_a_typed_session_is_closed_whatever_happens(
     assert not any("task_data" in body or "resources_session_id" in body for body in desk.verified)
 
 
+@pytest.mark.parametrize("unclear", [broken_off, answers("", 503), hangs])
+async def test_the_form_of_the_seed_is_asked_until_the_server_answers(
+    desk: ResourcesDesk, roll: Roll, monkeypatch: pytest.MonkeyPatch, unclear: Any
+) -> None:
+    monkeypatch.setattr(environment, "ASIDE_S", 0.5)
+    desk.typed = []
+    desk.misbehave("openapi.json", unclear)
+    (result,) = await roll(desk_row(say="three"))
+    assert (result.reward, result.attempts, desk.asked["seed_session"]) == (1.0, 1, 1)
+
+
+async def test_a_server_that_does_not_describe_itself_gets_seeds_of_the_old_form(
+    desk: ResourcesDesk, roll: Roll
+) -> None:
+    desk.misbehave("openapi.json", answers("", 404))
+    assert [result.reward for result in await roll(desk_row(say="three"), samples=2)] == [1.0, 1.0]
+
+
 async def test_an_interrupted_tool_call_fails_the_attempt_and_is_not_repeated(
     desk: ResourcesDesk, roll: Roll
 ) -> None:

@@ -86,6 +86,8 @@ class ResourcesDesk:
             yield url
 
     async def _describe(self, request: Request) -> Response:
+        if waiting := self.instead.get("openapi.json"):
+            return await waiting.pop(0)(request)
         fields = ["start"] if self.typed is None else ["resources_session_id", "task_data"]
         return JSONResponse({"components": {"schemas": {"Seed": {"properties": dict.fromkeys(fields)}}}})
 

@@ -195,7 +195,7 @@ async def rescore(
         functions = [tool.get("function") for tool in result.tools]
         offered = [str(function.get("name")) for function in functions if isinstance(function, Mapping)]
         replayed = await replay(
-            family, opened, task, result.messages, offered=offered, tool_timeout_s=seconds
+            family(opened), task, result.messages, offered=offered, tool_timeout_s=seconds
         )
         return ReplayOutcome(result, replayed)
     except InputError as error:

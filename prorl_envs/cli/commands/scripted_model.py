@@ -11,7 +11,7 @@ from prorl_envs.cli.output.console import err, out
 from prorl_envs.config import Settings
 from prorl_envs.errors import InputError
 from prorl_envs.stop_signals import on_stop
-from prorl_envs.testing.openai_face import add_responses
+from prorl_envs.testing.openai_face import add_conversations
 from prorl_envs.testing.scripted import Behaviour, Mix
 from prorl_envs.testing.scripted_app import ScriptedService, add_vllm
 from prorl_envs.testing.server import ScriptedServer
@@ -51,7 +51,7 @@ async def serve_script(
 
     def interface(app: FastAPI, service: ScriptedService) -> None:
         add_vllm(app, service)
-        add_responses(app, [one.task for one in chosen])
+        add_conversations(app, [one.task for one in chosen])
 
     stopped = asyncio.Event()
     scripted = ScriptedServer(

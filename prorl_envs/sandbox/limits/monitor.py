@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Protocol
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, SandboxLimit, SandboxMemoryLimit
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.filesystem.disk_usage import DEPTH_LIMIT, DiskUse
 from prorl_envs.sandbox.limits import usage
@@ -118,6 +118,7 @@ class SandboxMonitor:
         dying: pid and start of processes that were killed and still hold memory.
         killed: processes that the kernel has killed for memory.
         why: reason for which the watchdog has to close it; empty if there is none.
+        killed_for: class of the error that its users then get.
         activity: processor time and processes at the last check; if unchanged, nothing was written.
         measured: when the size of its files was last measured; `measuring_s` is the duration.
         disk_use: use of the whole file system at that time.
@@ -152,6 +153,7 @@ class SandboxMonitor:
     killed: int = 0
     lock: Lock = field(default_factory=Lock)
     why: str = ""
+    killed_for: type[SandboxLimit] = SandboxLimit
     disk_use: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
     activity: tuple[int, int] = (0, 0)
     idle: bool = False
@@ -393,6 +395,7 @@ def _judge_memory(
     watch.dying |= {(process.pid, process.start) for process in victims}
     if not chosen or watch.over > PATIENCE:
         watch.why = f"{_memory_limit(watch.limits)} was exceeded, and killing its processes is no help"
+        watch.killed_for = SandboxMemoryLimit
     return 0
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from prorl_envs.errors import SandboxError, SandboxLimit
+from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxLimits
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.limits import usage
@@ -240,7 +240,7 @@ class Watchdog:
         self._watches.pop(watch.sandbox, None)
         if watch.sandbox.alive:
             logger.warning("sandbox %s is ended: %s", watch.sandbox.id, why)
-            watch.sandbox.end(SandboxLimit(f"sandbox {watch.sandbox.id} was ended: {why}"))
+            watch.sandbox.end(watch.killed_for(f"sandbox {watch.sandbox.id} was ended: {why}"))
 
     # Runs in the thread.
 

@@ -302,4 +302,4 @@ def test_commands_that_replay_actions_leave_the_harness_out(
 async def test_tool_calls_of_a_harness_are_not_replayed(node: Node) -> None:
     family = with_harness(BashEnvironment, recipe(AGENT), "test")
     with pytest.raises(InputError, match="its own tools"):
-        await replay(family, node, family.load(ROW), [])
+        await replay(family(node), family.load(ROW), [])

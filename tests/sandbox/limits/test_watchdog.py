@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from prorl_envs.errors import SandboxMemoryLimit
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.directories import base_problem
@@ -111,6 +112,23 @@ async def test_files_of_others_in_the_same_tmpfs_are_not_the_sandboxs_memory(in_
         assert found.used() < 8 << 20
         (sandbox.workspace / "its-own").write_bytes(bytes(8 << 20))
         assert found.used() < 8 << 20, "a file of the workspace is disk use"
+    finally:
+        await driver.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_sandbox_whose_memory_no_kill_frees_gets_an_error_of_its_own(run_dir: Path) -> None:
+    driver = BubblewrapDriver(run_dir, templates=SCRIPT_TEMPLATES)
+    try:
+        sandbox = await driver.start(SandboxSpec())
+        first, root = sandbox.first_pid, sandbox.seen_root
+        assert first is not None and root is not None
+        Path(f"/proc/{first}/root/dev/shm/file").write_bytes(bytes(8 << 20))  # noqa: ASYNC240  (in memory)
+        with opened_proc(root) as proc:
+            watch = SandboxMonitor(sandbox, SandboxLimits(memory_bytes=1 << 20), group=None)
+            check_sandbox(watch, first, proc, 1, node_use())
+        assert "killing its processes is no help" in watch.why
+        assert watch.killed_for is SandboxMemoryLimit
     finally:
         await driver.aclose()
 
