@@ -123,6 +123,19 @@ def test_layers_of_many_snapshots_are_merged(runner: Runner) -> None:
     env.close()
 
 
+def test_programs_that_start_others_all_the_time_are_stopped(runner: Runner) -> None:
+    env = TaskEnv("bash", tasks=[BASH_TASK], runner=runner)
+    env.reset()
+    lines = r'import subprocess\nwhile True: subprocess.run(["true"])\n'
+    bash(env, f"printf '{lines}' > /tmp/loop.py; for _ in 1 2; do python3 /tmp/loop.py & done; echo")
+    for _ in range(5):
+        snapshot = env.snapshot()
+        assert any("loop.py" in lost for lost in snapshot.checkpoint.lost)
+        snapshot.close()
+    assert bash(env, "jobs -r | wc -l") == "2"
+    env.close()
+
+
 def test_a_file_open_for_writing_is_copied(runner: Runner) -> None:
     env = TaskEnv("bash", tasks=[BASH_TASK], runner=runner)
     env.reset()

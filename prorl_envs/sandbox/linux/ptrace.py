@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import struct
+import time
 from collections.abc import Iterator
 from typing import Self
 
@@ -23,6 +24,8 @@ _RSEQ = struct.Struct("=QIIQ")
 _SYSCALL_STOP = signal.SIGTRAP | 0x80
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 _WALL = 0x40000000
+#: Seconds in which a thread stops unless it waits in the kernel, and between two looks.
+_STOP_S, _POLL_S = 0.1, 0.0001
 #: Register sets: general, and floating point with vectors.
 _GENERAL, _VECTORS = 1, 0x202
 _REGSET_BYTES = 16384
@@ -71,8 +74,12 @@ class Thread:
         self.registers = dict(zip(_FIELDS, _LAYOUT.unpack(general), strict=True))
 
     @classmethod
-    def stop(cls, tid: int) -> Self:
+    def stop(cls, tid: int) -> Self | None:
         """Stop a thread.
+
+        Returns:
+            The thread; None if it waits in the kernel, as after vfork(2). Then it stops when it leaves the
+            kernel, and goes on when this process exits.
 
         Raises:
             ProcessLookupError: it has exited.
@@ -82,7 +89,13 @@ class Thread:
             raise OSError(f"not available on {platform.machine()}")
         _ptrace(_PTRACE_SEIZE, tid, 0, _PTRACE_O_TRACESYSGOOD)
         _ptrace(_PTRACE_INTERRUPT, tid)
-        _await_stop(tid)
+        end = time.monotonic() + _STOP_S
+        while not (found := os.waitpid(tid, _WALL | os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                return None
+            time.sleep(_POLL_S)
+        if not os.WIFSTOPPED(found[1]):
+            raise ProcessLookupError(3, "the thread has exited")
         return cls(tid)
 
     def resume(self) -> None:

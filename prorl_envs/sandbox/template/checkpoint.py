@@ -7,7 +7,6 @@ still change it: then the host copies the directories while the programs are sto
 """
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from prorl_envs.sandbox.template.memory_image import change_directory, restore, 
 _MS_NOSUID, _MS_NODEV = 2, 4
 _MESSAGE_BYTES = 65536
 _NAME_CHARACTERS = 100
-_MOST_NAMED = 20
+_MOST_NAMED, _MOST_CHARACTERS = 20, 300
 #: Number of the system call in which an idle Python session waits (recvfrom, x86-64), and the descriptor.
 _IDLE = ["45", "0x3"]
 _IDLE_TIMEOUT_S = 10.0
@@ -37,9 +36,15 @@ _OWN_FILES = range(4)
 
 @dataclass(slots=True)
 class _Stopped:
-    """The stopped programs: the threads of each by its pid inside, the first thread first."""
+    """The stopped programs.
+
+    Args:
+        threads: the threads of each by its pid inside, the first thread first.
+        waiting: threads that wait in the kernel, and will stop when they leave it.
+    """
 
     threads: dict[int, list[Thread]] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
 
     def add_all(self) -> None:
         """Stop every program but the first, until none is left that runs."""
@@ -56,10 +61,12 @@ class _Stopped:
         added = False
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             known = self.threads.get(pid, [])
-            for tid in set(threads(pid)) - {thread.tid for thread in known}:
+            for tid in set(threads(pid)) - {thread.tid for thread in known} - self.waiting:
                 if _state(tid) != "Z":
-                    known.append(Thread.stop(tid))
                     added = True
+                    thread = Thread.stop(tid)
+                    known += [] if thread is None else [thread]
+                    self.waiting |= {tid} if thread is None else set()
             if known:
                 self.threads[pid] = sorted(known, key=lambda thread: thread.tid)
         return added
@@ -99,8 +106,8 @@ def checkpoint(first: int, memory: int | None, request: dict[str, Any], host: so
             stopped.add_all()
             targets = _mounted_at([tree["target"] for tree in request["trees"]])
             others = [_name(pid) for pid in stopped.threads if pid not in pids]
-            bound = list(itertools.islice(_open_files(stopped, targets), _MOST_NAMED))
-            _send(host, bound=bound, programs=others[:_MOST_NAMED])
+            bound = [text[:_MOST_CHARACTERS] for text in _open_files(stopped, targets)]
+            _send(host, bound=bound[:_MOST_NAMED], programs=others[:_MOST_NAMED])
             answer = host.recv(_MESSAGE_BYTES)
             if not answer:  # the host has exited
                 return
@@ -117,7 +124,7 @@ def checkpoint(first: int, memory: int | None, request: dict[str, Any], host: so
                     change_directory(pid, stopped.threads[pid][0], place)
         finally:
             stopped.resume()
-        _send(host, lost=lost)
+        _send(host, lost=lost[:_MOST_NAMED])
 
     _run_inside(first, inside, host)
 
@@ -138,7 +145,8 @@ def restore_memory(first: int, memory: int, request: dict[str, Any], host: socke
     def inside() -> None:
         pid = pid_of(session)
         _await_idle(pid)
-        thread = Thread.stop(pid)
+        if (thread := Thread.stop(pid)) is None:
+            raise OSError("the Python session does not stop")
         restore(pid, thread, memory, request["file"])
         thread.resume()
         _send(host)
@@ -197,6 +205,7 @@ def _mounted_at(targets: Collection[str]) -> dict[int, str]:
 
 def _open_files(stopped: _Stopped, mounts: Mapping[int, str]) -> Iterator[str]:
     """Name what would see or change the files after the mount as if there were none."""
+    yield from (f"{_name(tid)} waits" for tid in stopped.waiting)
     for pid, all_threads in stopped.threads.items():
         name = _name(pid)
         with contextlib.suppress(FileNotFoundError):
@@ -260,9 +269,10 @@ def _lost(pid: int, found: list[Thread]) -> Iterator[str]:
     """Name what a Python session has beside its memory."""
     if len(found) > 1:
         yield f"{len(found) - 1} threads of the Python session"
-    for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
-        if int(fd) not in _OWN_FILES:
-            yield f"{os.readlink(f'/proc/{pid}/fd/{fd}')} in the Python session"  # noqa: PTH115
+    folder = f"/proc/{pid}/fd"
+    files = {int(fd): os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}  # noqa: PTH115, PTH208
+    own = {files[fd] for fd in _OWN_FILES if fd in files}
+    yield from (f"{file[:_MOST_CHARACTERS]} in the Python session" for file in {*files.values()} - own)
 
 
 def _await_idle(pid: int) -> None:
