@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import Literal
 
 from fastapi import FastAPI, Request, Response
@@ -33,15 +32,6 @@ _MAX_SESSIONS = 65_536
 OWNER = "prorl-envs scripted model server (not a model)"
 
 
-class ServerDialect(StrEnum):
-    """Field of an answer that contains the sampled ids: `token_ids` as in current vLLM, token strings as in
-    earlier versions, or no such field."""
-
-    TOKEN_IDS = "token_ids"
-    TOKEN_STRINGS = "token_strings"
-    TEXT = "text"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedOptions:
     """Options of the server.
@@ -55,7 +45,7 @@ class ScriptedOptions:
         tokens_per_s: sampling speed; None samples without delay.
         max_model_len: largest number of tokens of prompt and answer; a longer request is answered with 400.
         weight_version: version of the weights at the start; every answer contains the version.
-        dialect: field of answers that contains the sampled ids.
+        text_only: answers contain no token ids, as those of servers behind the same interface.
         owner: owner of the model in the list of models.
         most: largest number of concurrent requests; further requests are answered with 503. None sets no
             limit.
@@ -70,7 +60,7 @@ class ScriptedOptions:
     tokens_per_s: float | None = None
     max_model_len: int = 131_072
     weight_version: str = "scripted-0"
-    dialect: ServerDialect = ServerDialect.TOKEN_IDS
+    text_only: bool = False
     owner: str = OWNER
     most: int | None = None
     steerable: bool = True
@@ -89,7 +79,6 @@ class CompletionRequest(BaseModel):
     stop_token_ids: list[int] = Field(default=[], max_length=1000)
     stream: bool = False
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
 
 
 class NewVersion(BaseModel):
@@ -380,10 +369,9 @@ class ScriptedService:
             "logprobs": None,
         }
         if body.logprobs is not None:
-            as_ids = body.return_tokens_as_token_ids and self.options.dialect is not ServerDialect.TEXT
-            tokens = [f"token_id:{number}" if as_ids else self.decode([number]) for number in ids]
+            tokens = [self.decode([number]) for number in ids]
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
-        if body.return_token_ids and self.options.dialect is ServerDialect.TOKEN_IDS:
+        if body.return_token_ids and not self.options.text_only:
             choice |= {"token_ids": ids, "prompt_token_ids": body.prompt}
         if len(played.spans) > 1:
             choice["weight_versions"] = played.version_spans()

@@ -11,7 +11,6 @@ from prorl_envs.model.servers.detect import AutoClient, Protocol, Servers, split
 from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.types import ControllableServer, Sampling
 from prorl_envs.testing.openai_face import scripted_openai
-from prorl_envs.testing.scripted_app import ServerDialect
 from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.support.scripted_servers import scripted_server
@@ -67,7 +66,7 @@ async def test_the_protocol_of_an_unreachable_server_is_detected_later() -> None
 
 
 async def test_detection_never_falls_back_to_text() -> None:
-    async with ScriptedServer(BOOK, dialect=ServerDialect.TEXT) as server:
+    async with ScriptedServer(BOOK, text_only=True) as server:
         client = Servers.of(RENDERER, limits=LIMITS).connect(server.url)
         with pytest.raises(ProtocolError, match="token ids"):
             await client.generate(PROMPT, Sampling(), session="s")

@@ -17,7 +17,7 @@ from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import Mix
-from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, ServerDialect
+from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService
 from prorl_envs.testing.server import ScriptedServer, scripted_app
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
@@ -29,9 +29,8 @@ pytestmark = pytest.mark.anyio
 talking_to = partial(talking, VllmClient)
 
 
-@pytest.mark.parametrize("dialect", [ServerDialect.TOKEN_IDS, ServerDialect.TOKEN_STRINGS])
-async def test_ids_are_sent_and_returned_with_logprobs(dialect: ServerDialect) -> None:
-    async with ScriptedServer(BOOK, dialect=dialect) as server, talking_to(server.url + "/v1/") as client:
+async def test_ids_are_sent_and_returned_with_logprobs() -> None:
+    async with ScriptedServer(BOOK) as server, talking_to(server.url + "/v1/") as client:
         answer = await client.generate(PROMPT, Sampling(), session="s")
         assert [call.arguments for call in RENDERER.parse(answer.ids).tool_calls] == [{"command": "ls"}]
         assert len(answer.logprobs) == len(answer.ids)
@@ -211,7 +210,7 @@ async def test_probe_accepts_a_suitable_server() -> None:
 
 
 async def test_probe_names_missing_features() -> None:
-    async with ScriptedServer(BOOK, dialect=ServerDialect.TEXT) as server:
+    async with ScriptedServer(BOOK, text_only=True) as server:
         report = await probe(server.url)
     assert not report.ok
     assert "token ids" in report.problem
