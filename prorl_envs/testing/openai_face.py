@@ -1,4 +1,4 @@
-"""Scripted model behind OpenAI's HTTP interfaces, for harnesses that use them (NeMo Gym, among others).
+"""Scripted model behind OpenAI's Responses interface, with which NeMo Gym calls a model.
 
 There is no model. The server finds the task by its instruction in the prompt, and returns the task's
 reference tool calls, one per turn. The `model` field of a request selects the behaviour:
@@ -15,15 +15,13 @@ The server is stateless: it determines the next answer from the conversation in 
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 
 from prorl_envs.env.base import Task
-from prorl_envs.testing.serving import served
 from prorl_envs.tools.types import JsonObject
 
 DONE_TEXT = "Done."
@@ -46,54 +44,21 @@ type FakeCall = tuple[str, str]
 """Tool, and arguments in JSON. None instead of a call is the closing text."""
 
 
-def face(tasks: Sequence[Task]) -> FastAPI:
-    """Create the application: `POST /v1/responses`, `POST /v1/chat/completions`, `GET /v1/models`."""
-    app = FastAPI()
-
-    @app.get("/v1/models")
-    async def models() -> JsonObject:
-        return {"object": "list", "data": [{"id": str(name), "object": "model"} for name in FakeBehaviour]}
-
-    add_responses(app, tasks)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> JsonObject:
-        body = await _body(request)
-        messages = body.get("messages", [])
-        made = sum(1 for message in messages if message.get("role") == "tool")
-        return _chat_completion(body, _next_call(tasks, body, messages, made), made)
-
-    return app
-
-
 def add_responses(app: FastAPI, tasks: Sequence[Task]) -> None:
     """Add the route `POST /v1/responses`, with which NeMo Gym's `openai_model` calls a model."""
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> JsonObject:
-        body = await _body(request)
+        body = await body_of(request)
         conversation = body.get("input", [])
         if isinstance(conversation, str):
             conversation = [{"role": "user", "content": conversation}]
         made = sum(1 for item in conversation if item.get("type") == "function_call_output")
-        return _response(body, _next_call(tasks, body, conversation, made), made)
+        return _response(body, next_call(tasks, body, conversation, made), made)
 
 
-@contextmanager
-def scripted_openai(tasks: Sequence[Task]) -> Iterator[str]:
-    """Serve the application on the loopback interface while the block runs.
-
-    Yields:
-        The base URL, `http://127.0.0.1:<port>/v1`.
-
-    Raises:
-        ProrlError: the server did not start.
-    """
-    with served(face(tasks)) as url:
-        yield f"{url}/v1"
-
-
-async def _body(request: Request) -> JsonObject:
+async def body_of(request: Request) -> JsonObject:
+    """Return the body of a request, or answer 400 if it is not a JSON object."""
     try:
         body = await request.json()
     except ValueError as error:
@@ -103,7 +68,7 @@ async def _body(request: Request) -> JsonObject:
     return body
 
 
-def _next_call(
+def next_call(
     tasks: Sequence[Task], body: Mapping[str, Any], items: Sequence[Mapping[str, Any]], calls_made: int
 ) -> FakeCall | None:
     """Return the next call of the script.
@@ -187,21 +152,4 @@ def _response(body: JsonObject, call: FakeCall | None, turn: int) -> JsonObject:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": 0,
         },
-    }
-
-
-def _chat_completion(body: JsonObject, call: FakeCall | None, turn: int) -> JsonObject:
-    message: JsonObject = {"role": "assistant", "content": None if call else DONE_TEXT}
-    if call:
-        tool, arguments = call
-        function = {"name": tool, "arguments": arguments}
-        message["tool_calls"] = [{"id": f"call_{turn}", "type": "function", "function": function}]
-    reason = "tool_calls" if call else "stop"
-    return {
-        "id": f"chatcmpl-{turn}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": body["model"],
-        "choices": [{"index": 0, "finish_reason": reason, "message": message}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }

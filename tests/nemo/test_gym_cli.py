@@ -34,7 +34,7 @@ from prorl_envs.nemo.examples import (
 from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.nemo.root import GymRoot
 from prorl_envs.nemo.rows import BUILT_IN, agent_name, jsonl, server_name, write_rows
-from prorl_envs.testing.openai_face import FakeBehaviour, scripted_openai
+from prorl_envs.testing.openai_face import FakeBehaviour
 from tests.nemo.gym import (
     CHECKOUT,
     GYM,
@@ -47,6 +47,7 @@ from tests.nemo.gym import (
     prepared_root,
     server_folder,
 )
+from tests.support.openai_server import scripted_openai
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 

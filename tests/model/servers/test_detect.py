@@ -10,10 +10,10 @@ from prorl_envs.model.http.client import ClientLimits
 from prorl_envs.model.servers.detect import AutoClient, Protocol, Servers, split_protocol
 from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.types import ControllableServer, Sampling
-from prorl_envs.testing.openai_face import scripted_openai
-from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
+from tests.support.openai_server import scripted_openai
 from tests.support.scripted_servers import scripted_server
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -53,7 +53,7 @@ async def test_the_protocol_is_detected_at_the_first_turn(protocol: str) -> None
 
 
 async def test_the_protocol_of_an_unreachable_server_is_detected_later() -> None:
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         url = server.url
     client = Servers.of(RENDERER, limits=LIMITS).connect(url)
     turns = [client.generate(PROMPT, Sampling(), session=str(number)) for number in range(3)]
@@ -66,7 +66,7 @@ async def test_the_protocol_of_an_unreachable_server_is_detected_later() -> None
 
 
 async def test_detection_never_falls_back_to_text() -> None:
-    async with ScriptedServer(BOOK, text_only=True) as server:
+    async with TimedServer(BOOK, text_only=True) as server:
         client = Servers.of(RENDERER, limits=LIMITS).connect(server.url)
         with pytest.raises(ProtocolError, match="token ids"):
             await client.generate(PROMPT, Sampling(), session="s")
