@@ -203,7 +203,7 @@ def test_invalid_urls_are_refused(url: str) -> None:
 
 async def test_probe_accepts_a_suitable_server() -> None:
     async with TimedServer(BOOK) as server:
-        report = await probe(server.url, prompt_ids=PROMPT, vocab_size=RENDERER.vocab_size)
+        report = await probe(server.url)
     assert report.ok
     assert report.model == "scripted"
     assert report.weight_version == "scripted-0"
