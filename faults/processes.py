@@ -51,10 +51,10 @@ for line in sys.stdin.buffer:
 MODEL = """
 import asyncio, sys
 from faults.world import BOOK
-from prorl_envs.testing.server import ScriptedServer
+from tests.support.timed_server import TimedServer
 
 async def main():
-    async with ScriptedServer(BOOK, port=int(sys.argv[1])):
+    async with TimedServer(BOOK, port=int(sys.argv[1])):
         await asyncio.Event().wait()
 
 asyncio.run(main())

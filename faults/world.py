@@ -28,9 +28,9 @@ from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.testing.scripted import Mix, ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.leaks import OpenResources, leaks_since
+from tests.support.timed_server import TimedServer
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 INSTRUCTION = "Write the sum of the numbers in numbers.txt to sum.txt."
@@ -89,9 +89,9 @@ class World:
         return self.run_dir / name
 
     @asynccontextmanager
-    async def model(self, mix: str = "solve=1", **options: Any) -> AsyncIterator[ScriptedServer]:
+    async def model(self, mix: str = "solve=1", **options: Any) -> AsyncIterator[TimedServer]:
         """Scripted model server."""
-        async with ScriptedServer(BOOK, mix=Mix.parse(mix), **options) as server:
+        async with TimedServer(BOOK, mix=Mix.parse(mix), **options) as server:
             yield server
 
     @asynccontextmanager

@@ -123,8 +123,6 @@ ORDER: dict[str, tuple[str, ...]] = {
     "cli": ("output", "run_loop", "options", "run_folders", "sources", "commands", "main"),
 }
 
-#: Modules of `prorl_envs.testing` that users import, beside those that a command uses.
-FOR_USERS = {"openai_face"}
 #: Folders of `tests/` that test no single package: attacks, other programs, and parts outside the package.
 SUITES = {"attacks", "bench", "docs", "faults", "fuzz", "learn", "llamacpp", "support", "vllm"}
 #: Packages without a folder of their own in `tests/`: `app` composes all others, and the tests of `cli` and
@@ -319,7 +317,7 @@ def test_only_fakes_that_a_command_or_a_user_starts_are_shipped() -> None:
         for path in (PACKAGE / "testing").glob("[!_]*.py")
     }
     reached: set[str] = set()
-    needed = FOR_USERS | {
+    needed = {
         name.split(".")[2]
         for path in modules()
         if package_of(path) != "testing"

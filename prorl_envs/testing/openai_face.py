@@ -1,4 +1,4 @@
-"""Scripted model behind OpenAI's HTTP interfaces, for harnesses that use them (NeMo Gym, among others).
+"""Scripted model behind OpenAI's two interfaces, with which NeMo Gym calls a model.
 
 There is no model. The server finds the task by its instruction in the prompt, and returns the task's
 reference tool calls, one per turn. The `model` field of a request selects the behaviour:
@@ -15,15 +15,13 @@ The server is stateless: it determines the next answer from the conversation in 
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 
 from prorl_envs.env.base import Task
-from prorl_envs.testing.serving import served
 from prorl_envs.tools.types import JsonObject
 
 DONE_TEXT = "Done."
@@ -46,18 +44,6 @@ type FakeCall = tuple[str, str]
 """Tool, and arguments in JSON. None instead of a call is the closing text."""
 
 
-def face(tasks: Sequence[Task]) -> FastAPI:
-    """Create the application: `POST /v1/responses`, `POST /v1/chat/completions`, `GET /v1/models`."""
-    app = FastAPI()
-
-    @app.get("/v1/models")
-    async def models() -> JsonObject:
-        return {"object": "list", "data": [{"id": str(name), "object": "model"} for name in FakeBehaviour]}
-
-    add_conversations(app, tasks)
-    return app
-
-
 def add_conversations(app: FastAPI, tasks: Sequence[Task]) -> None:
     """Add the routes by which NeMo Gym's `openai_model` and `vllm_model` call a model."""
 
@@ -78,21 +64,8 @@ def add_conversations(app: FastAPI, tasks: Sequence[Task]) -> None:
         return _response(body, _next_call(tasks, body, conversation, made), made)
 
 
-@contextmanager
-def scripted_openai(tasks: Sequence[Task]) -> Iterator[str]:
-    """Serve the application on the loopback interface while the block runs.
-
-    Yields:
-        The base URL, `http://127.0.0.1:<port>/v1`.
-
-    Raises:
-        ProrlError: the server did not start.
-    """
-    with served(face(tasks)) as url:
-        yield f"{url}/v1"
-
-
 async def _body(request: Request) -> JsonObject:
+    """Return the body of a request, or answer 400 if it is not a JSON object."""
     try:
         body = await request.json()
     except ValueError as error:

@@ -4,17 +4,14 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from typing import Literal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from prorl_envs.clock import Clock
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.testing.audit import Audit, AuditCounts, Dealer, Exchange
 from prorl_envs.testing.scripted import (
@@ -24,22 +21,12 @@ from prorl_envs.testing.scripted import (
     ScriptBook,
     ScriptedModel,
 )
-from prorl_envs.testing.scripted_engine import ScriptedEngine, Treatment
 from prorl_envs.tools.types import JsonObject
 
 MODEL_ID = "scripted"
 # Largest number of sessions in each record of failures or aborted turns; the oldest entry is removed first.
 _MAX_SESSIONS = 65_536
 OWNER = "prorl-envs scripted model server (not a model)"
-
-
-class ServerDialect(StrEnum):
-    """Field of an answer that contains the sampled ids: `token_ids` as in current vLLM, token strings as in
-    earlier versions, or no such field."""
-
-    TOKEN_IDS = "token_ids"
-    TOKEN_STRINGS = "token_strings"
-    TEXT = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,29 +38,21 @@ class ScriptedOptions:
         unknown: behaviour for prompts without a known task, such as a probe; None takes it from `mix`.
         seed: seed of the decks, the log-probabilities and all other random choices.
         noncanonical: probability that a token is replaced by two tokens of the same text.
-        latency_s: seconds before each answer.
-        tokens_per_s: sampling speed; None samples without delay.
         max_model_len: largest number of tokens of prompt and answer; a longer request is answered with 400.
-        weight_version: version of the weights at the start; every answer contains the version.
-        dialect: field of answers that contains the sampled ids.
+        text_only: answers contain no token ids, as those of servers behind the same interface.
         owner: owner of the model in the list of models.
         most: largest number of concurrent requests; further requests are answered with 503. None sets no
             limit.
-        steerable: the server has the routes that pause it and report or set its weight version.
     """
 
     mix: Mix = Mix({Behaviour.SOLVE: 1})  # noqa: RUF009  (frozen)
     unknown: Behaviour | None = None
     seed: int = 0
     noncanonical: float = 0.0
-    latency_s: float = 0.0
-    tokens_per_s: float | None = None
     max_model_len: int = 131_072
-    weight_version: str = "scripted-0"
-    dialect: ServerDialect = ServerDialect.TOKEN_IDS
+    text_only: bool = False
     owner: str = OWNER
     most: int | None = None
-    steerable: bool = True
 
 
 class CompletionRequest(BaseModel):
@@ -89,13 +68,6 @@ class CompletionRequest(BaseModel):
     stop_token_ids: list[int] = Field(default=[], max_length=1000)
     stream: bool = False
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-
-
-class NewVersion(BaseModel):
-    """Notification that new weights have been loaded."""
-
-    new_version: str = Field(max_length=200)
 
 
 class _Disconnect(Response):
@@ -143,6 +115,58 @@ class Played:
         ]
 
 
+@dataclass(slots=True)
+class TurnProgress:
+    """Progress of a request.
+
+    Args:
+        total: number of ids to sample.
+        spans: one pair per weight version, oldest first: the version, and the number of ids sampled up to the
+            end of its use.
+        aborted: the request was aborted; the ids sampled before the abort are valid.
+    """
+
+    total: int
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    aborted: bool = False
+
+    @property
+    def sampled(self) -> int:
+        return self.spans[-1][1] if self.spans else 0
+
+
+class ScriptedEngine:
+    """Sampling without delay. The tests have an engine with a speed, pauses and weight changes.
+
+    Args:
+        version: version of the weights; every answer contains it.
+    """
+
+    def __init__(self, version: str = "scripted-0") -> None:
+        self.version = version
+
+    async def spend(
+        self,
+        total: int,
+        rid: str,
+        disconnected: Callable[[], Awaitable[None]],
+        on_progress: Callable[[int], None] | None = None,
+    ) -> TurnProgress | None:
+        """Wait for the time that sampling `total` ids takes.
+
+        Args:
+            rid: request id, by which the request may be aborted.
+            disconnected: returns when the client disconnects.
+            on_progress: called during sampling with the number of sampled ids.
+
+        Returns:
+            The progress at the end or at the abort, or None if the client disconnected before.
+        """
+        if on_progress is not None:
+            on_progress(total)
+        return TurnProgress(total, [(self.version, total)])
+
+
 class ScriptedService:
     """Implementation of the routes.
 
@@ -150,11 +174,15 @@ class ScriptedService:
         renderer: tokenizer and template of the simulated model.
         book: scripts of the known tasks.
         options: options of the server.
-        clock: clock for the latency.
+        engine: sampling of the answers; by default without delay.
     """
 
     def __init__(
-        self, renderer: TemplateRenderer, book: ScriptBook, options: ScriptedOptions, clock: Clock
+        self,
+        renderer: TemplateRenderer,
+        book: ScriptBook,
+        options: ScriptedOptions,
+        engine: ScriptedEngine | None = None,
     ) -> None:
         self.options = options
         self.counts = AuditCounts()
@@ -168,7 +196,7 @@ class ScriptedService:
         self._changed = asyncio.Event()
         #: By session, for aborted turns: length of the prompt that continues the turn, number of sampled ids.
         self._partial_turns: dict[str, tuple[int, int]] = {}
-        self.engine = ScriptedEngine(clock, options.latency_s, options.tokens_per_s, options.weight_version)
+        self.engine = engine or ScriptedEngine()
 
     @property
     def stop_ids(self) -> Sequence[int]:
@@ -318,7 +346,10 @@ class ScriptedService:
         # Invalid samples are sent only at the end, where they get their faults.
         valid = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)
         progress = await self.engine.spend(
-            len(sample.ids), rid, self._disconnected(request), sampled if on_progress and valid else None
+            len(sample.ids),
+            rid,
+            lambda: self._disconnected(request),
+            sampled if on_progress and valid else None,
         )
         if progress is None:
             return _client_left()
@@ -380,10 +411,9 @@ class ScriptedService:
             "logprobs": None,
         }
         if body.logprobs is not None:
-            as_ids = body.return_tokens_as_token_ids and self.options.dialect is not ServerDialect.TEXT
-            tokens = [f"token_id:{number}" if as_ids else self.decode([number]) for number in ids]
+            tokens = [self.decode([number]) for number in ids]
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
-        if body.return_token_ids and self.options.dialect is ServerDialect.TOKEN_IDS:
+        if body.return_token_ids and not self.options.text_only:
             choice |= {"token_ids": ids, "prompt_token_ids": body.prompt}
         if len(played.spans) > 1:
             choice["weight_versions"] = played.version_spans()
@@ -406,35 +436,6 @@ def add_vllm(app: FastAPI, service: ScriptedService) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await service.complete(body, request)
-
-    if not service.options.steerable:
-        return
-
-    @app.post("/pause")
-    async def pause(mode: Literal["wait", "abort", "keep"] = "abort", clear_cache: bool = True) -> JsonObject:
-        service.counts.emptied += clear_cache
-        treatment: dict[str, Treatment] = {"wait": "finish", "abort": "abort", "keep": "freeze"}
-        service.engine.pause(treatment[mode], mode)
-        return {"status": "paused"}
-
-    @app.post("/resume")
-    async def resume() -> JsonObject:
-        service.engine.resume()
-        return {"status": "resumed"}
-
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        service.counts.emptied += 1
-        return Response()
-
-    @app.get("/weight_info")
-    async def weight_info() -> JsonObject:
-        return {"weight_version": service.engine.version}
-
-    @app.post("/update_weight_version")
-    async def update_weight_version(body: NewVersion) -> JsonObject:
-        service.engine.version = body.new_version
-        return {"success": True}
 
 
 def add_common(app: FastAPI, service: ScriptedService) -> None:

@@ -14,13 +14,17 @@ from typing import Any, Self
 
 from fastapi import FastAPI
 
-from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.audit import AuditCounts, Exchange
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
-from prorl_envs.testing.scripted_engine import ScriptedEngine
+from prorl_envs.testing.scripted_app import (
+    ScriptedEngine,
+    ScriptedOptions,
+    ScriptedService,
+    add_common,
+    add_vllm,
+)
 from prorl_envs.testing.tokenizer import builtin_renderer
 
 type Interface = Callable[[FastAPI, ScriptedService], None]
@@ -45,7 +49,7 @@ class ScriptedServer:
         interface: interface of the server.
         port: TCP port; 0 selects a free port.
         renderer: tokenizer and template of the simulated model; by default the built-in ones.
-        clock: clock for the latency; by default the machine's.
+        engine: sampling of the answers; by default without delay.
         options: the fields of `ScriptedOptions`.
     """
 
@@ -56,14 +60,14 @@ class ScriptedServer:
         interface: Interface = add_vllm,
         port: int = 0,
         renderer: TemplateRenderer | None = None,
-        clock: Clock | None = None,
+        engine: ScriptedEngine | None = None,
         **options: Any,
     ) -> None:
         self._service = ScriptedService(
             renderer or builtin_renderer(),
             book or ScriptBook({}),
             ScriptedOptions(**options),
-            clock or SystemClock(),
+            engine,
         )
         self._interface = interface
         self._port = port
@@ -74,11 +78,6 @@ class ScriptedServer:
     def counts(self) -> AuditCounts:
         """Current counters."""
         return self._service.counts
-
-    @property
-    def engine(self) -> ScriptedEngine:
-        """Simulated sampling time, pauses and weights."""
-        return self._service.engine
 
     @property
     def exchanges(self) -> Sequence[Exchange]:

@@ -18,9 +18,9 @@ from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.scripted_servers import scripted_server
+from tests.support.timed_server import TimedServer
 from tests.support.tls import tls_front
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +59,7 @@ async def test_servers_with_a_certificate_of_a_private_authority(tmp_path: Path)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     ca_file = load_settings(None, {"PRORL_MODEL__CA_FILE": str(tmp_path / "ca.pem")}).model.ca_file
-    async with ScriptedServer(BOOK) as server, tls_front(server.url, authority) as url:
+    async with TimedServer(BOOK) as server, tls_front(server.url, authority) as url:
         assert await checked(url, RENDERER, None, pause=False, timeout_s=30.0, ca_file=ca_file)
         assert (await probe(url, ca_file=ca_file)).ok
         distrusted = await probe(url)
@@ -72,7 +72,7 @@ async def test_servers_with_a_certificate_of_a_private_authority(tmp_path: Path)
 
 
 async def test_findings_are_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         assert await checked(server.url, RENDERER, None, pause=False, timeout_s=30.0)
     shown = capsys.readouterr().out
     assert "L1" in shown and "tool calls: hermes" in shown

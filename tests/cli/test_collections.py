@@ -7,10 +7,10 @@ import pytest
 from fastapi import FastAPI
 
 from prorl_envs.rollout.client.result_files import read_results
-from prorl_envs.testing.serving import served
 from tests.cli.conftest import Cli
 from tests.cli.test_scripted import scripted
 from tests.support.resources import ResourcesDesk, desk_row
+from tests.support.serving import served
 
 #: Several commands in a row, each of which imports everything.
 pytestmark = pytest.mark.timeout(300)

@@ -22,10 +22,10 @@ from prorl_envs.gym.env import TaskEnv
 from prorl_envs.gym.registration import IDS
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.serving import served
 from tests.support.kernel import ROW, write_kernel_files
 from tests.support.resources import ResourcesDesk, desk_row
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
+from tests.support.serving import served
 
 GREETING = {"task": "greeting"}
 SOLVE = json.dumps({"name": "bash", "arguments": {"command": "echo 'hello, world' > greeting.txt"}})

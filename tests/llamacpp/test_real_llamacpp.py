@@ -74,7 +74,7 @@ async def readable_answers(client: LlamaCppClient, sampling: Sampling, count: in
 
 
 async def test_the_server_is_detected_and_probed(url: str) -> None:
-    report = await probe(url, prompt_ids=PROMPT, vocab_size=RENDERER.vocab_size)
+    report = await probe(url)
     assert report.ok, report.problem
     assert report.model.endswith("tiny.gguf")
     client = Servers.of(RENDERER).connect(url)

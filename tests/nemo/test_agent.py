@@ -15,8 +15,8 @@ pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an enviro
 from prorl_envs.nemo.agent import RolloutAgent, RolloutAgentConfig
 from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.nemo.wire import KNOWS_MASKS
-from prorl_envs.testing.serving import served
 from tests.nemo.conftest import SERVICE_TOKEN, rows, server_client
+from tests.support.serving import served
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300), pytest.mark.usefixtures("loops_own_pipe")]
 

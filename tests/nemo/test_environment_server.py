@@ -20,8 +20,8 @@ from prorl_envs.nemo.failures import as_error, failure_kind
 from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.rollout.api.errors import NotFound, QueueFull, Unavailable
 from prorl_envs.rollout.api.types import Failure, Stage
-from prorl_envs.testing.serving import served
 from tests.nemo.conftest import SERVICE_TOKEN, rows, server_client
+from tests.support.serving import served
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300), pytest.mark.usefixtures("loops_own_pipe")]
 

@@ -30,7 +30,6 @@ from prorl_envs.nemo.examples import (
 from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.nemo.root import GymRoot
 from prorl_envs.nemo.rows import BUILT_IN, agent_name, jsonl, server_name, write_rows
-from prorl_envs.testing.openai_face import scripted_openai
 from tests.nemo.conftest import free_port
 from tests.nemo.gym import (
     CHECKOUT,
@@ -52,6 +51,7 @@ from tests.nemo.gym import (
     started,
     wait_until_gone,
 )
+from tests.support.openai_server import scripted_openai
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 

@@ -18,9 +18,10 @@ from fastapi import FastAPI, Request, Response
 from prorl_envs.env.base import Task
 from prorl_envs.nemo.examples import EXAMPLE, read_jsonl
 from prorl_envs.nemo.root import gym_root
-from prorl_envs.testing.openai_face import DONE_TEXT, face
-from prorl_envs.testing.serving import served
+from prorl_envs.testing.openai_face import DONE_TEXT
 from tests.nemo.gym import CHECKOUT, HAS_MANIFESTS, Gym, evaluate, model_flags, server_folder, started
+from tests.support.openai_server import face
+from tests.support.serving import served
 
 pytestmark = [
     pytest.mark.nemo,

@@ -29,10 +29,10 @@ from prorl_envs.nemo.process import live_within
 from prorl_envs.nemo.rows import BUILT_IN, blank, nemo_row, write_rows
 from prorl_envs.nemo.server import EnvironmentServer
 from prorl_envs.nemo.wire import KNOWS_MASKS, KNOWS_SESSIONS, EnvironmentServerConfig
-from prorl_envs.testing.serving import served
 from tests.nemo.conftest import server_client
 from tests.nemo.gym import CHECKOUT
 from tests.support.kernel import ROW, write_kernel_files
+from tests.support.serving import served
 
 pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("loops_own_pipe")]
 

@@ -21,7 +21,7 @@ from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Mix, ScriptBook
-from prorl_envs.testing.server import ScriptedServer
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -46,10 +46,10 @@ BOOK = ScriptBook.from_tapes(
 @asynccontextmanager
 async def running(
     driver: BubblewrapDriver, renderer: TemplateRenderer, folder: Path, mix: str
-) -> AsyncIterator[tuple[RolloutClient, ScriptedServer]]:
+) -> AsyncIterator[tuple[RolloutClient, TimedServer]]:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
-            ScriptedServer(BOOK, mix=Mix.parse(mix), renderer=renderer, noncanonical=0.2)
+            TimedServer(BOOK, mix=Mix.parse(mix), renderer=renderer, noncanonical=0.2)
         )
         pool = ModelPool(
             lambda url: VllmClient(

@@ -22,8 +22,8 @@ from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Mix, ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +52,7 @@ async def test_references_score_one_and_others_zero(
     )
     async with AsyncExitStack() as stack:
         mix = Mix.parse("solve=1,wrong=1")
-        server = await stack.enter_async_context(ScriptedServer(book, mix=mix, renderer=renderer))
+        server = await stack.enter_async_context(TimedServer(book, mix=mix, renderer=renderer))
         pool = ModelPool(
             lambda url: VllmClient(url, stop_ids=renderer.stop_ids, vocab_size=renderer.vocab_size)
         )

@@ -18,7 +18,7 @@ from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.server import ScriptedServer
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -57,9 +57,7 @@ async def running(
         for name, command in agents.items()
     }
     async with AsyncExitStack() as stack:
-        model = await stack.enter_async_context(
-            ScriptedServer(ScriptBook.from_tapes(tapes), renderer=renderer)
-        )
+        model = await stack.enter_async_context(TimedServer(ScriptBook.from_tapes(tapes), renderer=renderer))
         pool = ModelPool(lambda url: VllmClient(url, stop_ids=renderer.stop_ids))
         stack.push_async_callback(pool.aclose)
         pool.add(model.url)

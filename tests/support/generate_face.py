@@ -8,8 +8,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from prorl_envs.testing.scripted_app import Played, ScriptedService, add_vllm
+from prorl_envs.testing.scripted_app import Played, ScriptedService
 from prorl_envs.tools.types import JsonObject
+from tests.support.timed_server import add_steerable_vllm
 
 
 class TokenSampling(BaseModel):
@@ -33,7 +34,7 @@ class TokensRequest(BaseModel):
 
 def add_generate(app: FastAPI, service: ScriptedService) -> None:
     """Add vLLM's routes and this route to a scripted server."""
-    add_vllm(app, service)
+    add_steerable_vllm(app, service)
 
     @app.post("/inference/v1/generate")
     async def generate(body: TokensRequest, request: Request) -> Response:

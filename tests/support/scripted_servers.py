@@ -4,12 +4,12 @@ from functools import partial
 from typing import Any
 
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from tests.support.generate_face import add_generate
 from tests.support.llamacpp_face import add_llamacpp
 from tests.support.sglang_face import add_sglang
+from tests.support.timed_server import TimedServer
 
-#: Options of `ScriptedServer` by kind of server.
+#: Options of `TimedServer` by kind of server.
 KINDS: dict[str, dict[str, Any]] = {
     "vllm": {},
     "vllm-scale-out": {"interface": add_generate},
@@ -19,6 +19,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def scripted_server(kind: str, book: ScriptBook, **options: Any) -> ScriptedServer:
-    """Return a server of a kind; the options are those of `ScriptedServer`."""
-    return ScriptedServer(book, **KINDS[kind], **options)
+def scripted_server(kind: str, book: ScriptBook, **options: Any) -> TimedServer:
+    """Return a server of a kind; the options are those of `TimedServer`."""
+    return TimedServer(book, **KINDS[kind], **options)

@@ -10,9 +10,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from prorl_envs.testing.scripted_app import MODEL_ID, NewVersion, Played, ScriptedService
-from prorl_envs.testing.scripted_engine import Treatment
+from prorl_envs.testing.scripted_app import MODEL_ID, Played, ScriptedService
 from prorl_envs.tools.types import JsonObject
+from tests.support.timed_server import NewVersion, Treatment, engine_of
 
 
 class SamplingParams(BaseModel):
@@ -51,6 +51,7 @@ def add_sglang(app: FastAPI, service: ScriptedService, *, incremental: bool = Fa
     Args:
         incremental: stream events contain only new tokens, as with `--incremental-streaming-output`.
     """
+    engine = engine_of(service)
 
     @app.post("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -74,26 +75,26 @@ def add_sglang(app: FastAPI, service: ScriptedService, *, incremental: bool = Fa
 
     @app.get("/get_model_info")
     async def get_model_info() -> JsonObject:
-        return {"model_path": MODEL_ID, "is_generation": True, "weight_version": service.engine.version}
+        return {"model_path": MODEL_ID, "is_generation": True, "weight_version": engine.version}
 
     @app.post("/abort_request")
     async def abort_request(body: AbortRequest) -> Response:
-        service.engine.abort(body.rid)
+        engine.abort(body.rid)
         service.told_to_abort()
         return Response()
 
-    if not service.options.steerable:
+    if not engine.steerable:
         return
 
     @app.post("/pause_generation")
     async def pause_generation(body: SglangPauseRequest) -> JsonObject:
         treatment: Treatment = "abort" if body.mode == "abort" else "freeze"
-        service.engine.pause(treatment, body.mode)
+        engine.pause(treatment, body.mode)
         return {"status": "ok"}
 
     @app.post("/continue_generation")
     async def continue_generation() -> JsonObject:
-        service.engine.resume()
+        engine.resume()
         return {"status": "ok"}
 
     @app.post("/flush_cache")
@@ -103,7 +104,7 @@ def add_sglang(app: FastAPI, service: ScriptedService, *, incremental: bool = Fa
 
     @app.post("/update_weight_version")
     async def update_weight_version(body: NewVersion) -> JsonObject:
-        service.engine.version = body.new_version
+        engine.version = body.new_version
         return {"success": True}
 
 

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from prorl_envs.env.base import ReferenceCall, Task
-from prorl_envs.testing.openai_face import DONE_TEXT, UNKNOWN_TOOL, FakeBehaviour, scripted_openai
+from prorl_envs.testing.openai_face import DONE_TEXT, UNKNOWN_TOOL, FakeBehaviour
+from tests.support.openai_server import scripted_openai
 
 LIST = ReferenceCall(tool="bash", arguments={"command": "ls"})
 COUNT = ReferenceCall(tool="bash", arguments={"command": "ls | wc -l"})

@@ -13,6 +13,7 @@ from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.clock import FakeClock
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -100,6 +101,16 @@ async def test_an_answer_has_vllm_s_shape() -> None:
     assert "token_ids" not in bare["choices"][0]
 
 
+async def test_a_streamed_answer_is_the_whole_answer() -> None:
+    async with ScriptedServer(BOOK) as server:
+        client = VllmClient(server.url, stop_ids=RENDERER.stop_ids)
+        whole = await client.generate(PROMPT, Sampling(), session="s")
+        streamed = await client.stream(PROMPT, Sampling(), session="s", on_partial=lambda partial: None)
+        assert (streamed.ids, streamed.weight_version) == (whole.ids, "scripted-0")
+        assert not await client.pause("abort"), "answers without delay need no pauses"
+        await client.aclose()
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"prompt": []}, {"prompt": "text"}, {"prompt": [1], "max_tokens": 0}, {"prompt": [10**9]}]
 )
@@ -111,7 +122,7 @@ async def test_bad_requests_are_refused(body: dict[str, Any]) -> None:
 
 async def test_latency_follows_the_clock() -> None:
     clock = FakeClock()
-    async with ScriptedServer(BOOK, clock=clock, latency_s=2.0, tokens_per_s=10.0) as server:
+    async with TimedServer(BOOK, clock=clock, latency_s=2.0, tokens_per_s=10.0) as server:
         client = VllmClient(server.url, stop_ids=RENDERER.stop_ids)
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(max_tokens=5), session="s"))
         await clock.wait_for_sleepers()

@@ -1,10 +1,9 @@
 """Live progress of submitted groups, by stage."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -42,29 +41,12 @@ class Progress:
     failed: int = 0
     status: StatusView | None = None
     last: Summary | None = None
-    #: Number of status samples, by the number of active stages.
-    overlap: Counter[int] = field(default_factory=Counter)
-
-    def update(self, status: StatusView) -> None:
-        """Record a new status."""
-        self.status = status
-        self.overlap[sum(pool.active > 0 for pool in status.pools.values())] += 1
 
     def add(self, result: Result) -> None:
         """Record a new result."""
         self.done += 1
         self.failed += result.failure is not None
         self.last = summarise(result)
-
-    @property
-    def overlap_sentence(self) -> str:
-        """Sentence about the overlap of the stages."""
-        samples = sum(self.overlap.values()) or 1
-        two, three = (sum(n for active, n in self.overlap.items() if active >= k) for k in (2, 3))
-        return (
-            f"in {samples} status samples, two stages were active at once in {two / samples:.0%}, "
-            f"all three in {three / samples:.0%}"
-        )
 
     @property
     def line(self) -> str:
@@ -120,7 +102,7 @@ async def _draw(client: RolloutClient, progress: Progress, *, lines: bool) -> No
     loop = asyncio.get_running_loop()
     printed = loop.time()
     while True:
-        progress.update(await client.status())
+        progress.status = await client.status()
         if lines and loop.time() - printed >= _LINE_S:
             printed = loop.time()
             err.print(progress.line)

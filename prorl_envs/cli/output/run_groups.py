@@ -80,8 +80,6 @@ async def run_groups(
     folder.save_summary(summary)
     await asyncio.to_thread(report.finish, summary, folder.summaries.values())
     _print(folder, summary, tables=tables)
-    if submitted:
-        err.print(f"stages: {progress.overlap_sentence}")
     for (kind, stage), found in failures.items():
         hint = f" (hint: {found[0].hint})" if found[0].hint else ""
         err.print(plain(f"{kind} in {stage} x{len(found)}: {found[0].message}{hint}"))

@@ -1,9 +1,7 @@
 """Promises about the environment: a sandbox has its own variables and names, and none of the service's."""
 
-import os
-
 from prorl_envs.conformance.box import Probe
-from prorl_envs.conformance.host import SECRET, marked
+from prorl_envs.conformance.host import SECRET
 from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, PYTHON, SESSION, Promises, expect, same
 from prorl_envs.conformance.promises.end import Victim
 from prorl_envs.conformance.promises.processes import SEARCH, halves
@@ -124,17 +122,6 @@ async def secret_in_session(world: PromiseContext) -> None:
         same((await tools.python(code, timeout_s=60)).text, "[]\n")
 
 
-@promises.add(
-    "ENV-008", "Seen from the host, no process inside has a descriptor of the service.", needs=("sleep",)
-)
-async def descriptors(world: PromiseContext) -> None:
-    async with world.fresh() as box, world.lingering(box, "sleep 600 & sleep 600; :", count=3) as mark:
-        for pid in marked(mark):
-            targets = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH115, PTH208
-            expect(not any(SECRET in target for target in targets), f"the planted descriptor is in {targets}")
-            expect(not any(target.startswith("socket:") for target in targets), f"a socket is in {targets}")
-
-
 @promises.fresh(
     "ENV-009",
     "The host name is the spec's, in the kernel and in /etc.",
@@ -178,17 +165,3 @@ async def user(world: PromiseContext) -> None:
             await box.sh(f'{script}; echo x > "$HOME/file" && [ -s "$HOME/file" ] && echo written'),
             "found\nwritten",
         )
-
-
-@promises.add("ENV-012", "The host's name and user are nowhere in /etc or the environment.", exempt=NOT_LOCAL)
-async def host_names(world: PromiseContext) -> None:
-    name = os.uname().nodename
-    async with world.fresh(hostname="elsewhere") as box:
-        await box.nothing(f"read -r line < /proc/sys/kernel/hostname; [ \"$line\" = '{name}' ] && echo $line")
-        found = await box.sh(f"export -p; echo {SECRET[:-1]}")
-        expect(SECRET not in found, "the service's variable is there")
-
-
-@promises.add("ENV-013", "The mask for new files is 022.")
-async def umask(world: PromiseContext) -> None:
-    expect((await world.box.sh("umask")) in ("0022", "022"), "it is not")

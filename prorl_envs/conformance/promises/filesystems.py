@@ -203,18 +203,6 @@ async def small_image(world: PromiseContext) -> None:
         same((await box.tools.run(["/bin/sh"], timeout_s=30)).output, b"ready\n")
 
 
-promises.script(
-    "FS-025",
-    "Without an image, no file can be created among the devices.",
-    f"{WRITE}\nw /dev/x",
-    needs=(NO_IMAGE,),
-    exempt={
-        **NOT_LOCAL,
-        "apptainer-instance": "has Apptainer's /dev, which is in memory of the sandbox's own",
-    },
-)
-
-
 #: Opens the sandbox's own directories. `tried` calls operations that not every file system supports.
 _OWN = """
 import contextlib, fcntl, os, stat, struct

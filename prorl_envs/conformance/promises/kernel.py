@@ -227,16 +227,6 @@ refused("quotactl", 0x800002 << 8, None, 0, None)
 
 
 promises.script(
-    "PRIV-030",
-    "The control groups cannot be changed.",
-    f"""
-{WRITE}
-cd /sys/fs/cgroup && for p in cgroup.procs */cgroup.procs */release_agent; do w $p; done
-""",
-)
-
-
-promises.script(
     "PRIV-032",
     "The paths of control groups on the host do not show.",
     'while IFS= read -r line; do case $line in *:/) ;; *) echo "$line";; esac; done < /proc/self/cgroup',

@@ -4,7 +4,6 @@ import os
 import secrets
 import socket
 
-from prorl_envs.conformance import host
 from prorl_envs.conformance.host import marked
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, NotApplicable, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
@@ -43,14 +42,6 @@ promises.script(
 )
 
 
-@promises.add("NET-002", "The sandbox has no network interface of the host.")
-async def interfaces(world: PromiseContext) -> None:
-    script = "while read -r name rest; do case $name in *:*) echo ${name%%:*};; esac; done < /proc/net/dev"
-    inside = set((await world.box.sh(script)).split())
-    expect("lo" in inside, "there is no loopback")
-    same(inside & ({"eth0", "docker0"} | host.interfaces()), set())
-
-
 promises.probe(
     "NET-003",
     "An outside address cannot be reached, and the attempt fails at once.",
@@ -82,14 +73,6 @@ async def host_loopback(world: PromiseContext) -> None:
             f"connect(socket.AF_INET6, ('::ffff:127.0.0.1', {port}))"
         )
         expect(no_connection(server), "a connection was accepted")
-
-
-@promises.add("NET-005", "The host's loopback cannot be reached from bash either.", needs=("bash",))
-async def host_loopback_bash(world: PromiseContext) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        text = await world.box.sh(f"bash -c ': < /dev/tcp/127.0.0.1/{port} && echo reached'")
-        expect("reached" not in text and no_connection(server), "a connection was accepted")
 
 
 @promises.add("NET-006", "The host's abstract sockets can be neither seen nor reached.", needs=(PYTHON,))

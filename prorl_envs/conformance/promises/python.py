@@ -41,11 +41,6 @@ async def persist(tools: Toolbox) -> None:
     same((await tools.python("print(x, math.floor(2.5), os.getcwd())", timeout_s=_T)).text, "5 2 /tmp\n")
 
 
-@session("003", "Text of any language passes unchanged.")
-async def any_language(tools: Toolbox) -> None:
-    same((await tools.python("print('héllo ☃')\n'☃'", timeout_s=_T)).text, "héllo ☃\n'☃'\n")
-
-
 @session("006", "At its deadline a cell is interrupted; its output and the session are kept.")
 async def deadline(tools: Toolbox) -> None:
     await tools.python("x = 'kept'", timeout_s=_T)
@@ -69,17 +64,6 @@ async def ends(tools: Toolbox) -> None:
         result = await tools.python(code, timeout_s=_T)
         expect(not result.ok and bool(result.text), f"{code} gave {result.text!r}")
         same((await tools.python("1 + 1", timeout_s=_T)).text, "2\n")
-
-
-@session("009", "A hundred million characters of output are bounded and counted.")
-async def flood(tools: Toolbox) -> None:
-    code = "import sys\nprint('first')\nfor _ in range(100): sys.stdout.write('x' * 10**6)\nprint('last')"
-    result = await tools.python(code, timeout_s=_T)
-    expect(result.text.startswith("first\nxx") and result.text.endswith("last\n"), "an end is missing")
-    expect(
-        len(result.text) < tools.limits.output_bytes + 200 and result.truncated_bytes > 9 * 10**7,
-        "not bounded",
-    )
 
 
 @session("012", "A cell that forges its session's messages damages only its own session.")

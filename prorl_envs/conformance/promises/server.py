@@ -3,7 +3,6 @@
 import secrets
 import sysconfig
 
-from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.host import eventually, marked
 from prorl_envs.conformance.promise import NOT_LOCAL, Promises, expect, same
 from prorl_envs.conformance.state import PLANTED
@@ -39,14 +38,6 @@ async def end_processes(world: PromiseContext) -> None:
         same(await box.sh("read -r x < file; echo $x"), "kept")
 
 
-@promises.shell("SRV-006", "Output that looks like the server's own messages is returned as output.")
-async def forged_frames(box: Probe) -> None:
-    for text in (r"\x00\x00\x00\x05\x91\xa4Done", r"\x1b]0;x\x07\x1b[6n\x05", r"0:0:/\x00", r"\xff\xfe"):
-        await box.bash(f"printf '{text}'; printf '{text}' >&2")
-        result = await box.bash("echo on; false")
-        same((result.text, result.data["exit_code"]), ("on\n[exit status 1]", 1))
-
-
 @promises.add("SRV-007", "No descriptor of a shell's commands leads to the tool server.", needs=("bash",))
 async def shell_descriptors(world: PromiseContext) -> None:
     # The descriptors of a terminal are devices. bash lists the descriptors through the directory.
@@ -54,13 +45,6 @@ async def shell_descriptors(world: PromiseContext) -> None:
     async with world.shell() as box:
         same((await box.bash(f"bash -c '{script}'")).text, "")
         same((await box.bash(f"bash -c '{script}' 5< /etc/passwd")).text, "/proc/self/fd/5\n")
-
-
-@promises.shell("SRV-008", "Writing to every descriptor harms no later call.")
-async def spoiled_descriptors(box: Probe) -> None:
-    n = "n=3; while [ $n -lt 64 ]; do (echo 0 / garbage >&$n) 2>/dev/null; n=$((n+1)); done; echo wrote"
-    same((await box.bash(n)).text, "wrote\n")
-    same((await box.bash("(exit 3)")).data["exit_code"], 3)
 
 
 @promises.add("SRV-009", "A tool server imports nothing from the sandbox's files.", exempt=NOT_LOCAL)

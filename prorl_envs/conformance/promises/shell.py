@@ -23,18 +23,6 @@ sequence(
     ("", ""),
     ("# only", ""),
 )
-sequence(
-    "BASH-007",
-    "Characters that control a terminal pass unchanged.",
-    ("x='\x03\x04\x1a\x15\x7f'; echo ${#x}; printf '%s' \"$x\"", "5\n\x03\x04\x1a\x15\x7f"),
-    ("echo 'héllo ☃'", "héllo ☃\n"),
-)
-sequence(
-    "BASH-009",
-    "Traps of a command do not catch what the shell needs.",
-    ("trap 'echo caught' INT TERM HUP USR1; trap 'true' DEBUG; trap 'true' RETURN", ""),
-    ("echo on", "on\n"),
-)
 
 
 @promises.shell("BASH-010", "The status is returned, and kept for the next command.")
@@ -72,13 +60,6 @@ async def exits(box: Probe) -> None:
     same((await box.bash("echo ${x-unset} $PWD")).text, "unset /tmp\n")
 
 
-@promises.shell("BASH-014", "A killed shell is distinguished from one that exits, and a new shell starts.")
-async def killed(box: Probe) -> None:
-    result = await box.bash("kill -9 $$")
-    expect(not result.ok and "signal 9" in result.text, f"it said {result.text!r}")
-    same((await box.bash("echo back")).text, "back\n")
-
-
 @promises.shell(
     "BASH-016",
     "At its deadline a command is interrupted; its output and the shell are kept.",
@@ -92,26 +73,6 @@ async def deadline(box: Probe) -> None:
     same((await box.bash("echo $x")).text, "kept\n")
 
 
-@promises.shell(
-    "BASH-017",
-    "A command that ignores the interrupt is killed, and the shell is kept.",
-    needs=("bash", "sleep"),
-)
-async def stubborn(box: Probe) -> None:
-    await box.bash("x=kept")
-    command = "bash -c 'trap \"\" INT; echo before; while :; do sleep 1; done'"
-    result = await box.bash(command, timeout_s=1.0)
-    expect(result.text.startswith("before\n") and result.data["timed_out"], f"it gave {result.text!r}")
-    same((await box.bash("echo $x")).text, "kept\n")
-
-
-@promises.shell("BASH-018", "A shell that cannot be interrupted is killed, and a new shell starts.")
-async def hopeless(box: Probe) -> None:
-    result = await box.bash("trap '' INT; while :; do :; done", timeout_s=1.0)
-    expect(result.data["timed_out"], f"it gave {result.text!r}")
-    same((await box.bash("echo back")).text, "back\n")
-
-
 @promises.shell("BASH-019", "A command that waits for input is reported at once, and receives typed input.")
 async def waits(box: Probe) -> None:
     result = await box.bash("read -p 'name? ' name", timeout_s=30.0)
@@ -120,17 +81,3 @@ async def waits(box: Probe) -> None:
     expect(not refused.ok and "still waits" in refused.text, f"meanwhile it gave {refused.text!r}")
     await box.bash("Ada", is_input=True)
     same((await box.bash("echo $name")).text, "Ada\n")
-
-
-@promises.shell(
-    "BASH-022",
-    "A hundred million bytes of output are bounded; both ends are kept and the rest is counted.",
-    needs=("bash", "head", "tr"),
-)
-async def flood(box: Probe) -> None:
-    result = await box.bash("echo first; head -c 100000000 /dev/zero | tr '\\0' x; echo; echo last")
-    limit = box.tools.limits.output_bytes
-    expect(result.text.startswith("first\nxxx") and result.text.endswith("x\nlast\n"), "an end is missing")
-    expect(len(result.text) < limit + 200, f"{len(result.text)} characters")
-    same(result.truncated_bytes, 100_000_012 - limit)
-    expect(f"{result.truncated_bytes} bytes" in result.text, "the count is not reported")

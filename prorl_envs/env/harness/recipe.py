@@ -36,19 +36,17 @@ class Spelling:
         tool: name of the tool.
         argument: name of the argument with the command.
         others: further arguments, the same in every call.
-        as_list: pass the command as `["bash", "-lc", COMMAND]`.
         finish: a command that finishes the episode; empty if an answer without a call does.
     """
 
     tool: str
     argument: str = "command"
     others: Mapping[str, object] = field(default_factory=dict)
-    as_list: bool = False
     finish: str = ""
 
     def arguments(self, command: str) -> dict[str, object]:
         """Return the arguments of a call that runs `command`."""
-        return {self.argument: ["bash", "-lc", command] if self.as_list else command, **self.others}
+        return {self.argument: command, **self.others}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

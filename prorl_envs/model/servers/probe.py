@@ -1,6 +1,5 @@
 """Probe that reports whether a model server supports token-in/token-out."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,9 @@ from prorl_envs.model.answer_checks import ServerUnavailable
 from prorl_envs.model.http.client import ClientLimits
 from prorl_envs.model.servers.detect import Protocol, Servers, split_protocol
 from prorl_envs.model.types import ChatClient, ControllableServer, Conversation, Sampling, ServerNews
+
+#: Ids that every model has, and seconds for each answer.
+_PROMPT, _TIMEOUT_S = (1, 2, 3), 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,6 @@ async def probe(
     model: str | None = None,
     api_key: str | None = None,
     ca_file: Path | None = None,
-    prompt_ids: Sequence[int] = (1, 2, 3),
-    vocab_size: int | None = None,
-    timeout_s: float = 60.0,
 ) -> ServerReport:
     """Request the list of models and one token, and check the answers as a rollout does.
 
@@ -55,16 +54,12 @@ async def probe(
         model: model name; None takes the first in the server's list.
         api_key: bearer token, if the server requires one.
         ca_file: see `ModelHttpClient`.
-        prompt_ids: token ids of a prompt, preferably from the renderer in use.
-        vocab_size: vocabulary size of that renderer; None skips the check.
-        timeout_s: timeout of each request, in seconds.
 
     Raises:
         InputError: the URL is invalid, or the CA file cannot be used.
     """
-    limits = ClientLimits(connect_s=min(5.0, timeout_s), answer_s=timeout_s, control_s=timeout_s, attempts=1)
+    limits = ClientLimits(connect_s=5.0, answer_s=_TIMEOUT_S, control_s=_TIMEOUT_S, attempts=1)
     servers = Servers(
-        vocab_size=vocab_size,
         encode=lambda _: [0],
         protocol=protocol,
         model=model,
@@ -79,7 +74,7 @@ async def probe(
             hello = Conversation([{"role": "user", "content": "Hello."}], ())
             sampled = await client.chat(hello, one_token, session="probe")
         else:
-            sampled = await client.generate(prompt_ids, one_token, session="probe")
+            sampled = await client.generate(_PROMPT, one_token, session="probe")
     except ModelError as error:
         unavailable = isinstance(error, ServerUnavailable)
         return ServerReport(base, model or news.model, error.message, error.hint, unavailable=unavailable)

@@ -1,11 +1,10 @@
 """Client of a vLLM server that uses token ids.
 
 Protocol: `POST /v1/completions` with token ids as the prompt and `return_token_ids`
-(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Versions differ in the place of ids
-and log-probabilities; all known formats are read. A server that was started with `--enable-scale-out` also
-has `/inference/v1/generate`. That route is preferred, because it alone reports which version of the weights
-sampled which tokens. `/pause`, `/resume`, `/weight_info` and `/update_weight_version` exist on servers that
-run with `VLLM_SERVER_DEV_MODE=1`.
+(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). A server that was started with
+`--enable-scale-out` also has `/inference/v1/generate`. That route is preferred, because it alone reports
+which version of the weights sampled which tokens. `/pause`, `/resume`, `/weight_info` and
+`/update_weight_version` exist on servers that run with `VLLM_SERVER_DEV_MODE=1`.
 """
 
 import asyncio

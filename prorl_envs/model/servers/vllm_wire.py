@@ -1,6 +1,6 @@
 """Wire format of vLLM: encoding of requests and decoding of answers, both with token ids.
 
-Versions differ in the place of ids and log-probabilities; all known formats are read here.
+The routes differ in the place of log-probabilities and versions; both formats are read here.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,14 @@ from prorl_envs.model.answer_checks import (
 from prorl_envs.model.http.event_stream import Events
 from prorl_envs.model.types import Sampled, Sampling, VersionSpan
 
-_TOKEN_ID = "token_id:"
 _IDS_HINT = "the server must support return_token_ids (vLLM 0.10.2 or later)"
 
 
 class _ContentItem(msgspec.Struct):
     logprob: float | None = None
-    token: str = ""
-    token_id: int | None = None
 
 
 class _Logprobs(msgspec.Struct):
-    tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
     content: list[_ContentItem] | None = None
 
@@ -87,7 +83,6 @@ def encode_request(
         "stop_token_ids": list(stop_ids),
         "skip_special_tokens": False,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
     }
     if sampling.seed is not None:
         body["seed"] = sampling.seed
@@ -146,8 +141,10 @@ class CompletionEvents(Events):
     def _read(self, event: bytes) -> None:
         answer = _decoded(event, self._expected)
         for choice in answer.choices:
-            if ids := _given_ids(choice):
-                self._add_sampled(ids, _sampled_logprobs(choice), _weight_version(answer, choice))
+            if choice.token_ids:
+                self._add_sampled(
+                    choice.token_ids, _sampled_logprobs(choice), _weight_version(answer, choice)
+                )
         _merge(self._merged, answer)
 
     def _judged(self) -> Sampled:
@@ -179,7 +176,6 @@ def _merge(total: _Answer, event: _Answer) -> None:
         choice.logprobs = choice.logprobs or new.logprobs
         return
     choice.logprobs.content = _extended(choice.logprobs.content, new.logprobs.content)
-    choice.logprobs.tokens = _extended(choice.logprobs.tokens, new.logprobs.tokens)
     choice.logprobs.token_logprobs = _extended(choice.logprobs.token_logprobs, new.logprobs.token_logprobs)
 
 
@@ -223,29 +219,9 @@ def _check_prompt(echo: msgspec.Raw, expected: RequestContract) -> None:
 
 
 def _sampled_ids(choice: _Choice, expected: RequestContract) -> tuple[int, ...]:
-    ids = _given_ids(choice)
-    if ids is None:
+    if choice.token_ids is None:
         raise ProtocolError(f"{expected.server} did not return the sampled token ids", hint=_IDS_HINT)
-    return check_ids(ids, expected)
-
-
-def _given_ids(choice: _Choice) -> list[int] | None:
-    return _ids_in_tokens(choice.logprobs) if choice.token_ids is None else choice.token_ids
-
-
-def _ids_in_tokens(logprobs: _Logprobs | None) -> list[int] | None:
-    """Return ids from tokens written as `token_id:123`, the older format."""
-    if logprobs is None:
-        return None
-    if logprobs.content and all(item.token_id is not None for item in logprobs.content):
-        return [item.token_id for item in logprobs.content if item.token_id is not None]
-    tokens = logprobs.tokens if logprobs.tokens is not None else [i.token for i in logprobs.content or ()]
-    numbers = [token.removeprefix(_TOKEN_ID) for token in tokens if token.startswith(_TOKEN_ID)]
-    if not tokens or len(numbers) != len(tokens):
-        return None
-    if not all(number.isascii() and number.isdigit() and len(number) < 12 for number in numbers):
-        return None
-    return [int(number) for number in numbers]
+    return check_ids(choice.token_ids, expected)
 
 
 def _sampled_logprobs(choice: _Choice) -> Sequence[float | None] | None:

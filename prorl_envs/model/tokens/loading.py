@@ -2,8 +2,6 @@
 tokenizer_config.json, chat_template.jinja, generation_config.json. It neither imports nor runs model code."""
 
 import json
-from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +21,23 @@ _FILES = (
 )
 
 
-def load_renderer(
-    name: str | Path,
-    *,
-    revision: str | None = None,
-    variables: dict[str, Any] | None = None,
-    now: Callable[[], datetime] = datetime.now,
-    tool_format: str = "auto",
-) -> TemplateRenderer:
+def load_renderer(name: str | Path, *, tool_format: str = "auto") -> TemplateRenderer:
     """Return the renderer of a model.
 
     Args:
         name: a folder with the tokenizer's files, or a model name on the Hugging Face Hub.
-        revision: branch, tag or commit on the Hub.
-        variables: further variables for the chat template, such as `{"enable_thinking": False}`.
-        now: local time, for templates that print a date.
         tool_format: see `TemplateRenderer`.
 
     Raises:
         InputError: a file is missing or unusable, or the Hub could not be reached.
     """
-    folder = Path(name) if Path(name).is_dir() else _download(str(name), revision)
+    folder = Path(name) if Path(name).is_dir() else _download(str(name))
     config = _read_json(folder / "tokenizer_config.json")
     tokenizer = _read_tokenizer(folder / "tokenizer.json")
     special_tokens = {
         key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
     }
-    template = ChatTemplate(_read_template(folder, config), {**special_tokens, **(variables or {})}, now=now)
+    template = ChatTemplate(_read_template(folder, config), special_tokens)
     stop_ids = _ids(_read_json(folder / "generation_config.json").get("eos_token_id"))
     eos_token = special_tokens["eos_token"]
     if eos_token and (eos := tokenizer.token_to_id(eos_token)) is not None:
@@ -64,7 +52,7 @@ def load_renderer(
     )
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str) -> Path:
     # Imported here, because it takes half a second and few callers use the Hub.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -72,7 +60,7 @@ def _download(name: str, revision: str | None) -> Path:
     if Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise InputError(f"there is no tokenizer folder {name}")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise InputError(
             f"cannot download the tokenizer of {name!r} from the Hugging Face Hub: {type(error).__name__}",

@@ -360,7 +360,7 @@ TOOL_SERVERS = (
         "    | os.CLONE_NEWNET\n",
         "",
         no_effect="a tool server has entered it before, to limit what is shared",
-        checked_by=("WAY-001", "NET-001", "NET-002", "NET-004", "PROC-016"),
+        checked_by=("WAY-001", "NET-001", "NET-004", "PROC-016"),
     ),
     Patch(
         "tool servers in the ipc namespace",
@@ -389,7 +389,7 @@ TOOL_SERVERS = (
         "sandbox/template/enter.py",
         "    | os.CLONE_NEWPID\n",
         "",
-        ("PROC-002",),
+        ("PROC-016",),
     ),
     Patch(
         "resource limits of tool servers",
@@ -440,7 +440,7 @@ TOOL_SERVERS = (
         "sandbox/template/enter.py",
         "    os.umask(0o022)\n",
         "    os.umask(0)\n",
-        ("ENV-013", "WAY-001", "WAY-011"),
+        ("WAY-001", "WAY-011"),
     ),
     Patch(
         "score of tool servers for the out-of-memory killer",
@@ -469,7 +469,7 @@ TOOL_SERVERS = (
         "sandbox/drivers/bubblewrap.py",
         "            env={**default_environment(self._spec), **self._spec.env},\n",
         "            env={**os.environ, **default_environment(self._spec), **self._spec.env},\n",
-        ("ENV-001", "ENV-012", "WAY-001", "WAY-011"),
+        ("ENV-001", "WAY-001", "WAY-011"),
     ),
     Patch(
         "no imports from the sandbox",
@@ -539,7 +539,7 @@ TOOLS = (
         "            preexec_fn=before_exec,\n",
         "            preexec_fn=before_exec,\n"
         "            pass_fds=(3, 4) if isinstance(request, Run) else (),\n",
-        ("WAY-001", "WAY-002", "PROC-010"),
+        ("WAY-001", "WAY-002"),
     ),
     Patch(
         "the host's socket kept from further shells",
@@ -795,7 +795,7 @@ BUBBLEWRAP = (
         "sandbox/filesystem/mount_plan.py",
         '"--tmpfs", "/dev/shm", "--remount-ro", "/dev")',
         '"--tmpfs", "/dev/shm")',
-        ("FS-025",),
+        ("FS-027",),
     ),
     Patch(
         "bubblewrap's environment",

@@ -17,10 +17,10 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.routing.resumable_turn import MAX_PARTS
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.types import InFlight, Sampled, Sampling, VersionSpan
-from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.support.clock import FakeClock
 from tests.support.scripted_servers import scripted_server
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -43,12 +43,12 @@ def turn(pool: ModelPool, session: str = "s") -> "asyncio.Task[Sampled]":
 
 
 async def undisturbed() -> Sampled:
-    async with ScriptedServer(BOOK) as server, pool_on(server.url) as pool:
+    async with TimedServer(BOOK) as server, pool_on(server.url) as pool:
         return await turn(pool)
 
 
 async def test_turns_wait_while_weights_change() -> None:
-    async with ScriptedServer(BOOK) as server, pool_on(server.url) as pool:
+    async with TimedServer(BOOK) as server, pool_on(server.url) as pool:
         told = await pool.pause("finish")
         assert told == [] and pool.paused
         waiting = turn(pool)
@@ -73,7 +73,7 @@ async def test_no_prefix_of_old_weights_stays_cached(protocol: str, mode: InFlig
 
 async def test_mode_finish_waits_for_turns_in_flight() -> None:
     clock = FakeClock()
-    async with ScriptedServer(BOOK, tokens_per_s=1.0, clock=clock) as server, pool_on(server.url) as pool:
+    async with TimedServer(BOOK, tokens_per_s=1.0, clock=clock) as server, pool_on(server.url) as pool:
         running = turn(pool)
         await clock.wait_for_sleepers()
         pausing = asyncio.create_task(pool.pause("finish", wait_s=60))
@@ -118,7 +118,7 @@ async def test_an_aborted_turn_continues_with_the_new_weights(protocol: str) -> 
 
 async def test_an_aborted_turn_is_sampled_again_if_configured() -> None:
     clock = FakeClock()
-    async with ScriptedServer(BOOK, tokens_per_s=1.0, clock=clock) as server, pool_on(server.url) as pool:
+    async with TimedServer(BOOK, tokens_per_s=1.0, clock=clock) as server, pool_on(server.url) as pool:
         running = turn(pool)
         await clock.wait_for_sleepers()
         clock.advance(4.5)
@@ -133,7 +133,7 @@ async def test_an_aborted_turn_is_sampled_again_if_configured() -> None:
 
 async def test_turns_of_a_server_that_cannot_abort_are_disconnected() -> None:
     clock = FakeClock()
-    server = ScriptedServer(BOOK, steerable=False, tokens_per_s=1.0, clock=clock)
+    server = TimedServer(BOOK, steerable=False, tokens_per_s=1.0, clock=clock)
     async with server, pool_on(server.url) as pool:
         running = turn(pool)
         await clock.wait_for_sleepers()
@@ -206,7 +206,7 @@ async def test_a_turn_that_is_aborted_again_and_again_fails() -> None:
 
 
 async def test_a_held_turn_can_be_cancelled() -> None:
-    async with ScriptedServer(BOOK) as server, pool_on(server.url) as pool:
+    async with TimedServer(BOOK) as server, pool_on(server.url) as pool:
         await pool.pause("finish")
         waiting = turn(pool)
         await asyncio.sleep(0)
@@ -217,9 +217,9 @@ async def test_a_held_turn_can_be_cancelled() -> None:
 
 
 async def test_a_dead_server_does_not_keep_the_others_from_pausing() -> None:
-    async with ScriptedServer(BOOK) as dying:
+    async with TimedServer(BOOK) as dying:
         dead = dying.url
-    async with ScriptedServer(BOOK) as server, pool_on(dead, server.url) as pool:
+    async with TimedServer(BOOK) as server, pool_on(dead, server.url) as pool:
         first, second = await pool.pause("abort", wait_s=5)
         assert "cannot be reached" in first.problem
         assert second.supported and not second.problem
@@ -230,7 +230,7 @@ async def test_a_dead_server_does_not_keep_the_others_from_pausing() -> None:
 
 async def test_draining_waits_for_turns_in_flight() -> None:
     clock = FakeClock()
-    async with ScriptedServer(BOOK, latency_s=5.0, clock=clock) as server, pool_on(server.url) as pool:
+    async with TimedServer(BOOK, latency_s=5.0, clock=clock) as server, pool_on(server.url) as pool:
         running = turn(pool)
         await clock.wait_for_sleepers()
         assert not await pool.remove(server.url)
@@ -242,13 +242,13 @@ async def test_draining_waits_for_turns_in_flight() -> None:
 
 async def test_a_watched_server_is_detected_as_dead_and_alive_again() -> None:
     clock = FakeClock()
-    async with ScriptedServer(BOOK, weight_version="5") as server:
+    async with TimedServer(BOOK, weight_version="5") as server:
         url = server.url
         async with pool_on(url, clock=clock) as pool, watching(pool, clock=clock):
             await wait_for_state(pool, clock, lambda state: state.weight_version == "5")
     async with pool_on(url, clock=clock) as pool, watching(pool, clock=clock):
         await wait_for_state(pool, clock, lambda state: state.failures == 1)
-        async with ScriptedServer(BOOK, port=int(url.rpartition(":")[2])):
+        async with TimedServer(BOOK, port=int(url.rpartition(":")[2])):
             await wait_for_state(pool, clock, lambda state: state.failures == 0)
 
 

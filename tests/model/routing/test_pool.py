@@ -19,19 +19,20 @@ from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling, ServerHealth
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import Mix
-from prorl_envs.testing.server import ScriptedServer, scripted_app
+from prorl_envs.testing.server import scripted_app
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.support.clock import FakeClock
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def two_servers(first: str, second: str) -> AsyncIterator[tuple[ScriptedServer, ScriptedServer]]:
+async def two_servers(first: str, second: str) -> AsyncIterator[tuple[TimedServer, TimedServer]]:
     """Run two scripted servers with a mix each."""
     async with (
-        ScriptedServer(BOOK, mix=Mix.parse(first)) as one,
-        ScriptedServer(BOOK, mix=Mix.parse(second)) as two,
+        TimedServer(BOOK, mix=Mix.parse(first)) as one,
+        TimedServer(BOOK, mix=Mix.parse(second)) as two,
     ):
         yield one, two
 
@@ -60,8 +61,8 @@ async def test_sessions_are_distributed_and_stay_on_their_server() -> None:
 
 
 async def test_a_session_moves_when_its_server_dies() -> None:
-    async with ScriptedServer(BOOK) as alive:
-        async with ScriptedServer(BOOK) as dying, pool_of(dying.url, alive.url) as pool:
+    async with TimedServer(BOOK) as alive:
+        async with TimedServer(BOOK) as dying, pool_of(dying.url, alive.url) as pool:
             assert (await pool.generate(PROMPT, Sampling(), session="s")).server == dying.url
         async with pool_of(dying.url, alive.url) as pool:
             assert (await pool.generate(PROMPT, Sampling(), session="s")).server == alive.url
@@ -107,7 +108,7 @@ async def test_a_pool_without_servers_raises_an_error_with_a_remedy() -> None:
 
 
 async def test_a_closed_pool_is_empty() -> None:
-    async with ScriptedServer(BOOK) as server, pool_of(server.url) as pool:
+    async with TimedServer(BOOK) as server, pool_of(server.url) as pool:
         await pool.generate(PROMPT, Sampling(), session="s")
         await pool.aclose()
         with pytest.raises(ModelError):
@@ -153,7 +154,7 @@ def health_of(pool: ModelPool) -> list[ServerHealth]:
 )
 async def test_turns_move_away_from_a_server_that_refuses_its_routes(status: int, models: bool) -> None:
     async with (
-        ScriptedServer(BOOK) as good,
+        TimedServer(BOOK) as good,
         answering(refusing(status, models=models)) as bad,
         automatic_pool(bad, good.url, clock=FakeClock()) as pool,
     ):
@@ -182,7 +183,7 @@ async def test_a_health_check_does_not_clear_a_refused_turn() -> None:
                 await pool.generate(PROMPT, Sampling(), session="s")
             assert await pool.check(bad), "the route of the health check answers"
             assert health_of(pool) == [ServerHealth.FAILING]
-        await stack.enter_async_context(ScriptedServer(BOOK, port=int(bad.rpartition(":")[2])))
+        await stack.enter_async_context(TimedServer(BOOK, port=int(bad.rpartition(":")[2])))
         await pool.check(bad)  # may find the previous connection closed
         assert await pool.check(bad)
         assert health_of(pool) == [ServerHealth.FAILING], "no turn was answered yet"
@@ -197,7 +198,7 @@ async def test_a_server_without_a_health_check_is_healthy_once_it_answers() -> N
         hidden = scope["path"] == "/v1/models" and pool.servers[0].sampled
         await (refusing(404, models=False) if hidden else whole)(scope, receive, send)
 
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         whole = scripted_app(server._service)
         async with answering(without_models) as proxy, automatic_pool(proxy) as pool:
             await pool.generate(PROMPT, Sampling(), session="s")
@@ -206,7 +207,7 @@ async def test_a_server_without_a_health_check_is_healthy_once_it_answers() -> N
 
 
 async def test_a_server_is_unknown_until_its_first_answer() -> None:
-    async with ScriptedServer(BOOK) as server, automatic_pool(server.url, "http://127.0.0.1:9") as pool:
+    async with TimedServer(BOOK) as server, automatic_pool(server.url, "http://127.0.0.1:9") as pool:
         assert health_of(pool) == [ServerHealth.UNKNOWN] * 2
         assert [await pool.check(one.url) for one in pool.servers] == [True, False]
         assert health_of(pool) == [ServerHealth.HEALTHY, ServerHealth.FAILING]

@@ -11,8 +11,8 @@ from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.service.model_servers import router_view
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ async def test_turns_wait_for_the_first_server_that_answers() -> None:
     assert pool.waiting and pool.paused and not turn.done()
     view = router_view(pool)
     assert view.waiting and view.paused and view.turns == 0
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         pool.add("http://127.0.0.1:9")
         assert not await pool.check("http://127.0.0.1:9")
         assert pool.waiting and not turn.done(), "that one does not answer"
@@ -56,7 +56,7 @@ async def test_a_server_added_while_weights_change_is_held_too() -> None:
     await pool.resume("1")
     assert pool.paused, "there is still no server"
     await pool.pause("finish")
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         pool.add(server.url)
         await pool.check(server.url)
         assert pool.paused and not pool.waiting

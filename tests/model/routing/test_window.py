@@ -15,10 +15,10 @@ from prorl_envs.model.routing.state import Router
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.window import AimdWindow
 from tests.support.clock import FakeClock
+from tests.support.timed_server import TimedServer
 
 RENDERER = builtin_renderer()
 BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
@@ -80,7 +80,7 @@ def test_a_full_server_gets_no_turn_while_another_has_room() -> None:
 async def test_an_overloaded_server_gets_less_at_once() -> None:
     clock = FakeClock()
     servers = Servers.of(RENDERER, limits=ClientLimits(attempts=50), clock=clock)
-    async with ScriptedServer(BOOK, most=4, latency_s=1.0, clock=clock) as server:
+    async with TimedServer(BOOK, most=4, latency_s=1.0, clock=clock) as server:
         pool = ModelPool(servers.connect, clock=clock)
         pool.add(server.url)
         tasks = [

@@ -10,11 +10,10 @@ from prorl_envs.model.http.client import ClientLimits
 from prorl_envs.model.servers.detect import AutoClient, Protocol, Servers, split_protocol
 from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.types import ControllableServer, Sampling
-from prorl_envs.testing.openai_face import scripted_openai
-from prorl_envs.testing.scripted_app import ServerDialect
-from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
+from tests.support.openai_server import scripted_openai
 from tests.support.scripted_servers import scripted_server
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +53,7 @@ async def test_the_protocol_is_detected_at_the_first_turn(protocol: str) -> None
 
 
 async def test_the_protocol_of_an_unreachable_server_is_detected_later() -> None:
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         url = server.url
     client = Servers.of(RENDERER, limits=LIMITS).connect(url)
     turns = [client.generate(PROMPT, Sampling(), session=str(number)) for number in range(3)]
@@ -67,7 +66,7 @@ async def test_the_protocol_of_an_unreachable_server_is_detected_later() -> None
 
 
 async def test_detection_never_falls_back_to_text() -> None:
-    async with ScriptedServer(BOOK, dialect=ServerDialect.TEXT) as server:
+    async with TimedServer(BOOK, text_only=True) as server:
         client = Servers.of(RENDERER, limits=LIMITS).connect(server.url)
         with pytest.raises(ProtocolError, match="token ids"):
             await client.generate(PROMPT, Sampling(), session="s")
@@ -88,7 +87,7 @@ async def test_a_chat_server_accepts_no_ids() -> None:
 @pytest.mark.parametrize("protocol", ["auto", "sglang"])
 async def test_a_probe_of_sglang(protocol: Protocol) -> None:
     async with scripted_server("sglang", BOOK, weight_version="4") as server:
-        report = await probe(server.url, protocol=protocol, prompt_ids=PROMPT)
+        report = await probe(server.url, protocol=protocol)
     assert report.ok, report.problem
     assert (report.model, report.weight_version) == ("scripted", "4")
 

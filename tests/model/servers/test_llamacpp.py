@@ -14,10 +14,10 @@ from prorl_envs.model.answer_checks import ProtocolError, RequestContract
 from prorl_envs.model.servers.llamacpp import LlamaCppClient, LlamaCppEvents, encode_request, read_answer
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
 from tests.support.scripted_servers import scripted_server
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ EXPECTED = RequestContract([1, 2], 3, 10, "http://llama")
 LOST = b"The model produced output that does not match the expected Content-only format"
 
 
-def server(**options: Any) -> ScriptedServer:
+def server(**options: Any) -> TimedServer:
     return scripted_server("llamacpp", BOOK, **options)
 
 

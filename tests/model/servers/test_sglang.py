@@ -9,16 +9,16 @@ import pytest
 from prorl_envs.model.answer_checks import ServerUnavailable
 from prorl_envs.model.servers.sglang import SglangClient
 from prorl_envs.model.types import Sampling, VersionSpan
-from prorl_envs.testing.server import ScriptedServer
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
 from tests.support.clock import FakeClock
 from tests.support.scripted_servers import scripted_server
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
 
-def server(**options: Any) -> ScriptedServer:
+def server(**options: Any) -> TimedServer:
     return scripted_server("sglang", BOOK, **options)
 
 

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from prorl_envs.clock import SystemClock
 from prorl_envs.errors import InputError
 from prorl_envs.model.answer_checks import ProtocolError, ServerUnavailable
 from prorl_envs.model.http.client import ClientLimits, base_url
@@ -17,11 +16,12 @@ from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import Mix
-from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, ServerDialect
-from prorl_envs.testing.server import ScriptedServer, scripted_app
+from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService
+from prorl_envs.testing.server import scripted_app
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.model.listing import talking_to as talking
 from tests.support.clock import FakeClock
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -29,9 +29,8 @@ pytestmark = pytest.mark.anyio
 talking_to = partial(talking, VllmClient)
 
 
-@pytest.mark.parametrize("dialect", [ServerDialect.TOKEN_IDS, ServerDialect.TOKEN_STRINGS])
-async def test_ids_are_sent_and_returned_with_logprobs(dialect: ServerDialect) -> None:
-    async with ScriptedServer(BOOK, dialect=dialect) as server, talking_to(server.url + "/v1/") as client:
+async def test_ids_are_sent_and_returned_with_logprobs() -> None:
+    async with TimedServer(BOOK) as server, talking_to(server.url + "/v1/") as client:
         answer = await client.generate(PROMPT, Sampling(), session="s")
         assert [call.arguments for call in RENDERER.parse(answer.ids).tool_calls] == [{"command": "ls"}]
         assert len(answer.logprobs) == len(answer.ids)
@@ -48,7 +47,7 @@ async def test_ids_are_sent_and_returned_with_logprobs(dialect: ServerDialect) -
 
 async def test_an_overloaded_server_is_retried() -> None:
     async with (
-        ScriptedServer(BOOK, mix=Mix.parse("flaky")) as server,
+        TimedServer(BOOK, mix=Mix.parse("flaky")) as server,
         talking_to(server.url) as client,
     ):
         answer = await client.generate(PROMPT, Sampling(), session="s")
@@ -72,7 +71,7 @@ async def test_backoff_grows_and_is_jittered() -> None:
     clock = Pauses()
     limits = ClientLimits(attempts=4, backoff_s=1.0, max_backoff_s=3.0)
     async with (
-        ScriptedServer(BOOK, mix=Mix.parse("error500")) as server,
+        TimedServer(BOOK, mix=Mix.parse("error500")) as server,
         talking_to(server.url, limits=limits, clock=clock, jitter=lambda: 0.5) as client,
     ):
         with pytest.raises(ServerUnavailable):
@@ -83,7 +82,7 @@ async def test_backoff_grows_and_is_jittered() -> None:
 async def test_a_silent_server_times_out_by_the_clock() -> None:
     clock = FakeClock()
     async with (
-        ScriptedServer(BOOK, mix=Mix.parse("hang")) as server,
+        TimedServer(BOOK, mix=Mix.parse("hang")) as server,
         talking_to(server.url, clock=clock, model="scripted") as client,
     ):
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
@@ -96,7 +95,7 @@ async def test_a_silent_server_times_out_by_the_clock() -> None:
 
 async def test_cancelling_stops_the_generation_on_the_server() -> None:
     async with (
-        ScriptedServer(BOOK, latency_s=3600.0) as server,
+        TimedServer(BOOK, latency_s=3600.0) as server,
         talking_to(server.url) as client,
     ):
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
@@ -110,7 +109,7 @@ async def test_cancelling_stops_the_generation_on_the_server() -> None:
 
 
 async def test_a_server_can_stop_while_it_is_hanging() -> None:
-    async with ScriptedServer(BOOK, mix=Mix.parse("hang")) as server:
+    async with TimedServer(BOOK, mix=Mix.parse("hang")) as server:
         client = VllmClient(server.url, stop_ids=(), limits=ClientLimits(attempts=1))
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
         await server.until(lambda counts: counts.running == 1)
@@ -120,7 +119,7 @@ async def test_a_server_can_stop_while_it_is_hanging() -> None:
 
 
 async def test_an_absent_server_is_unavailable() -> None:
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         url = server.url
     async with talking_to(url, limits=ClientLimits(attempts=2, backoff_s=0)) as client:
         with pytest.raises(ServerUnavailable, match="cannot be reached"):
@@ -128,7 +127,7 @@ async def test_an_absent_server_is_unavailable() -> None:
 
 
 async def test_a_refused_request_names_the_reason_and_is_not_repeated() -> None:
-    async with ScriptedServer(BOOK, max_model_len=100) as server, talking_to(server.url) as client:
+    async with TimedServer(BOOK, max_model_len=100) as server, talking_to(server.url) as client:
         with pytest.raises(ProtocolError, match="maximum context length") as caught:
             await client.generate(PROMPT, Sampling(max_tokens=100), session="s")
         assert "max_tokens" in caught.value.hint
@@ -137,20 +136,20 @@ async def test_a_refused_request_names_the_reason_and_is_not_repeated() -> None:
 
 async def test_an_answer_too_large_is_cut_off() -> None:
     limits = ClientLimits(max_body_bytes=64)
-    async with ScriptedServer(BOOK) as server, talking_to(server.url, limits=limits, model="m") as client:
+    async with TimedServer(BOOK) as server, talking_to(server.url, limits=limits, model="m") as client:
         with pytest.raises(ProtocolError, match="more than 64 bytes"):
             await client.generate(PROMPT, Sampling(), session="s")
 
 
 async def test_any_session_name_makes_a_valid_header() -> None:
-    async with ScriptedServer(BOOK) as server, talking_to(server.url) as client:
+    async with TimedServer(BOOK) as server, talking_to(server.url) as client:
         for session in ("a/b:c", "größe\r\nx: y", " ", "\u2028"):
             await client.generate(PROMPT, Sampling(), session=session)
         assert server.counts.sessions == 4
 
 
 async def test_many_concurrent_sessions() -> None:
-    async with ScriptedServer(BOOK, noncanonical=0.5) as server, talking_to(server.url) as client:
+    async with TimedServer(BOOK, noncanonical=0.5) as server, talking_to(server.url) as client:
         answers = await asyncio.gather(
             *(client.generate(PROMPT, Sampling(), session=str(number)) for number in range(64))
         )
@@ -160,7 +159,7 @@ async def test_many_concurrent_sessions() -> None:
 
 
 async def test_connections_are_reused_and_bounded() -> None:
-    app = scripted_app(ScriptedService(RENDERER, BOOK, ScriptedOptions(), SystemClock()))
+    app = scripted_app(ScriptedService(RENDERER, BOOK, ScriptedOptions()))
     seen = set()
 
     async def noting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,7 +176,7 @@ async def test_connections_are_reused_and_bounded() -> None:
 
 
 async def test_a_closed_client_raises() -> None:
-    async with ScriptedServer(BOOK) as server, talking_to(server.url) as client:
+    async with TimedServer(BOOK) as server, talking_to(server.url) as client:
         await client.generate(PROMPT, Sampling(), session="s")
         await client.aclose()
         with pytest.raises(ServerUnavailable, match="no longer in use"):
@@ -203,15 +202,15 @@ def test_invalid_urls_are_refused(url: str) -> None:
 
 
 async def test_probe_accepts_a_suitable_server() -> None:
-    async with ScriptedServer(BOOK) as server:
-        report = await probe(server.url, prompt_ids=PROMPT, vocab_size=RENDERER.vocab_size)
+    async with TimedServer(BOOK) as server:
+        report = await probe(server.url)
     assert report.ok
     assert report.model == "scripted"
     assert report.weight_version == "scripted-0"
 
 
 async def test_probe_names_missing_features() -> None:
-    async with ScriptedServer(BOOK, dialect=ServerDialect.TEXT) as server:
+    async with TimedServer(BOOK, text_only=True) as server:
         report = await probe(server.url)
     assert not report.ok
     assert "token ids" in report.problem
@@ -219,7 +218,7 @@ async def test_probe_names_missing_features() -> None:
 
 
 async def test_probe_names_an_address_without_a_server() -> None:
-    async with ScriptedServer(BOOK) as server:
+    async with TimedServer(BOOK) as server:
         url = server.url
     report = await probe(url)
     assert "cannot be reached" in report.problem

@@ -20,8 +20,8 @@ from prorl_envs.rollout.endpoint.session import EndpointLimits, ModelSession
 from prorl_envs.rollout.endpoint.types import conversation
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.support.timed_server import TimedServer
 from tests.support.toy import Play, ToyModel
 
 _LIMITS, _SAMPLING, _BOUNDS = AgentLimits(), Sampling(), EndpointLimits()
@@ -101,11 +101,11 @@ async def scripted_endpoint(
     *,
     server: dict[str, Any] | None = None,
     **options: Any,
-) -> AsyncIterator[tuple[Served, ScriptedServer]]:
+) -> AsyncIterator[tuple[Served, TimedServer]]:
     """Serve an endpoint with a real pool and the scripted model server over HTTP."""
     async with AsyncExitStack() as stack:
         book = ScriptBook.from_tapes(tapes)
-        played = await stack.enter_async_context(ScriptedServer(book, **(server or {})))
+        played = await stack.enter_async_context(TimedServer(book, **(server or {})))
         pool = ModelPool(Servers.of(builtin_renderer()).connect)
         stack.push_async_callback(pool.aclose)
         pool.add(played.url)

@@ -29,10 +29,10 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Re
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Script, ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.conftest import existing_driver
 from tests.rollout.endpoint.conftest import check_rows
+from tests.support.timed_server import TimedServer
 from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
@@ -117,7 +117,7 @@ async def test_an_agent_solves_a_task_in_a_sandbox_without_a_network(node: Node)
     tape = [[{"tool": call.tool, "arguments": call.arguments}] for call in task.reference]
     book = ScriptBook({task.instruction: Script([*tape, [{"content": task.reference_answer}]])})
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(ScriptedServer(book, noncanonical=0.3))
+        server = await stack.enter_async_context(TimedServer(book, noncanonical=0.3))
         pool = ModelPool(Servers.of(builtin_renderer()).connect)
         stack.push_async_callback(pool.aclose)
         pool.add(server.url)
@@ -171,7 +171,7 @@ ask([{"role": "user", "content": "another"}])
     words = [{"tool": "shell", "arguments": {}, "content": "a long answer " * 40}]
     book = ScriptBook({str(ROW["instruction"]): Script([words])})
     pool = ModelPool(Servers.of(builtin_renderer()).connect)
-    async with ScriptedServer(book, tokens_per_s=200.0) as server:
+    async with TimedServer(book, tokens_per_s=200.0) as server:
         pool.add(server.url)
         async with serving(node, recipe(script), pool) as service:
             (result,) = await play(service)

@@ -24,8 +24,8 @@ from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from tests.rollout.endpoint.conftest import check_rows
+from tests.support.timed_server import TimedServer
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
@@ -112,7 +112,7 @@ async def test_the_example_runs_unmodified(
     tape = [[{"tool": call.tool, "arguments": call.arguments}] for call in task.reference]
     book = ScriptBook.from_tapes({task.instruction: tape})
     pool = ModelPool(Servers.of(renderer).connect)
-    async with ScriptedServer(book, noncanonical=0.3) as server:
+    async with TimedServer(book, noncanonical=0.3) as server:
         pool.add(server.url)
         node = Node(shared_driver, tmp_path)
         service = RolloutService(node, {"bash": BashEnvironment}, renderer, pool)

@@ -20,9 +20,9 @@ from prorl_envs.model.servers.detect import Servers
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, StopReason
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.rollout.endpoint.conftest import check_rows
+from tests.support.timed_server import TimedServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
@@ -41,7 +41,7 @@ async def played(driver: BubblewrapDriver, environment: str, harness: str, row: 
     family = Catalog.of(settings).family(environment)
     book = script([Chosen(environment, row, family.load(row))])
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(ScriptedServer(book, noncanonical=0.2))
+        server = await stack.enter_async_context(TimedServer(book, noncanonical=0.2))
         pool = ModelPool(Servers.of(builtin_renderer()).connect)
         stack.push_async_callback(pool.aclose)
         pool.add(server.url)

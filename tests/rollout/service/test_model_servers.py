@@ -20,12 +20,12 @@ from prorl_envs.rollout.api.types import JobState, Result, StopReason, Trajector
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.testing.openai_face import scripted_openai
 from prorl_envs.testing.scripted import Call, ScriptBook
-from prorl_envs.testing.server import ScriptedServer
 from tests.rollout.conftest import OpenStore
 from tests.support.clock import FakeClock
+from tests.support.openai_server import scripted_openai
 from tests.support.scripted_servers import scripted_server
+from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +65,7 @@ def check(result: Result) -> Trajectory:
 
 async def test_servers_of_both_kinds_serve_one_service(make_bench: Any, renderer: TemplateRenderer) -> None:
     async with (
-        ScriptedServer(BOOK) as vllm,
+        TimedServer(BOOK) as vllm,
         scripted_server("sglang", BOOK) as sglang,
         pool_on(renderer, vllm.url, f"sglang+{sglang.url}") as pool,
     ):
@@ -91,7 +91,7 @@ async def test_a_pause_longer_than_the_limit_costs_no_time(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
     clock = FakeClock()
-    async with ScriptedServer(BOOK) as server, pool_on(renderer, server.url, clock=clock) as pool:
+    async with TimedServer(BOOK) as server, pool_on(renderer, server.url, clock=clock) as pool:
         bench = await make_bench(model=pool, clock=clock)
         async with client_of(bench.service) as client:
             paused = await client.pause_model_servers()
@@ -119,7 +119,7 @@ async def test_a_turn_of_two_versions_names_the_version_of_each_token(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
     clock = FakeClock()
-    server = ScriptedServer(BOOK, tokens_per_s=1.0, clock=clock)
+    server = TimedServer(BOOK, tokens_per_s=1.0, clock=clock)
     async with server, pool_on(renderer, server.url) as pool:
         bench = await make_bench(model=pool)
         async with client_of(bench.service) as client:
@@ -199,7 +199,7 @@ async def test_servers_added_by_callers_survive_a_restart(
     own = "http://127.0.0.1:1"
     async with (
         scripted_server("sglang", BOOK) as server,
-        ScriptedServer(BOOK) as gone,
+        TimedServer(BOOK) as gone,
         opened() as store,
         pool_on(renderer, own) as first,
         pool_on(renderer) as second,

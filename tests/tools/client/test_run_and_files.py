@@ -161,6 +161,24 @@ async def test_files_are_written_and_read_unchanged(box: Toolbox) -> None:
     assert (await box.run(["ls", "-A", "new/dir"], timeout_s=T)).output == b"file\n"
 
 
+async def test_a_reader_sees_the_old_or_the_new_content_and_a_link_is_kept(box: Toolbox) -> None:
+    versions = [bytes([65 + number]) * 300_000 for number in range(4)]
+    await box.write("/workspace/file", versions[0])
+    await box.run(["ln", "-s", "file", "link"], timeout_s=T)
+
+    async def write() -> None:
+        for number in range(24):
+            await box.write("/workspace/link", versions[number % 4])
+
+    reader = await Toolbox.open(box.sandbox)
+    writing = asyncio.create_task(write())
+    while not writing.done():
+        assert await reader.read("/workspace/file") in versions
+    await writing
+    await reader.aclose()
+    assert (await box.run(["readlink", "link"], timeout_s=T)).output == b"file\n"
+
+
 async def test_files_of_unknown_size_can_be_read(box: Toolbox) -> None:
     assert b"MemTotal" in await box.read("/proc/meminfo")
 

@@ -5,9 +5,9 @@ import asyncio
 import httpx
 import pytest
 
-from prorl_envs.testing.serving import served
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.atropos import AtroposFeed, AtroposRefused, feed
+from tests.support.serving import served
 from tests.trainers.conftest import ToyService, task, toy_service
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]

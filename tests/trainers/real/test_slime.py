@@ -16,12 +16,12 @@ import pytest
 from fastapi import FastAPI
 
 from prorl_envs.rollout.api.types import AgentLimits, JobState
-from prorl_envs.testing.serving import served
 from prorl_envs.testing.tokenizer import tokenizer_folder
 from prorl_envs.trainers import slime as adapter
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.rollouts import close_shared
 from prorl_envs.trainers.slime import rows
+from tests.support.serving import served
 from tests.trainers.conftest import task, toy_service
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]

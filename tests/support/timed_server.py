@@ -1,51 +1,46 @@
-"""Simulated sampling time of the scripted model server, with pauses, resumption and weight changes.
-
-The sample is known from the start. The engine only determines how many of its ids have been sampled at the
-time of an abort, a pause or a weight change.
-"""
+"""Scripted model server with a sampling speed, pauses and weight changes, as real servers have them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from prorl_envs.clock import Clock
+from fastapi import FastAPI, Response
+from pydantic import BaseModel, Field
+
+from prorl_envs.clock import Clock, SystemClock
+from prorl_envs.testing.scripted import ScriptBook
+from prorl_envs.testing.scripted_app import ScriptedEngine, ScriptedService, TurnProgress, add_vllm
+from prorl_envs.testing.server import Interface, ScriptedServer
+from prorl_envs.tools.types import JsonObject
 
 type Treatment = Literal["finish", "abort", "freeze"]
 
 
-@dataclass(slots=True)
-class TurnProgress:
-    """Progress of a request.
+class NewVersion(BaseModel):
+    """Notification that new weights have been loaded."""
 
-    Args:
-        total: number of ids to sample.
-        spans: one pair per weight version, oldest first: the version, and the number of ids sampled up to the
-            end of its use.
-        aborted: the request was aborted; the ids sampled before the abort are valid.
-    """
-
-    total: int
-    spans: list[tuple[str, int]] = field(default_factory=list)
-    aborted: bool = False
-
-    @property
-    def sampled(self) -> int:
-        return self.spans[-1][1] if self.spans else 0
+    new_version: str = Field(max_length=200)
 
 
-class ScriptedEngine:
+class TimedEngine(ScriptedEngine):
     """Sampling time, pauses and weights.
+
+    The sample is known from the start. The engine only determines how many of its ids have been sampled when
+    a request is aborted, the server is paused or its weights change.
 
     Args:
         clock: clock for the sampling time.
         latency_s: seconds before the first token.
         tokens_per_s: sampling speed; None samples without delay.
         version: version of the weights.
+        steerable: the server has the routes that pause it and report or set its weight version.
     """
 
-    def __init__(self, clock: Clock, latency_s: float, tokens_per_s: float | None, version: str) -> None:
-        self.version = version
+    def __init__(
+        self, clock: Clock, latency_s: float, tokens_per_s: float | None, version: str, *, steerable: bool
+    ) -> None:
+        super().__init__(version)
+        self.steerable = steerable
         self.pauses: list[str] = []
         self._clock = clock
         self._latency_s = latency_s
@@ -82,20 +77,20 @@ class ScriptedEngine:
         self,
         total: int,
         rid: str,
-        disconnected: Awaitable[None],
+        disconnected: Callable[[], Awaitable[None]],
         on_progress: Callable[[int], None] | None = None,
     ) -> TurnProgress | None:
         """Wait for the time that sampling `total` ids takes.
 
         Args:
             rid: request id for `abort`.
-            disconnected: done when the client disconnects.
+            disconnected: returns when the client disconnects.
             on_progress: called during sampling with the number of sampled ids.
 
         Returns:
             The progress at the end or at the abort, or None if the client disconnected before.
         """
-        disconnect = asyncio.ensure_future(disconnected)
+        disconnect = asyncio.ensure_future(disconnected())
         progress = TurnProgress(total)
         spent = 0.0
         try:
@@ -152,3 +147,73 @@ class ScriptedEngine:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class TimedServer(ScriptedServer):
+    """`ScriptedServer` with a `TimedEngine`.
+
+    Args:
+        interface: interface of the server.
+        clock: clock for the latency; by default the machine's.
+        latency_s, tokens_per_s, weight_version, steerable: see `TimedEngine`.
+        options: as for `ScriptedServer`.
+    """
+
+    engine: TimedEngine
+
+    def __init__(
+        self,
+        book: ScriptBook | None = None,
+        *,
+        interface: Interface | None = None,
+        clock: Clock | None = None,
+        latency_s: float = 0.0,
+        tokens_per_s: float | None = None,
+        weight_version: str = "scripted-0",
+        steerable: bool = True,
+        **options: Any,
+    ) -> None:
+        self.engine = TimedEngine(
+            clock or SystemClock(), latency_s, tokens_per_s, weight_version, steerable=steerable
+        )
+        super().__init__(book, interface=interface or add_steerable_vllm, engine=self.engine, **options)
+
+
+def engine_of(service: ScriptedService) -> TimedEngine:
+    """Return the engine of a `TimedServer`."""
+    assert isinstance(service.engine, TimedEngine)
+    return service.engine
+
+
+def add_steerable_vllm(app: FastAPI, service: ScriptedService) -> None:
+    """Add vLLM's routes, with those that exist if it runs with `VLLM_SERVER_DEV_MODE=1`."""
+    add_vllm(app, service)
+    engine = engine_of(service)
+    if not engine.steerable:
+        return
+
+    @app.post("/pause")
+    async def pause(mode: Literal["wait", "abort", "keep"] = "abort", clear_cache: bool = True) -> JsonObject:
+        service.counts.emptied += clear_cache
+        treatment: dict[str, Treatment] = {"wait": "finish", "abort": "abort", "keep": "freeze"}
+        engine.pause(treatment[mode], mode)
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    async def resume() -> JsonObject:
+        engine.resume()
+        return {"status": "resumed"}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        service.counts.emptied += 1
+        return Response()
+
+    @app.get("/weight_info")
+    async def weight_info() -> JsonObject:
+        return {"weight_version": engine.version}
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(body: NewVersion) -> JsonObject:
+        engine.version = body.new_version
+        return {"success": True}
