@@ -180,7 +180,11 @@ class BubblewrapSandbox(IsolatedSandbox):
         A socket in an overlay can be reached only through the overlay, not through its upper directory. The
         overlay's root directory cannot be replaced by a link.
         """
-        return ("/", Path(f"/proc/{self.pid}/root")) if self._spec.emulate_root else super().socket_directory
+        if self._spec.emulate_root:
+            return "/", Path(f"/proc/{self.pid}/root")
+        if self._files.below(self._inside.workdir):
+            return "", Path(f"/proc/{self.pid}/root{self._inside.workdir}")
+        return super().socket_directory
 
     async def _launch(self) -> None:
         try:

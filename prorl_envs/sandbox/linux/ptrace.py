@@ -18,6 +18,7 @@ _PTRACE_GETREGSET, _PTRACE_SETREGSET = 0x4204, 0x4205
 _PTRACE_SEIZE, _PTRACE_INTERRUPT = 0x4206, 0x4207
 _PTRACE_GET_RSEQ_CONFIGURATION = 0x420F
 _PTRACE_O_TRACESYSGOOD = 1
+_PTRACE_EVENT_STOP = 128
 _SYS_RSEQ, _RSEQ_FLAG_UNREGISTER = 334, 1
 #: `struct ptrace_rseq_configuration`: address, size, signature, and flags with padding.
 _RSEQ = struct.Struct("=QIIQ")
@@ -40,6 +41,10 @@ _MASK = 2**64 - 1
 _MOST_ERRNO = 4095
 _SYSCALL = b"\x0f\x05"
 _EINTR = 4
+#: Results of a stopped system call that is to be repeated (include/linux/errno.h).
+_ERESTART_RESTARTBLOCK = -516
+_RESTART = (-512, -513, -514, _ERESTART_RESTARTBLOCK)
+_SYS_RESTART = 219
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
@@ -96,12 +101,15 @@ class Thread:
             time.sleep(_POLL_S)
         if not os.WIFSTOPPED(found[1]):
             raise ProcessLookupError(3, "the thread has exited")
-        return cls(tid)
+        thread = cls(tid)
+        if found[1] >> 16 != _PTRACE_EVENT_STOP:  # a signal arrived at the same time
+            thread._signal = os.WSTOPSIG(found[1])
+        return thread
 
     def resume(self) -> None:
         """Let the thread go on where it was stopped. Does nothing if it has been killed."""
         with contextlib.suppress(ProcessLookupError):
-            self._write_registers(self.registers)
+            self._write_registers(self.registers | self._restarted())
             _ptrace(_PTRACE_DETACH, self.tid, 0, self._signal)
 
     def call(self, number: int, *arguments: int) -> int:
@@ -153,6 +161,17 @@ class Thread:
         self.registers = dict(zip(_FIELDS, _LAYOUT.unpack(general), strict=True))
         if self.registers["orig_rax"] != _MASK:
             self.registers |= {"rax": -_EINTR & _MASK, "orig_rax": _MASK}
+
+    def _restarted(self) -> dict[str, int]:
+        """Return the registers that repeat the system call in which the thread was stopped.
+
+        The kernel repeats it by itself if the thread has made no other call since.
+        """
+        result = self.registers["rax"] - 2**64
+        if self._instruction is None or self.registers["orig_rax"] == _MASK or result not in _RESTART:
+            return {}
+        number = _SYS_RESTART if result == _ERESTART_RESTARTBLOCK else self.registers["orig_rax"]
+        return {"rax": number, "orig_rax": _MASK, "rip": self.registers["rip"] - len(_SYSCALL)}
 
     def _write_registers(self, registers: dict[str, int]) -> None:
         self._write_set(_GENERAL, _LAYOUT.pack(*registers.values()))

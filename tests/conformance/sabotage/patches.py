@@ -71,7 +71,7 @@ MOUNTS = (
     Patch(
         "a /tmp of its own",
         "sandbox/filesystem/mount_plan.py",
-        'yield from ("--bind", str(files.tmp), "/tmp")',
+        'yield from _private(files, files.tmp, "/tmp")',
         'yield from ("--bind", "/tmp", "/tmp")',
         ("FS-020", "FS-006"),
     ),
@@ -552,7 +552,7 @@ TOOLS = (
     Patch(
         "the host's socket kept from Python sessions",
         "tools/server/fork.py",
-        "        close_all_but([3])\n",
+        "        close_all_but(kept)\n",
         "",
         ("WAY-008",),
     ),
