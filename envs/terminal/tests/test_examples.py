@@ -11,7 +11,7 @@ from prorl_envs.envs.terminal.task import TerminalTask
 pytestmark = pytest.mark.anyio
 
 #: Tasks whose Dockerfile installs packages.
-INSTALL = frozenset({"shop-orders", "undelete-commit", "web-log"})
+INSTALL = frozenset({"webshop-orders", "undelete-commit", "web-log"})
 TASKS = {
     task.id: task
     for task in load_tasks("terminal", example_path("terminal"))
