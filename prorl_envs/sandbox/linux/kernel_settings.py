@@ -151,7 +151,12 @@ def enter_and_limit(pidfd: int, settings: Sequence[Setting], *, host_network: bo
 def enter_owner(pidfd: int) -> None:
     """Enter the user namespace that owns the mounts of a process. Raises OSError if it has exited."""
     with opened(f"/proc/{pid_of(pidfd)}/ns/mnt") as mounts:
-        owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
+        enter_owner_of(mounts)
+
+
+def enter_owner_of(namespace: int) -> None:
+    """Enter the user namespace that owns a namespace (a descriptor). Raises OSError if the kernel refuses."""
+    owner = fcntl.ioctl(namespace, _NS_GET_USERNS)
     try:
         os.setns(owner, os.CLONE_NEWUSER)
     finally:

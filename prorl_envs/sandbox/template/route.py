@@ -6,24 +6,19 @@ times out, as on a network whose firewall drops it. Some test suites need a time
 """
 
 import errno
-import fcntl
 import os
 import socket
 import struct
 
-_NS_GET_USERNS = 0xB701
+from prorl_envs.sandbox.linux.kernel_settings import enter_owner_of
+from prorl_envs.sandbox.linux.netlink import NEW, attribute, request
 
 _RTM_NEWROUTE = 24
-_NLMSG_ERROR = 2
-_NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_EXCL, _NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 _RTA_OIF = 4
 _RT_TABLE_MAIN, _RTPROT_BOOT, _RTN_UNICAST = 254, 3, 1
 _RT_SCOPE_UNIVERSE, _RT_SCOPE_LINK = 0, 253
 
-_NLMSGHDR = struct.Struct("=IHHII")
 _RTMSG = struct.Struct("=BBBBBBBBI")
-_RTATTR = struct.Struct("=HHI")
-_ERROR = struct.Struct("=i")
 
 
 def add_default_route(netns: int) -> None:
@@ -47,9 +42,9 @@ def add_own_default_route() -> None:
     """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as netlink:
         loopback = socket.if_nametoindex("lo")
-        _request(netlink, _new_route(socket.AF_INET, loopback))
+        _add_route(netlink, socket.AF_INET, loopback)
         try:
-            _request(netlink, _new_route(socket.AF_INET6, loopback))
+            _add_route(netlink, socket.AF_INET6, loopback)
         except OSError as error:
             # the errors of a host without IPv6
             if error.errno not in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP, errno.EACCES):
@@ -73,23 +68,11 @@ def socket_inside(netns: int | None, *, netlink: bool = False) -> socket.socket:
 
 
 def _enter(netns: int) -> None:
-    owner = fcntl.ioctl(netns, _NS_GET_USERNS)
-    os.setns(owner, os.CLONE_NEWUSER)
+    enter_owner_of(netns)
     os.setns(netns, os.CLONE_NEWNET)
 
 
-def _new_route(family: int, interface: int) -> bytes:
+def _add_route(netlink: socket.socket, family: int, interface: int) -> None:
     scope = _RT_SCOPE_LINK if family == socket.AF_INET else _RT_SCOPE_UNIVERSE
     route = _RTMSG.pack(family, 0, 0, 0, _RT_TABLE_MAIN, _RTPROT_BOOT, scope, _RTN_UNICAST, 0)
-    body = route + _RTATTR.pack(_RTATTR.size, _RTA_OIF, interface)
-    flags = _NLM_F_REQUEST | _NLM_F_ACK | _NLM_F_CREATE | _NLM_F_EXCL
-    return _NLMSGHDR.pack(_NLMSGHDR.size + len(body), _RTM_NEWROUTE, flags, 1, 0) + body
-
-
-def _request(netlink: socket.socket, message: bytes) -> None:
-    netlink.send(message)
-    answer = netlink.recv(4096)
-    _, kind, *_ = _NLMSGHDR.unpack_from(answer)
-    (code,) = _ERROR.unpack_from(answer, _NLMSGHDR.size)
-    if kind == _NLMSG_ERROR and code != 0:
-        raise OSError(-code, os.strerror(-code))
+    request(netlink, _RTM_NEWROUTE, NEW, route + attribute(_RTA_OIF, struct.pack("=I", interface)))
