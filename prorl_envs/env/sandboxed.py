@@ -13,9 +13,8 @@ from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault, UnsupportedMachine
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Checkpoint, SandboxSpec
 from prorl_envs.tools.client.python import PythonEngine
-from prorl_envs.tools.client.toolbox import ToolsCheckpoint
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.protocol.tree import is_utf8
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
@@ -69,21 +68,21 @@ class EpisodeCheckpoint:
     Args:
         state: fields of the environment.
         spec: spec of its sandbox.
-        tools: the sandbox and its sessions.
+        sandbox: its sandbox and the sessions there.
     """
 
     state: Mapping[str, Any]
     spec: SandboxSpec
-    tools: ToolsCheckpoint
+    sandbox: Checkpoint
 
     @property
     def lost(self) -> tuple[str, ...]:
         """Names of what the restored sandboxes do not have, such as background processes."""
-        return self.tools.sandbox.lost
+        return self.sandbox.lost
 
     async def close(self) -> None:
         """Free its files and memory. Idempotent; environments that were restored from it go on."""
-        await self.tools.sandbox.close()
+        await self.sandbox.close()
 
 
 class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
@@ -187,10 +186,9 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         self._check_checkpoints()
         await self.close_agent_sandbox()
         vars(self).update(checkpoint.state)
-        spec = replace(checkpoint.spec, checkpoint=checkpoint.tools.sandbox)
+        spec = replace(checkpoint.spec, checkpoint=checkpoint.sandbox)
         opening = sandbox_session(self.node, spec, python=self.python)
         self._session = await self._exits.enter_async_context(opening)
-        await self._session.tools.restore_shells(checkpoint.tools)
 
     def _check_checkpoints(self) -> None:
         if not self.takes_checkpoints:

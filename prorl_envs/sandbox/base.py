@@ -1,11 +1,13 @@
 """Interfaces that every sandbox driver implements. Independent of tools, tasks and models."""
 
+import asyncio
+import itertools
+import os
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from prorl_envs.errors import SandboxError
 
@@ -81,23 +83,57 @@ class Network:
     reason: str = field(default="", compare=False)
 
 
-@dataclass(eq=False)
-class Checkpoint(ABC):
+class FrozenTree:
+    """Directory that nobody changes any more: a layer of the sandboxes and checkpoints that share it.
+
+    Args:
+        path: the directory.
+        remove: removes it; called in a thread when its last user releases it. It is created with one user.
+    """
+
+    def __init__(self, path: Path, remove: Callable[[Path], None]) -> None:
+        self.path = path
+        self._remove = remove
+        self._users = 1
+
+    def share(self) -> Self:
+        """Add a user."""
+        self._users += 1
+        return self
+
+    async def release(self) -> None:
+        """Remove a user."""
+        self._users -= 1
+        if self._users == 0:
+            await asyncio.to_thread(self._remove, self.path)
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
     """State of a sandbox at one moment, with which new sandboxes can begin. Its caller closes it.
 
     Args:
+        trees: its directories by their paths inside, the highest layer first.
         memory: descriptor of the saved memory of the Python session; None if there was no session.
         copied: why files were copied, and not shared with the sandbox; empty if they are shared.
         lost: what new sandboxes do not have: programs, threads, open files.
+        shells: state and last status of each shell by the name of its session. The toolbox adds them.
     """
 
-    memory: int | None = None
-    copied: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
+    trees: Mapping[str, tuple[FrozenTree, ...]]
+    memory: int | None
+    copied: tuple[str, ...]
+    lost: tuple[str, ...]
+    shells: Mapping[str, tuple[bytes, int]] = field(default_factory=dict)
 
-    @abstractmethod
     async def close(self) -> None:
         """Free its files and memory, once the last sandbox that shares them has closed. Idempotent."""
+        trees, self.trees = self.trees, {}
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            os.close(memory)
+        for tree in itertools.chain(*trees.values()):
+            await tree.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +294,7 @@ class CheckpointingSandbox(Sandbox, Protocol):
         ...
 
     async def checkpoint(self, *, shells: Sequence[int] = (), python: int | None = None) -> Checkpoint:
-        """Save the state of the sandbox, which goes on. Its programs stop
-        meanwhile, and notice nothing.
+        """Save the state of the sandbox, which goes on. Its programs stop meanwhile, and notice nothing.
 
         The files take no copying unless a program has some open for writing; see `Checkpoint.copied`.
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
 import pytest
@@ -24,7 +24,6 @@ from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from tests.support.kernel import ROW, write_kernel_files
 from tests.support.resources import ResourcesDesk, desk_row
-from tests.support.sandbox_entry import LIGHT_TEMPLATES
 from tests.support.serving import served
 
 GREETING = {"task": "greeting"}
@@ -54,16 +53,6 @@ class FaultyDriver:
 
     async def aclose(self) -> None:
         await self.driver.aclose()
-
-
-@pytest.fixture(scope="module")
-def runner(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """Runner whose driver all tests share; the templates are started at setup."""
-    cache = tmp_path_factory.mktemp("cache")
-    runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
-    runner.run(lambda node: cast(BubblewrapDriver, node.driver).warm())
-    yield runner
-    runner.close()
 
 
 @pytest.fixture

@@ -1,18 +1,13 @@
 """Tests of snapshots of an episode: files, shells, Python's memory and the conversation go on from them."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from gymnasium.error import ResetNeeded
 
-from prorl_envs.env.node import Node
 from prorl_envs.env.runner import Runner
 from prorl_envs.gym.env import TaskEnv
-from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from tests.support.sandbox_entry import LIGHT_TEMPLATES
 
 BASH_TASK = {
     "id": "sum",
@@ -20,16 +15,6 @@ BASH_TASK = {
     "files": {"a.txt": "1\n"},
     "checks": [{"type": "file_equals", "path": "result.txt", "text": "6\n"}],
 }
-
-
-@pytest.fixture(scope="module")
-def runner(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """Runner whose driver all tests share; the templates are started at setup."""
-    cache = tmp_path_factory.mktemp("cache")
-    runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
-    runner.run(lambda node: cast(BubblewrapDriver, node.driver).warm())
-    yield runner
-    runner.close()
 
 
 def bash(env: TaskEnv, command: str) -> str:
@@ -141,7 +126,7 @@ def test_a_file_open_for_writing_is_copied(runner: Runner) -> None:
     env.reset()
     bash(env, "exec 7>log; echo one >&7; sleep 100 & echo")
     snapshot = env.snapshot()
-    assert "log" in " ".join(snapshot.checkpoint.tools.sandbox.copied)
+    assert "log" in " ".join(snapshot.checkpoint.sandbox.copied)
     assert any("sleep 100" in lost for lost in snapshot.checkpoint.lost)
     assert bash(env, "echo two >&7; cat log") == "one\ntwo"
     env.restore(snapshot)

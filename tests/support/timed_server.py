@@ -80,16 +80,7 @@ class TimedEngine(ScriptedEngine):
         disconnected: Callable[[], Awaitable[None]],
         on_progress: Callable[[int], None] | None = None,
     ) -> TurnProgress | None:
-        """Wait for the time that sampling `total` ids takes.
-
-        Args:
-            rid: request id for `abort`.
-            disconnected: returns when the client disconnects.
-            on_progress: called during sampling with the number of sampled ids.
-
-        Returns:
-            The progress at the end or at the abort, or None if the client disconnected before.
-        """
+        """See `ScriptedEngine.spend`; `rid` is the request id for `abort`."""
         disconnect = asyncio.ensure_future(disconnected())
         progress = TurnProgress(total)
         spent = 0.0

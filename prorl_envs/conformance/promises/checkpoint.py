@@ -29,16 +29,15 @@ async def _branch(world: PromiseContext, tools: Toolbox, **options: PythonEngine
     """Take a checkpoint, and start a sandbox from it."""
     checkpoint = await tools.checkpoint()
     try:
-        spec = replace(tools.sandbox.spec, checkpoint=checkpoint.sandbox)
+        spec = replace(tools.sandbox.spec, checkpoint=checkpoint)
         sandbox = await world.driver.start(spec)
         try:
             async with world.tools(sandbox, **options) as branch:
-                await branch.restore_shells(checkpoint)
                 yield Probe(sandbox, branch)
         finally:
             await sandbox.close()
     finally:
-        await checkpoint.sandbox.close()
+        await checkpoint.close()
 
 
 @promises.add(

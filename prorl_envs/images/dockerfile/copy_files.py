@@ -20,7 +20,12 @@ from prorl_envs.errors import InputError
 from prorl_envs.images.digest import of_stream
 from prorl_envs.images.dockerfile.ignore import IgnoreRules, glob_expression, is_glob
 from prorl_envs.sandbox.filesystem.directories import remove_tree
-from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerTree, is_opaque, is_whiteout
+from prorl_envs.sandbox.filesystem.layered import (
+    OPAQUE_ATTRIBUTE,
+    LayerTree,
+    children,
+    is_opaque,
+)
 
 _CHUNK = 1 << 20
 _DEPTH_LIMIT = 200
@@ -204,37 +209,6 @@ def _is_below(path: str, others: Set[str]) -> bool:
 
 def _is_plain(mode: int) -> bool:
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
-
-
-def children(places: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the entries of a merged directory: by name, the host paths that form the entry, topmost first.
-
-    Args:
-        places: host paths that form the directory, topmost first. A file hides those below it.
-    """
-    found: dict[str, list[Path]] = {}
-    closed: set[str] = set()
-    for place in places:
-        if not stat.S_ISDIR(place.lstat().st_mode):
-            break
-        with os.scandir(place) as entries:
-            for entry in entries:
-                _add_child(found, closed, entry)
-    return found
-
-
-def _add_child(found: dict[str, list[Path]], closed: set[str], entry: "os.DirEntry[str]") -> None:
-    name, path = entry.name, Path(entry.path)
-    if name in closed:
-        return
-    if entry.is_dir(follow_symlinks=False):
-        found.setdefault(name, []).append(path)
-        if is_opaque(path):
-            closed.add(name)
-        return
-    closed.add(name)
-    if name not in found and not is_whiteout(entry.stat(follow_symlinks=False)):
-        found[name] = [path]
 
 
 def _walk(places: list[Path], skips: Callable[[str], bool]) -> Iterator[tuple[str, list[Path]]]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import os
 import socket
@@ -15,9 +16,8 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Checkpoint, SandboxSpec
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.drivers.probe import explain, find_bwrap
-from prorl_envs.sandbox.filesystem.checkpoint import TakenCheckpoint
+from prorl_envs.sandbox.filesystem.checkpoint import TakenCheckpoint, copy_mode
 from prorl_envs.sandbox.filesystem.directories import make_accessible, remove_tree
-from prorl_envs.sandbox.filesystem.frozen import LayeredCheckpoint, copy_mode, release, share
 from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.images import ImageUse
 from prorl_envs.sandbox.filesystem.layered import LayerTree
@@ -122,8 +122,8 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         etc = await self._etc_for(spec.uid)
         image = await self.images.acquire(spec.image) if spec.image is not None else None
         sandbox_id, root = self._place()
-        trees = spec.checkpoint.trees if isinstance(spec.checkpoint, LayeredCheckpoint) else {}
-        frozen = {target: share(layers) for target, layers in trees.items()}
+        trees = {} if spec.checkpoint is None else spec.checkpoint.trees
+        frozen = {target: tuple(tree.share() for tree in layers) for target, layers in trees.items()}
         files = SandboxFiles(root, etc, () if image is None else image.layers, frozen)
         return BubblewrapSandbox(sandbox_id, spec, files, self, image)
 
@@ -346,8 +346,7 @@ class BubblewrapSandbox(IsolatedSandbox):
 
     @property
     def _trees(self) -> list[Path]:
-        frozen = (tree.path for layers in self._files.frozen.values() for tree in layers)
-        return [*super()._trees, *frozen]
+        return [*super()._trees, *(tree.path for tree in itertools.chain(*self._files.frozen.values()))]
 
     async def checkpoint(self, *, shells: Sequence[int] = (), python: int | None = None) -> Checkpoint:
         """Save the state of the sandbox: see `CheckpointingSandbox`."""
@@ -373,7 +372,7 @@ class BubblewrapSandbox(IsolatedSandbox):
                 raise
             for tree in unused:
                 await tree.release()
-            return LayeredCheckpoint(trees, memory, taking.reasons, (*taking.programs, *lost))
+            return Checkpoint(trees, memory, taking.reasons, (*taking.programs, *lost))
 
     async def restore_memory(self, python: int, *, file: int) -> None:
         """See `CheckpointingSandbox`."""
@@ -414,7 +413,8 @@ class BubblewrapSandbox(IsolatedSandbox):
             self._lifetime.shutdown(socket.SHUT_WR)  # also stops a first process that is still starting
 
     async def _release(self) -> None:
-        await release(self._files.frozen)
+        for tree in itertools.chain(*self._files.frozen.values()):
+            await tree.release()
         if self._image is not None:
             await self._driver.images.release(self._image)
 

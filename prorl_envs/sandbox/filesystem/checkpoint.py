@@ -1,13 +1,16 @@
 """Host's part of a checkpoint: directories and layers. The other part is `template/checkpoint.py`."""
 
 import itertools
+import os
+import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import FrozenTree, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import remove_tree
-from prorl_envs.sandbox.filesystem.frozen import FrozenTree, copy_mode, merge, share
+from prorl_envs.sandbox.filesystem.layered import children
 from prorl_envs.sandbox.filesystem.mount_plan import SandboxFiles
 from prorl_envs.sandbox.filesystem.tree_copy import copy_files
 
@@ -36,8 +39,7 @@ class TakenCheckpoint:
         #: New upper and work directories of the overlays.
         self._new = {
             target: (upper.with_name(f"{upper.name}.new"), upper.with_name(f"{upper.name}.overlay{number}"))
-            for target, upper in places.items()
-            if upper in (files.work, files.tmp, files.home)
+            for target, upper in files.private(spec).items()
         }
         #: Trees that replace many layers.
         self._merged: dict[str, FrozenTree] = {}
@@ -53,8 +55,8 @@ class TakenCheckpoint:
             upper, layer = self._layers[target]
             copy_mode(upper, new)
             if len(self._files.frozen.get(target, ())) >= _MOST_LAYERS:
-                self._merged[target] = FrozenTree(layer.with_name(f"{layer.name}-merged"))
-                merge(self._files.below(target), self._merged[target].path)
+                self._merged[target] = _frozen(layer.with_name(f"{layer.name}-merged"))
+                merge(self._files.below(target)[::-1], self._merged[target].path)
 
     def request(self) -> dict[str, Any]:
         """Return the base directory and the trees: see `template.checkpoint.checkpoint`."""
@@ -98,7 +100,7 @@ class TakenCheckpoint:
                 unused.remove(self._merged[target])
                 unused += below
                 below = (self._merged[target],)
-            trees[target] = (FrozenTree(layer), *share(below))
+            trees[target] = (_frozen(layer), *(tree.share() for tree in below))
             if self._becomes_layer(target):
                 upper.rename(layer)
                 self._new[target][0].rename(upper)
@@ -126,3 +128,33 @@ class TakenCheckpoint:
 
     def _is_in_tree(self, path: str) -> bool:
         return any(path.startswith(f"{target}/") for target in self._new)
+
+
+def _frozen(path: Path) -> FrozenTree:
+    return FrozenTree(path, remove_tree)
+
+
+def merge(layers: Sequence[Path], target: Path) -> None:
+    """Make a directory with the files that an overlay of frozen trees shows, as hard links. Blocks.
+
+    Args:
+        layers: the trees, the highest first.
+        target: new directory, on their file system.
+
+    Raises:
+        OSError: a directory cannot be read, or a path is too long.
+    """
+    target.mkdir(mode=0o700)
+    for name, places in children(layers).items():
+        if places[0].is_dir() and not places[0].is_symlink():
+            merge(places, target / name)
+        else:
+            os.link(places[0], target / name, follow_symlinks=False)
+    status = layers[0].stat()
+    copy_mode(layers[0], target)
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def copy_mode(source: Path, target: Path) -> None:
+    """Give the upper directory of an overlay the mode of the directory below it."""
+    target.chmod(stat.S_IMODE(source.stat().st_mode))

@@ -243,6 +243,37 @@ class LayerTree:
         return _with_access(lambda host: Path(host).read_text(errors="surrogateescape"), found.hosts[0])
 
 
+def children(places: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the entries of a merged directory: by name, the host paths that form the entry, topmost first.
+
+    Args:
+        places: host paths that form the directory, topmost first. A file hides those below it.
+    """
+    found: dict[str, list[Path]] = {}
+    closed: set[str] = set()
+    for place in places:
+        if not stat.S_ISDIR(place.lstat().st_mode):
+            break
+        with os.scandir(place) as entries:
+            for entry in entries:
+                _add_child(found, closed, entry)
+    return found
+
+
+def _add_child(found: dict[str, list[Path]], closed: set[str], entry: "os.DirEntry[str]") -> None:
+    name, path = entry.name, Path(entry.path)
+    if name in closed:
+        return
+    if entry.is_dir(follow_symlinks=False):
+        found.setdefault(name, []).append(path)
+        if is_opaque(path):
+            closed.add(name)
+        return
+    closed.add(name)
+    if name not in found and not is_whiteout(entry.stat(follow_symlinks=False)):
+        found[name] = [path]
+
+
 def _below(hosts: Sequence[str], name: str) -> tuple[tuple[str, ...], os.stat_result | None]:
     """Return the host paths that form the entry `name` of a merged directory, and the status of the first."""
     found: list[str] = []

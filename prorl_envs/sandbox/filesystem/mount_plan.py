@@ -7,8 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import DEFAULT_HOSTNAME, PROXY_PORT, Mount, SandboxLimits, SandboxSpec
-from prorl_envs.sandbox.filesystem.frozen import FrozenTree
+from prorl_envs.sandbox.base import (
+    DEFAULT_HOSTNAME,
+    PROXY_PORT,
+    FrozenTree,
+    Mount,
+    SandboxLimits,
+    SandboxSpec,
+)
 from prorl_envs.sandbox.filesystem.host_system import kernel_masks, system_arguments
 from prorl_envs.sandbox.network.policy import Policy
 
@@ -87,9 +93,10 @@ class SandboxFiles:
 
     def directories(self, spec: SandboxSpec) -> Iterator[Path]:
         """Yield the directories with the sandbox's files, and those of its overlays that the kernel uses."""
-        if not spec.emulate_root:
-            yield from (self.work, self.tmp, self.home)
-            yield from (self.overlay_of(path) for path in (self.work, self.tmp, self.home))
+        for target, upper in self.private(spec).items():
+            yield upper
+            if target in self.frozen:
+                yield self.overlay_of(upper)
         if self.layers:
             yield from (self.upper, self.overlay_work)
         for index in _overlays(spec):
@@ -103,12 +110,15 @@ class SandboxFiles:
         """Return the layers of checkpoints at a path inside, the lowest first."""
         return tuple(tree.path for tree in reversed(self.frozen.get(target, ())))
 
+    def private(self, spec: SandboxSpec) -> dict[str, Path]:
+        """Return the directories that are mounts of their own by their paths inside."""
+        return {} if spec.emulate_root else {"/tmp": self.tmp, HOME: self.home, spec.workdir: self.work}
+
     def places(self, spec: SandboxSpec) -> dict[str, Path]:
         """Return the directories with the sandbox's files by their paths inside."""
         system = {"/": self.upper} if self.layers else {}
-        private = {} if spec.emulate_root else {"/tmp": self.tmp, HOME: self.home, spec.workdir: self.work}
         overlays = {spec.mounts[index].target: self.overlay(index)[0] for index in _overlays(spec)}
-        return {**system, **private, **overlays}
+        return {**system, **self.private(spec), **overlays}
 
 
 def _overlays(spec: SandboxSpec) -> Iterator[int]:

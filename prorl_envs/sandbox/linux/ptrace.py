@@ -11,7 +11,7 @@ import signal
 import struct
 import time
 from collections.abc import Iterator
-from typing import Self
+from typing import NamedTuple, Self
 
 _PTRACE_DETACH, _PTRACE_SYSCALL = 17, 24
 _PTRACE_GETREGSET, _PTRACE_SETREGSET = 0x4204, 0x4205
@@ -236,12 +236,55 @@ def _await_stop(tid: int) -> int:
 
 def _find_syscall(pid: int) -> int:
     """Return the address of an instruction that makes a system call, in the code that the kernel maps."""
-    with open(f"/proc/{pid}/maps") as lines:  # noqa: PTH123 - templates import no pathlib
-        area = next(line.split()[0] for line in lines if line.rstrip().endswith("[vdso]"))
-    start, end = (int(text, 16) for text in area.split("-"))
-    code = bytearray(end - start)
-    read_memory(pid, start, memoryview(code))
-    return start + code.index(_SYSCALL)
+    area = next(mapping for mapping in read_mappings(pid) if mapping.path == "[vdso]")
+    code = bytearray(area.size)
+    read_memory(pid, area.start, memoryview(code))
+    return area.start + code.index(_SYSCALL)
+
+
+class Mapping(NamedTuple):
+    """Line of /proc/PID/maps."""
+
+    start: int
+    end: int
+    rights: str
+    offset: int
+    inode: int
+    path: str
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    @property
+    def protection(self) -> int:
+        return sum(1 << bit for bit, right in enumerate("rwx") if self.rights[bit] == right)
+
+    @property
+    def is_writable(self) -> bool:
+        return self.rights[1] == "w"
+
+    @property
+    def is_shared(self) -> bool:
+        return self.rights[3] == "s"
+
+    @property
+    def is_file(self) -> bool:
+        """True if a file with this path has its content, unless a page was changed."""
+        return self.path.startswith("/") and not self.path.endswith(" (deleted)")
+
+
+def read_mappings(pid: int) -> list[Mapping]:
+    """Return the mappings of a process in the order of their addresses."""
+    found = []
+    # A path may have any character but a line feed.
+    with open(f"/proc/{pid}/maps", errors="surrogateescape", newline="\n") as lines:  # noqa: PTH123
+        for line in lines:
+            area, rights, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            start, end = (int(text, 16) for text in area.split("-"))
+            if path != ["[vsyscall]"]:
+                found.append(Mapping(start, end, rights, int(offset, 16), int(inode), "".join(path)))
+    return found
 
 
 def threads(pid: int) -> Iterator[int]:

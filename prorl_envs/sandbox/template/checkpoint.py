@@ -19,7 +19,7 @@ from typing import Any
 
 from prorl_envs.sandbox.linux.descriptors import opened, pid_of
 from prorl_envs.sandbox.linux.kernel_settings import enter_owner
-from prorl_envs.sandbox.linux.ptrace import Thread, threads
+from prorl_envs.sandbox.linux.ptrace import Thread, read_mappings, threads
 from prorl_envs.sandbox.linux.syscall_wrappers import attach_tree, mount, open_tree, unmount
 from prorl_envs.sandbox.template.memory_image import change_directory, restore, save
 
@@ -195,7 +195,7 @@ def _send(host: socket.socket, **message: object) -> None:
 def _mounted_at(targets: Collection[str]) -> dict[int, str]:
     """Return the paths of mounts by their ids."""
     found = {}
-    with open("/proc/self/mountinfo", errors="surrogateescape") as lines:  # noqa: PTH123
+    with open("/proc/self/mountinfo", errors="surrogateescape", newline="\n") as lines:  # noqa: PTH123
         for line in lines:
             number, _, _, _, path, *_ = line.split(" ")
             if path in targets:
@@ -212,15 +212,16 @@ def _open_files(stopped: _Stopped, mounts: Mapping[int, str]) -> Iterator[str]:
             for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
                 if _is_bound(f"/proc/{pid}", fd, mounts):
                     yield f"{name} has {os.readlink(f'/proc/{pid}/fd/{fd}')} open"  # noqa: PTH115
-            for path in _shared_files(pid, mounts.values()):
-                yield f"{name} has {path} in shared memory"
+            for mapping in read_mappings(pid):
+                if mapping.is_writable and mapping.is_shared and _is_below(mapping.path, mounts):
+                    yield f"{name} has {mapping.path} in shared memory"
             if _state(all_threads[0].tid) == "T" and _directory(pid, mounts):
                 yield f"{name} is stopped"
-    with open("/proc/1/net/unix", errors="replace") as lines:  # noqa: PTH123
+    with open("/proc/1/net/unix", errors="replace", newline="\n") as lines:  # noqa: PTH123
         for line in lines:
-            path = line.rstrip("\n").partition(" /")[2]
-            if path and any(f"/{path}".startswith(f"{target}/") for target in mounts.values()):
-                yield f"a program listens at /{path}"
+            path = f"/{line.rstrip('\n').partition(' /')[2]}"
+            if _is_below(path, mounts):
+                yield f"a program listens at {path}"
 
 
 def _is_bound(process: str, fd: str, mounts: Mapping[int, str]) -> bool:
@@ -233,21 +234,15 @@ def _is_bound(process: str, fd: str, mounts: Mapping[int, str]) -> bool:
     return not (is_read and stat.S_ISREG(os.stat(f"{process}/fd/{fd}").st_mode))  # noqa: PTH116
 
 
-def _shared_files(pid: int, targets: Collection[str]) -> Iterator[str]:
-    with open(f"/proc/{pid}/maps", errors="surrogateescape") as lines:  # noqa: PTH123
-        for line in lines:
-            _, rights, _, _, _, *path = line.rstrip("\n").split(maxsplit=5)
-            is_inside = path and any(path[0].startswith(f"{target}/") for target in targets)
-            if is_inside and rights[1] == "w" and rights[3] == "s":
-                yield path[0]
+def _is_below(path: str, mounts: Mapping[int, str]) -> bool:
+    return any(path == target or path.startswith(f"{target}/") for target in mounts.values())
 
 
 def _directory(pid: int, mounts: Mapping[int, str]) -> str | None:
     """Return the working directory of a process if it is below one of the mounts."""
     with contextlib.suppress(FileNotFoundError):
         path = os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115
-        if any(path == target or path.startswith(f"{target}/") for target in mounts.values()):
-            return path
+        return path if _is_below(path, mounts) else None
     return None
 
 

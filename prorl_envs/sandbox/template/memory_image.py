@@ -14,9 +14,9 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from prorl_envs.sandbox.linux.ptrace import Thread, read_memory, write_memory
+from prorl_envs.sandbox.linux.ptrace import Mapping, Thread, read_mappings, read_memory, write_memory
 
 _PAGE = resource.getpagesize()
 #: Numbers of system calls (x86-64).
@@ -43,34 +43,6 @@ _MIN_ADDRESS = 1 << 20
 _RED_ZONE = 256
 
 
-class Mapping(NamedTuple):
-    """Line of /proc/PID/maps."""
-
-    start: int
-    end: int
-    rights: str
-    offset: int
-    inode: int
-    path: str
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
-
-    @property
-    def protection(self) -> int:
-        return sum(1 << bit for bit, right in enumerate("rwx") if self.rights[bit] == right)
-
-    @property
-    def is_writable(self) -> bool:
-        return self.rights[1] == "w"
-
-    @property
-    def is_file(self) -> bool:
-        """True if a file with this path has its content, unless a page was changed."""
-        return self.path.startswith("/") and not self.path.endswith(" (deleted)")
-
-
 def save(pid: int, thread: Thread, file: int) -> None:
     """Save a process whose threads are stopped.
 
@@ -81,7 +53,7 @@ def save(pid: int, thread: Thread, file: int) -> None:
     Raises:
         OSError: the memory cannot be read.
     """
-    mappings = _mappings(pid)
+    mappings = read_mappings(pid)
     with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as pages:  # noqa: PTH123 - templates import no pathlib
         spans = [list(_spans(pages.fileno(), mapping)) for mapping in mappings]
     size = sum(count for found in spans for _, count in found)
@@ -127,7 +99,7 @@ def restore(pid: int, thread: Thread, file: int, own_file: int) -> None:
     """
     saved = _read_description(file)
     wanted = [Mapping(*mapping) for mapping in saved["mappings"]]
-    present = _mappings(pid)
+    present = read_mappings(pid)
     if _layout(wanted) != _layout(present):
         raise OSError("the process is not a fork of the same template")
     kept = {mapping for mapping in present if mapping in wanted and not mapping.is_writable}
@@ -178,20 +150,9 @@ def change_directory(pid: int, thread: Thread, path: str) -> None:
     Raises:
         OSError: there is no such directory.
     """
-    with _scratch(thread, _mappings(pid)) as scratch:
+    with _scratch(thread, read_mappings(pid)) as scratch:
         write_memory(pid, scratch, os.fsencode(path) + b"\0")
         thread.call(_CHDIR, scratch)
-
-
-def _mappings(pid: int) -> list[Mapping]:
-    found = []
-    with open(f"/proc/{pid}/maps", errors="surrogateescape") as lines:  # noqa: PTH123
-        for line in lines:
-            area, rights, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
-            start, end = (int(text, 16) for text in area.split("-"))
-            if path != ["[vsyscall]"]:
-                found.append(Mapping(start, end, rights, int(offset, 16), int(inode), "".join(path)))
-    return found
 
 
 def _spans(pages: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
@@ -214,14 +175,13 @@ def _map(pid: int, thread: Thread, mapping: Mapping, scratch: int) -> None:
     if not mapping.is_file:
         thread.call(_MMAP, *where, _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS, _NO_FILE, 0)
         return
-    shared = mapping.rights[3] == "s"
     write_memory(pid, scratch, os.fsencode(mapping.path) + b"\0")
-    mode = os.O_RDWR if shared and mapping.is_writable else os.O_RDONLY
+    mode = os.O_RDWR if mapping.is_shared and mapping.is_writable else os.O_RDONLY
     try:
         opened = thread.call(_OPEN, scratch, mode)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}: {mapping.path}") from error
-    flags = _MAP_FIXED | (_MAP_SHARED if shared else _MAP_PRIVATE)
+    flags = _MAP_FIXED | (_MAP_SHARED if mapping.is_shared else _MAP_PRIVATE)
     thread.call(_MMAP, *where, flags, opened, mapping.offset)
     thread.call(_CLOSE, opened)
 

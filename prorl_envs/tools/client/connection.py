@@ -151,19 +151,19 @@ class ToolConnection:
         checkpoint = self.sandbox.spec.checkpoint
         if checkpoint is None or checkpoint.memory is None or self._servers > 1:
             return
-        assert isinstance(self.sandbox, CheckpointingSandbox)
-        _, sessions = self._send(ListSessions, _SETUP_S)
-        reply = await sessions
-        if isinstance(reply, SessionPids) and reply.python is not None:
-            await self.sandbox.restore_memory(reply.python, file=MEMORY_FD)
+        python = (await self.sessions()).python
+        assert isinstance(self.sandbox, CheckpointingSandbox) and python is not None
+        await self.sandbox.restore_memory(python, file=MEMORY_FD)
 
-    async def sessions(self) -> SessionPids | None:
-        """Return the processes of the sessions; None if no server runs.
+    async def sessions(self) -> SessionPids:
+        """Return the processes of the sessions.
 
         Raises:
             SandboxError, ToolError: see `ask`.
         """
-        return None if self._sock is None else await self.ask(ListSessions, SessionPids, timeout_s=_SETUP_S)
+        if self._sock is None:
+            return SessionPids(0, {}, None)
+        return await self.ask(ListSessions, SessionPids, timeout_s=_SETUP_S)
 
     @contextlib.asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:

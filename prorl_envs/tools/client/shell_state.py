@@ -1,6 +1,6 @@
 """State of a shell as a script: directory, variables, functions, aliases, options, traps, umask."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 #: Evaluated in a subshell, which has the state of its shell; the shell itself must not change. Zero bytes
 #: separate options, which are restored last, what must be restored before functions are read, and the rest.
@@ -52,6 +52,8 @@ def restore_command(path: str, status: int) -> str:
     return f". {path} >/dev/null 2>&1; /bin/rm -f {path}; (exit {status})"
 
 
-def lost(names: Sequence[str]) -> tuple[str, ...]:
+def lost(names: Collection[str]) -> tuple[str, ...]:
     """Describe the shells whose state could not be saved, because a program was in their foreground."""
-    return tuple(f"the state of the shell {name!r}, in which a program waits for input" for name in names)
+    return tuple(
+        f"the state of the shell {name!r}, in which a program waits for input" for name in sorted(names)
+    )

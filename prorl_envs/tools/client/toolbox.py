@@ -5,7 +5,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -45,19 +44,6 @@ if TYPE_CHECKING:
 SESSION_NAME_LIMIT = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ToolsCheckpoint:
-    """State of a sandbox and its sessions. The caller that took it closes `sandbox`.
-
-    Args:
-        sandbox: the files, and the memory of the Python session.
-        shells: state and last status of each shell by the name of its session.
-    """
-
-    sandbox: Checkpoint
-    shells: Mapping[str, tuple[bytes, int]]
-
-
 class Toolbox:
     """Tools of one sandbox. Created by `open`; the creator closes it before the sandbox.
 
@@ -91,6 +77,7 @@ class Toolbox:
         """Open the tools of a running sandbox.
 
         The Python session, if requested, starts now. The tool server and the shell start at the first call.
+        The sessions go on from the checkpoint of the sandbox's spec, if it has one.
 
         Args:
             sandbox: the running sandbox; its owner still closes it.
@@ -109,6 +96,8 @@ class Toolbox:
         try:
             if (session := toolbox._forked or toolbox._kernel) is not None:
                 await session.start()
+            if sandbox.spec.checkpoint is not None:
+                await toolbox._restore_shells(sandbox.spec.checkpoint)
         except BaseException:
             await toolbox.aclose()
             raise
@@ -393,7 +382,7 @@ class Toolbox:
     def _noted(self, result: ToolResult) -> ToolResult:
         return with_notices(result, self.sandbox.pop_notices())
 
-    async def checkpoint(self) -> "ToolsCheckpoint":
+    async def checkpoint(self) -> Checkpoint:
         """Save the state of the sandbox and its sessions, between two calls: see `CheckpointingSandbox`.
 
         Raises:
@@ -403,21 +392,18 @@ class Toolbox:
         if not isinstance(self.sandbox, CheckpointingSandbox):
             raise UnsupportedMachine("this sandbox takes no checkpoints", hint="use the driver bubblewrap")
         async with contextlib.AsyncExitStack() as quiet:
-            connections = [self._server, *filter(None, [self._forked])]
-            for connection in connections:
-                await quiet.enter_async_context(connection.quiet())
-            found = [await connection.sessions() for connection in connections]
-            shells = {} if found[0] is None else found[0].shells
+            await quiet.enter_async_context(self._server.quiet())
+            shells, python = (await self._server.sessions()).shells, None
+            if self._forked is not None:
+                await quiet.enter_async_context(self._forked.quiet())
+                python = (await self._forked.sessions()).python
             states = {name: await self._save_shell(name) for name in shells}
-            python = found[-1].python if self._forked is not None and found[-1] is not None else None
             checkpoint = await self.sandbox.checkpoint(shells=tuple(shells.values()), python=python)
-        lost = shell_state.lost([name for name, state in states.items() if state is None])
+        checkpoint.shells = {name: state for name, state in states.items() if state is not None}
+        checkpoint.lost += shell_state.lost(states.keys() - checkpoint.shells.keys())
         if self._kernel is not None:
-            lost = (*lost, "the variables of the Jupyter kernel")
-        checkpoint.lost = (*checkpoint.lost, *lost)
-        return ToolsCheckpoint(
-            checkpoint, {name: state for name, state in states.items() if state is not None}
-        )
+            checkpoint.lost += ("the variables of the Jupyter kernel",)
+        return checkpoint
 
     async def _save_shell(self, session: str) -> tuple[bytes, int] | None:
         """Return the state of a shell and its last status; None if a program has its terminal."""
@@ -425,28 +411,20 @@ class Toolbox:
         saved = await self._bash_once(session, shell_state.save_command(path))
         if saved.exit_code is None:
             return None
-        content = await self._server.ask(
-            lambda id_: Read(id_, path, CONTENT_LIMIT), Content, timeout_s=self.limits.transfer_s
-        )
+        content = await self.read(path)
         await self._bash_once(session, shell_state.remove_command(path))
-        return content.data, saved.exit_code
+        return content, saved.exit_code
 
-    async def restore_shells(self, checkpoint: "ToolsCheckpoint") -> None:
-        """Give the shells of a new sandbox the state of a checkpoint's.
-
-        Raises:
-            SandboxError, ToolError: our infrastructure failed.
-        """
+    async def _restore_shells(self, checkpoint: Checkpoint) -> None:
         for session, (state, status) in checkpoint.shells.items():
             path = f"/tmp/.state-{secrets.token_hex(8)}"
             await self.write(path, shell_state.restore_script(state))
             await self._bash_once(session, shell_state.restore_command(path, status))
 
     async def _bash_once(self, session: str, command: str) -> BashDone:
+        timeout_s = self.limits.transfer_s
         return await self._server.ask(
-            lambda id_: Bash(id_, session, command, self.limits.transfer_s),
-            BashDone,
-            timeout_s=self.limits.transfer_s,
+            lambda id_: Bash(id_, session, command, timeout_s), BashDone, timeout_s=timeout_s
         )
 
     async def aclose(self) -> None:
