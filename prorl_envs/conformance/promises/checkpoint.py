@@ -52,7 +52,7 @@ async def goes_on(world: PromiseContext) -> None:
 
 @promises.add("CHK-002", "It goes on with the memory of the forked Python session.", needs=(SESSION,))
 async def memory(world: PromiseContext) -> None:
-    async with world.session() as tools:
+    async with world.fresh(python=True) as box, world.tools(box.sandbox, python=PythonEngine.FORKED) as tools:
         await tools.python("numbers = iter(range(9)); next(numbers); d = {}", timeout_s=TIMEOUT_S)
         async with _branch(world, tools, python=PythonEngine.FORKED) as branch:
             code = "d[1] = 2; print(next(numbers), d)"

@@ -169,7 +169,8 @@ class BubblewrapSandbox(IsolatedSandbox):
         #: Target of `take_layer`, and the error if the move failed.
         self._layer_target: Path | None = None
         self._layer_error: Exception | None = None
-        self._checkpointing = asyncio.Lock()
+        #: No program may enter while a checkpoint is taken: it would keep the former mounts.
+        self._entering = asyncio.Lock()
         #: Whether a Python session has got the memory of the spec's checkpoint.
         self._restored = False
 
@@ -253,7 +254,8 @@ class BubblewrapSandbox(IsolatedSandbox):
         if checkpoint is not None and template == "ipython" and not self._restored:
             memory = checkpoint.memory
         process = await self._driver.templates[template].start()
-        return await process.fork(self.id, namespaces, request, memory)
+        async with self._entering:
+            return await process.fork(self.id, namespaces, request, memory)
 
     def _open_namespaces(self) -> int:
         assert self._first is not None
@@ -350,7 +352,7 @@ class BubblewrapSandbox(IsolatedSandbox):
 
     async def checkpoint(self, *, shells: Sequence[int] = (), python: int | None = None) -> Checkpoint:
         """Save the state of the sandbox: see `CheckpointingSandbox`."""
-        async with self._checkpointing:
+        async with self._entering:
             self._check_alive()
             assert self._first is not None
             taking = TakenCheckpoint(self._files, self._inside, self._driver.directory.path)

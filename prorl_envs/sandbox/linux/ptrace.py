@@ -5,6 +5,7 @@ A stopped thread notices nothing: no signal is sent, and a system call that was 
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import signal
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
-_PTRACE_DETACH, _PTRACE_SYSCALL = 17, 24
+_PTRACE_CONT, _PTRACE_DETACH, _PTRACE_SYSCALL = 7, 17, 24
 _PTRACE_GETREGSET, _PTRACE_SETREGSET = 0x4204, 0x4205
 _PTRACE_SEIZE, _PTRACE_INTERRUPT = 0x4206, 0x4207
 _PTRACE_GET_RSEQ_CONFIGURATION = 0x420F
@@ -40,11 +41,6 @@ _LAYOUT = struct.Struct(f"={len(_FIELDS)}Q")
 _MASK = 2**64 - 1
 _MOST_ERRNO = 4095
 _SYSCALL = b"\x0f\x05"
-_EINTR = 4
-#: Results of a stopped system call that is to be repeated (include/linux/errno.h).
-_ERESTART_RESTARTBLOCK = -516
-_RESTART = (-512, -513, -514, _ERESTART_RESTARTBLOCK)
-_SYS_RESTART = 219
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
@@ -71,8 +67,8 @@ class Thread:
     def __init__(self, tid: int) -> None:
         self.tid = tid
         self._instruction: int | None = None
-        #: Signal that arrived during a call, delivered when the thread goes on.
-        self._signal = 0
+        #: Signals that arrived while it was stopped, delivered when it goes on.
+        self._signals: list[int] = []
         general = self._read_set(_GENERAL)
         if len(general) != _LAYOUT.size:
             raise OSError("a program of 32 bits")
@@ -103,14 +99,18 @@ class Thread:
             raise ProcessLookupError(3, "the thread has exited")
         thread = cls(tid)
         if found[1] >> 16 != _PTRACE_EVENT_STOP:  # a signal arrived at the same time
-            thread._signal = os.WSTOPSIG(found[1])
+            thread._signals.append(os.WSTOPSIG(found[1]))
         return thread
 
     def resume(self) -> None:
         """Let the thread go on where it was stopped. Does nothing if it has been killed."""
         with contextlib.suppress(ProcessLookupError):
-            self._write_registers(self.registers | self._restarted())
-            _ptrace(_PTRACE_DETACH, self.tid, 0, self._signal)
+            if self._instruction is not None:
+                self._stop_again()
+                while self._signals:
+                    os.kill(self.tid, self._signals.pop())
+            self._write_registers(self.registers)
+            _ptrace(_PTRACE_DETACH, self.tid, 0, *self._signals)
 
     def call(self, number: int, *arguments: int) -> int:
         """Make the thread perform a system call; return its result.
@@ -128,7 +128,7 @@ class Thread:
             while (number := _await_stop(self.tid)) != _SYSCALL_STOP:
                 if number in _FATAL:
                     raise OSError(f"the thread received signal {number}")
-                self._signal = number
+                self._signals.append(number)
                 _ptrace(_PTRACE_SYSCALL, self.tid)
         result: int = _LAYOUT.unpack(self._read_set(_GENERAL))[_FIELDS.index("rax")]
         if result > _MASK - _MOST_ERRNO:
@@ -160,18 +160,15 @@ class Thread:
         self._write_set(_VECTORS, vectors)
         self.registers = dict(zip(_FIELDS, _LAYOUT.unpack(general), strict=True))
         if self.registers["orig_rax"] != _MASK:
-            self.registers |= {"rax": -_EINTR & _MASK, "orig_rax": _MASK}
+            self.registers |= {"rax": -errno.EINTR & _MASK, "orig_rax": _MASK}
 
-    def _restarted(self) -> dict[str, int]:
-        """Return the registers that repeat the system call in which the thread was stopped.
-
-        The kernel repeats it by itself if the thread has made no other call since.
-        """
-        result = self.registers["rax"] - 2**64
-        if self._instruction is None or self.registers["orig_rax"] == _MASK or result not in _RESTART:
-            return {}
-        number = _SYS_RESTART if result == _ERESTART_RESTARTBLOCK else self.registers["orig_rax"]
-        return {"rax": number, "orig_rax": _MASK, "rip": self.registers["rip"] - len(_SYSCALL)}
+    def _stop_again(self) -> None:
+        """Stop the thread, after calls, where the kernel delivers signals. From there, it decides by the
+        registers and the signals whether the interrupted system call is repeated or returns EINTR."""
+        _ptrace(_PTRACE_INTERRUPT, self.tid)
+        _ptrace(_PTRACE_CONT, self.tid)
+        if (number := _await_stop(self.tid)) != signal.SIGTRAP:
+            self._signals.append(number)
 
     def _write_registers(self, registers: dict[str, int]) -> None:
         self._write_set(_GENERAL, _LAYOUT.pack(*registers.values()))
@@ -236,7 +233,11 @@ def _await_stop(tid: int) -> int:
 
 def _find_syscall(pid: int) -> int:
     """Return the address of an instruction that makes a system call, in the code that the kernel maps."""
-    area = next(mapping for mapping in read_mappings(pid) if mapping.path == "[vdso]")
+    if not (mappings := read_mappings(pid)):
+        raise ProcessLookupError(errno.ESRCH, "the process has exited")
+    area = next((mapping for mapping in mappings if mapping.path == "[vdso]"), None)
+    if area is None:
+        raise OSError("the program has removed the code that the kernel maps")
     code = bytearray(area.size)
     read_memory(pid, area.start, memoryview(code))
     return area.start + code.index(_SYSCALL)

@@ -121,7 +121,8 @@ def checkpoint(first: int, memory: int | None, request: dict[str, Any], host: so
                     unmount(target)
                     attach_tree(tree, target)
                 for pid, place in entered:
-                    change_directory(pid, stopped.threads[pid][0], place)
+                    with contextlib.suppress(ProcessLookupError):  # it has been killed
+                        change_directory(pid, stopped.threads[pid][0], place)
         finally:
             stopped.resume()
         _send(host, lost=lost[:_MOST_NAMED])
