@@ -12,7 +12,7 @@ from prorl_envs.tools.server import cell_streams, interrupts
 #: messages: otherwise one print of 20 MB would be one message, which is too large for the host.
 SETUP = """
 def _setup(*sources):
-    import io, logging, os, subprocess, sys, threading
+    import codecs, io, logging, os, select, subprocess, sys, threading
     names = {}
     for source in sources:
         exec(source, names)
@@ -27,15 +27,43 @@ def _setup(*sources):
         return "%s\\n[... %d characters left out ...]\\n%s" % (text[:limit], left_out, text[-limit:])
 
     # A separate object, because the shell restores the methods of the original stream.
+    # It also reads what programs write to the descriptor: the kernel's own thread shows it at any moment, so
+    # that it would often be in the output of the next cell.
     class Bounded(object):
-        def __init__(self, stream):
+        def __init__(self, stream, fd):
             self._stream = stream
             self._waiting = 0
+            self._written, pipe = os.pipe()
+            os.set_blocking(self._written, False)
+            os.dup2(pipe, fd)
+            os.close(pipe)
+            self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+            self._reading, self._pid = threading.Lock(), os.getpid()
+            stream._should_watch = False  # else `close` waits for the kernel's own thread
+            threading.Thread(target=self._follow, daemon=True).start()
 
         def __getattr__(self, name):
             return getattr(self._stream, name)
 
+        def _follow(self):
+            while True:
+                select.select([self._written], [], [])
+                self._read()
+
+        def _read(self):
+            if os.getpid() != self._pid:  # in a fork, the lock may be held forever
+                return
+            with self._reading:
+                try:
+                    self._put(self._decode(os.read(self._written, 65536)))
+                except OSError:  # there is nothing, or a cell has closed it
+                    pass
+
         def write(self, text):
+            self._read()
+            return self._put(text)
+
+        def _put(self, text):
             written = self._stream.write(clip(text) if isinstance(text, str) else text)
             self._waiting += len(text)
             if self._waiting > limit:
@@ -135,7 +163,7 @@ def _setup(*sources):
                 return function(*args, **kwargs)
         return call
 
-    own = {"stdout": Bounded(sys.stdout), "stderr": Bounded(sys.stderr)}
+    own = {"stdout": Bounded(sys.stdout, 1), "stderr": Bounded(sys.stderr, 2)}
 
     def make(name):
         return own.get(name) or io.open(0, closefd=False)

@@ -71,6 +71,14 @@ async def test_output_of_programs_is_in_order(kept: Toolbox) -> None:
     assert (await kept.python(code, timeout_s=T)).text == "a\nb\nc\nd\n"
 
 
+@pytest.mark.parametrize("own", ["os.write(1, b'{}\\n')", "subprocess.run(['echo', '{}'])"])
+async def test_output_past_the_streams_belongs_to_its_cell(kept: Toolbox, own: str) -> None:
+    """Of programs and C libraries, in order with the cell's own output. Many times, against luck."""
+    for number in range(20):
+        code = f"import os, subprocess\nprint('a')\n{own.format(number)};\nprint('b')\n{own.format('c')};"
+        assert (await kept.python(code, timeout_s=T)).text == f"a\n{number}\nb\nc\n"
+
+
 async def test_the_name_of_an_error_is_one_line(kept: Toolbox) -> None:
     result = await kept.python(r"raise type('A\nB\x1b[31m', (Exception,), {})('x')", timeout_s=T)
     assert result.data["error"] == r"A\nB\x1b[31m"
@@ -316,7 +324,15 @@ async def test_late_output_of_a_thread_does_no_harm(kept: Toolbox) -> None:
     assert (await kept.python("1 + 1", timeout_s=T)).text == "2\n"
 
 
-@pytest.mark.parametrize("code", ["print('x' * 30_000_000)", "'x' * 30_000_000", "list(range(5_000_000))"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('x' * 30_000_000)",
+        "'x' * 30_000_000",
+        "list(range(5_000_000))",
+        "import subprocess; subprocess.run('yes | head -c 30000000', shell=True);",
+    ],
+)
 async def test_output_and_values_of_any_size_are_bounded(kept: Toolbox, code: str) -> None:
     result = await kept.python(f"{code}\n", timeout_s=T)
     assert result.ok, result.text[-500:]
