@@ -120,8 +120,6 @@ class ProviderSandbox:
                 return failed("sandbox", "the sandbox is paused")
             with self._notices.listen() as notices:
                 try:
-                    if self.ports is not None:
-                        await self.ports.refresh()  # the caller may know that a peer's service is ready
                     done = await self._run(command, directory, env or {}, timeout_s)
                 except OSError as error:
                     return failed("exec", f"cannot start a command in {directory}: {error.strerror}")

@@ -99,7 +99,6 @@ class Plan:
         files: text by path, written before the entry point starts.
         entrypoint: program that runs beside the commands for the lifetime of the sandbox; empty for none.
         servers: servers on the host's loopback that programs inside reach.
-        ports: ports of services inside.
         ttl_s: seconds after which the sandbox is closed.
         ready_s: timeout of the start, once the image exists, in seconds.
     """
@@ -112,7 +111,6 @@ class Plan:
     files: Mapping[str, str]
     entrypoint: tuple[str, ...]
     servers: tuple[Target, ...]
-    ports: tuple[int, ...]
     ttl_s: float | None
     ready_s: float
 
@@ -177,7 +175,6 @@ def plan(
         files={str(path): str(text) for path, text in (request.files or {}).items()},
         entrypoint=tuple(map(str, request.entrypoint or ())),
         servers=local,
-        ports=tuple(getattr(request, "ports", ())),
         ttl_s=_seconds("ttl_s", request.ttl_s),
         ready_s=_seconds("ready_timeout_s", request.ready_timeout_s) or _READY_S,
     )

@@ -60,6 +60,7 @@ class ProrlSandboxProvider:
         self._boxes: set[ProviderSandbox] = set()
         self._borrowed: dict[ProviderSandbox, SharedSandbox] = {}
         self._acquiring = asyncio.Lock()
+        self._linking = asyncio.Lock()
         self._shared: SharedDriver | None = None
 
     async def create(self, spec: Any) -> Any:
@@ -179,16 +180,18 @@ class ProrlSandboxProvider:
 
     async def network_address(self, handle: Any) -> str:
         """Return the address by which others know this sandbox. Raises SandboxError as `endpoint`."""
-        return _ports(handle).address
+        return await _ports(handle).join()
 
     async def set_hosts(self, handle: Any, hosts: Mapping[str, str]) -> None:
         """Connect the sandbox with those at these addresses, and append their names to its /etc/hosts.
 
         Raises:
-            InputError: no sandbox of this provider has such an address, or two of them declared one port.
-            SandboxError: /etc/hosts cannot be written, or as of `endpoint`.
+            InputError: no sandbox of this provider has such an address.
+            SandboxError: /etc/hosts cannot be written, the kernel refuses the link, or as of `endpoint`.
         """
-        await _ports(handle).link([self._peer(address) for address in dict.fromkeys(hosts.values())])
+        peers = [self._peer(address) for address in dict.fromkeys(hosts.values())]
+        async with self._linking:
+            await _ports(handle).link(peers)
         lines = "".join(f"{address} {name}\n" for name, address in hosts.items())
         await handle.raw.append("/etc/hosts", lines.encode())
 
@@ -312,7 +315,7 @@ class ProrlSandboxProvider:
         sandbox = await shared.driver.start(target.with_image(image, env))
         ports = None
         if isinstance(shared.driver, IsolatedDriver):
-            ports = SandboxPorts(sandbox, shared.driver.gateway, target.ports)
+            ports = SandboxPorts(sandbox, shared.driver.gateway)
         elif target.workdir == target.spec.workdir:  # a path that only isolated sandboxes have
             target = dataclasses.replace(target, workdir=str(sandbox.workspace))
         box = await ProviderSandbox.open(sandbox, target, self._config, ports)

@@ -164,7 +164,6 @@ def test_a_wrong_server_is_refused(url: str) -> None:
 
 
 def test_nothing_is_reached_by_default_and_a_harness_inside_must_say_so() -> None:
-    assert plan(asked(ports=(8000,)), ProviderConfig()).ports == (8000,)
     assert plan(asked(), ProviderConfig()).spec.network == Network()
     with pytest.raises(InputError, match="opencode"):
         plan(asked(), ProviderConfig(), harness="opencode")

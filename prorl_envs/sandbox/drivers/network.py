@@ -1,9 +1,11 @@
 """Networks of several sandboxes, which reach each other by name."""
 
 import asyncio
+import contextlib
 import ipaddress
 import itertools
-from collections.abc import Collection, Mapping
+import socket
+from collections.abc import AsyncIterator, Collection, Mapping
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Sandbox
@@ -11,14 +13,54 @@ from prorl_envs.sandbox.drivers.isolated import IsolatedSandbox
 from prorl_envs.sandbox.network.links import add_address, connect, disconnect
 
 _FIRST_ADDRESS = ipaddress.IPv4Address("10.213.0.2")
-#: First number of the interfaces; the kernel numbers those of a new namespace from 1.
-_FIRST_INDEX = 100
+#: Numbers of the interfaces, each used once; the kernel numbers those of a new namespace from 1.
+_indexes = itertools.count(100)
+
+
+async def give_address(sandbox: Sandbox, address: str) -> None:
+    """Give a sandbox an IPv4 address, at which it reaches itself. Raises SandboxError as `link`."""
+    async with _netlink(sandbox) as netlink:
+        add_address(netlink, address)
+
+
+async def link(
+    first: Sandbox, second: Sandbox, addresses: tuple[str, str], *, earlier: int | None = None
+) -> int:
+    """Let two sandboxes reach each other, for every protocol over IPv4, until one is closed.
+
+    Args:
+        addresses: address of each.
+        earlier: number of a link of the second one that is removed.
+
+    Returns:
+        The number of the link.
+
+    Raises:
+        SandboxError: a sandbox has stopped or has the host's network, or the kernel refused.
+    """
+    number = next(_indexes)
+    async with _netlink(first) as own, _netlink(second) as other:
+        if earlier is not None:
+            disconnect(other, earlier)
+        connect(own, other, addresses, number)
+    return number
+
+
+@contextlib.asynccontextmanager
+async def _netlink(sandbox: Sandbox) -> AsyncIterator[socket.socket]:
+    if not isinstance(sandbox, IsolatedSandbox) or sandbox.spec.network.open:
+        raise SandboxError("a sandbox with the host's network cannot be connected with others")
+    try:
+        with await sandbox.open_socket(netlink=True) as netlink:
+            yield netlink
+    except OSError as error:
+        raise SandboxError(f"cannot connect sandbox {sandbox.id}: {error}") from error
 
 
 class SandboxNetwork:
     """Sandboxes that reach each other, for every protocol over IPv4, and nothing else.
 
-    The links of a sandbox end with it. Each sandbox is started with `hosts` in its spec, and then joins.
+    Each sandbox is started with `hosts` in its spec, and then joins.
 
     Args:
         names: names of each member in each of its networks, by network and by member. Two members reach each
@@ -28,10 +70,9 @@ class SandboxNetwork:
     def __init__(self, names: Mapping[str, Mapping[str, Collection[str]]]) -> None:
         self._names = names
         self._addresses = {member: str(_FIRST_ADDRESS + number) for number, member in enumerate(names)}
-        self._joined: dict[str, IsolatedSandbox] = {}
-        #: Interfaces of the links by the members that they connect.
+        self._joined: dict[str, Sandbox] = {}
+        #: Links by the members that they connect.
         self._links: dict[frozenset[str], int] = {}
-        self._indexes = itertools.count(_FIRST_INDEX)
         self._joining = asyncio.Lock()
 
     def hosts(self, member: str) -> dict[str, str]:
@@ -48,26 +89,14 @@ class SandboxNetwork:
         Raises:
             SandboxError: the sandbox has stopped or has the host's network, or the kernel refused.
         """
-        if not isinstance(sandbox, IsolatedSandbox) or sandbox.spec.network.open:
-            raise SandboxError("a sandbox with the host's network cannot be connected with others")
-        try:
-            async with self._joining:
-                await self._connect(member, sandbox)
-        except OSError as error:
-            raise SandboxError(f"cannot connect sandbox {sandbox.id}: {error}") from error
-
-    async def _connect(self, member: str, sandbox: IsolatedSandbox) -> None:
-        with await sandbox.open_socket(netlink=True) as own:
-            add_address(own, self._addresses[member])
+        async with self._joining:
+            own = self._addresses[member]
+            await give_address(sandbox, own)
             for peer, other in self._joined.items():
-                shared = self._names[peer].keys() & self._names[member].keys()
-                if peer == member or not shared or not other.alive:
-                    continue
-                with await other.open_socket(netlink=True) as theirs:
+                if peer != member and other.alive and self._names[peer].keys() & self._names[member].keys():
                     ends = frozenset((member, peer))
-                    if ends in self._links:  # the kernel removes it some time after the earlier sandbox
-                        disconnect(theirs, self._links.pop(ends))
-                    index = next(self._indexes)
-                    connect(own, theirs, (self._addresses[member], self._addresses[peer]), index)
-                    self._links[ends] = index
-        self._joined[member] = sandbox
+                    # The kernel removes a link some time after the earlier sandbox.
+                    earlier = self._links.pop(ends, None)
+                    addresses = (own, self._addresses[peer])
+                    self._links[ends] = await link(sandbox, other, addresses, earlier=earlier)
+            self._joined[member] = sandbox
