@@ -27,6 +27,22 @@ def fly(*fds):
     ours, theirs = socket.socketpair()
     socket.send_fds(ours, [b"x"], fds)
     return ours, theirs
+files = []
+def fill(count, size, then=lambda file: None, in_memory=True):
+    for number in range(count):
+        name, flags = f"file{number}", os.O_CREAT | os.O_RDWR
+        file = os.memfd_create(name) if in_memory else os.open(name, flags)
+        files.append(file)
+        if not in_memory:
+            os.unlink(name)
+        for _ in range(size):
+            os.write(file, block())
+        then(file)
+        time.sleep(0.3)
+    return count * size
+def send_and_close(file):
+    send(kept[0], file)
+    os.close(file)
 """
 END = f"""
 time.sleep({HELD_S})
@@ -60,28 +76,15 @@ while held < 1.5 * SHARE:
     held += 200
 """
 _MEMORY_IN_FLIGHT = """
-held, kept = 0, socket.socketpair()
+kept = socket.socketpair()
 send(kept[0], 0)
-for _ in range(10):
-    file = os.memfd_create("x")
-    for _ in range(64):
-        os.write(file, block())
-    send(kept[0], file)
-    os.close(file)
-    held += 64
-    time.sleep(0.3)
+held = fill(10, 64, send_and_close)
 """
 _HIGH_DESCRIPTORS = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (7000, 8192))
 low = [os.open("/dev/null", os.O_RDONLY) for _ in range(4200)]
-held, files = 0, []
-for _ in range(6):
-    files.append(os.memfd_create("x"))
-    for _ in range(64):
-        os.write(files[-1], block())
-    held += 64
-    time.sleep(0.3)
+held = fill(6, 64)
 """
 #: Mappings by Python keep a descriptor; mappings by the C library do not.
 _LIBRARY = """
@@ -92,29 +95,15 @@ c.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
 """
 _DISK_MAPPED = f"""
 {_LIBRARY}
-held = 0
-for number in range(10):
-    file = os.open(f"file{{number}}", os.O_CREAT | os.O_RDWR)
-    os.unlink(f"file{{number}}")
-    for _ in range(30):
-        os.write(file, block())
+def map_and_close(file):
     c.mmap(None, 30 << 20, 1, 1, file, 0)
     os.close(file)
-    held += 30
-    time.sleep(0.4)
+held = fill(10, 30, map_and_close, in_memory=False)
 """
 _DISK_IN_FLIGHT = """
-held, kept = 0, socket.socketpair()
+kept = socket.socketpair()
 send(kept[0], 0)
-for number in range(10):
-    file = os.open(f"file{number}", os.O_CREAT | os.O_RDWR)
-    os.unlink(f"file{number}")
-    for _ in range(30):
-        os.write(file, block())
-    send(kept[0], file)
-    os.close(file)
-    held += 30
-    time.sleep(0.4)
+held = fill(10, 30, send_and_close, in_memory=False)
 """
 #: After one peek, the kernel does not show an empty datagram again.
 _HIDDEN_IN_FLIGHT = """
@@ -148,13 +137,7 @@ if sys.argv[-1] != "again":
     os.chmod(own, 0o111)
     os.environ.update(PYTHONHOME=sys.base_prefix, LD_LIBRARY_PATH=sys.base_prefix + "/lib")
     os.execv(own, [own, "-c", open("/proc/self/cmdline").read().split("\\0")[3], "again"])
-held, files = 0, []
-for _ in range(10):
-    files.append(os.memfd_create("x"))
-    for _ in range(64):
-        os.write(files[-1], block())
-    held += 64
-    time.sleep(0.3)
+held = fill(10, 64)
 """
 _PAGE_TABLES = """
 import mmap

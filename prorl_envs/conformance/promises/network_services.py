@@ -60,6 +60,15 @@ for answer in (ask("GET http://127.0.0.1:{port}/ HTTP/1.1"), ask("CONNECT 127.0.
 """)
 
 
+async def _refuses_localhost(world: PromiseContext, port: int, *allow: str) -> None:
+    async with world.fresh(python=True, network=Network(allow=allow)) as box:
+        await box.nothing_in_python(f"""{_ASK_PROXY}
+answer = ask("CONNECT localhost:{port} HTTP/1.1")
+if b" 403 " not in answer[:20]:
+    print(answer)
+""")
+
+
 @promises.add(
     "NET-014", "The proxy refuses a host that is not on the allowlist with status 403.", needs=(PYTHON,)
 )
@@ -75,13 +84,7 @@ for host in ("127.0.0.1", "127.1", "localhost", "example.com.", "[::1]", "[::fff
             print(first, answer)
 """)
         # An unlisted name of a listed address is refused because of the name.
-        addresses = Network(allow=(f"127.0.0.1:{port}", f"[::1]:{port}"))
-        async with world.fresh(python=True, network=addresses) as box:
-            await box.nothing_in_python(f"""{_ASK_PROXY}
-answer = ask("CONNECT localhost:{port} HTTP/1.1")
-if b" 403 " not in answer[:20]:
-    print(answer)
-""")
+        await _refuses_localhost(world, port, f"127.0.0.1:{port}", f"[::1]:{port}")
         expect(no_connection(server), "a connection was accepted")
 
 
@@ -91,12 +94,7 @@ if b" 403 " not in answer[:20]:
 async def rebound(world: PromiseContext) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        async with world.fresh(python=True, network=Network(allow=(f"localhost:{port}",))) as box:
-            await box.nothing_in_python(f"""{_ASK_PROXY}
-answer = ask("CONNECT localhost:{port} HTTP/1.1")
-if b" 403 " not in answer[:20]:
-    print(answer)
-""")
+        await _refuses_localhost(world, port, f"localhost:{port}")
         expect(no_connection(server), "a connection was accepted")
 
 
