@@ -10,11 +10,11 @@ import json
 import re
 import socket
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from prorl_envs.errors import InputError, ProrlError, SandboxError
 from prorl_envs.nemo.box import ProviderSandbox
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import driver_directory
 from prorl_envs.sandbox.linux.pidfd import readable, receive
 
@@ -113,7 +113,7 @@ class SandboxShareServer:
                 return {**properties, "workdir": box.workdir, "isolated": box.isolated}, None
 
 
-class SharedSandbox:
+class SharedSandbox(Sandbox):
     """Borrower's side: see `sandbox.base.Sandbox`. Created by `borrow`; released with `release`."""
 
     def __init__(self, sandbox_id: str, connection: socket.socket) -> None:
@@ -167,14 +167,6 @@ class SharedSandbox:
         return self._spec
 
     @property
-    def workspace(self) -> NoReturn:
-        raise SandboxError("only its owner can access the files of a borrowed sandbox")
-
-    @property
-    def socket_directory(self) -> NoReturn:
-        raise SandboxError("only its owner can access the files of a borrowed sandbox")
-
-    @property
     def alive(self) -> bool:
         """True if the owner still has the sandbox."""
         if self._connection.fileno() < 0:
@@ -186,9 +178,6 @@ class SharedSandbox:
         except ConnectionResetError:
             return False
 
-    async def listen_loopback(self) -> NoReturn:
-        raise SandboxError("only its owner can listen in a borrowed sandbox")
-
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Ask the owner to start the program; see `sandbox.base.Sandbox`."""
         _, process_socket = await self._ask("spawn", entry=entry, template=template)
@@ -196,25 +185,6 @@ class SharedSandbox:
             raise SandboxError(f"the owner of sandbox {self.id} sent no socket")
         process_socket.setblocking(False)
         return process_socket
-
-    def end_error(self) -> SandboxError:
-        """Return a general error, because only the owner knows why the sandbox ended."""
-        return SandboxError(f"sandbox {self._id} has ended")
-
-    def path_inside(self, path: str, *, write: bool = False) -> str:
-        """Return the path unchanged: `ProviderSandbox` resolves relative paths."""
-        return path
-
-    def pop_notices(self) -> list[str]:
-        """Return no notices: only the owner receives them."""
-        return []
-
-    def memory(self) -> int | None:
-        """Return None: only the owner can measure the memory."""
-        return None
-
-    async def take_layer(self, target: Path) -> NoReturn:
-        raise SandboxError("only its owner can take the files of a borrowed sandbox")
 
     async def close(self) -> None:
         """Ask the owner to close the sandbox, and release it. Idempotent."""

@@ -183,7 +183,10 @@ class SandboxSpec:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Running sandbox. The caller that started it closes it; it stops with the process that started it."""
+    """Running sandbox. The caller that started it closes it; it stops with the process that started it.
+
+    What is implemented here is what a sandbox does without further parts, such as one of another process.
+    """
 
     @property
     def id(self) -> str:
@@ -202,7 +205,7 @@ class Sandbox(Protocol):
             SandboxError: no directory on the host holds all of its content: the image has the directory, or a
                 checkpoint was taken.
         """
-        ...
+        raise SandboxError(f"this process cannot access the files of sandbox {self.id}")
 
     @property
     def socket_directory(self) -> tuple[str, Path]:
@@ -210,7 +213,7 @@ class Sandbox(Protocol):
         of its path inside (absolute, or relative to `workdir`) and its path on the host. Removed when the
         sandbox is closed. Its content is as hostile as that of `workspace`.
         """
-        ...
+        raise SandboxError(f"this process cannot access the files of sandbox {self.id}")
 
     def path_inside(self, path: str, *, write: bool = False) -> str:
         """Return the path that processes inside use for a path of the spec, such as one below `workdir`.
@@ -222,27 +225,27 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: `write` is True, and the path does not belong to this sandbox alone.
         """
-        ...
+        return path
 
     @property
     def alive(self) -> bool: ...
 
     def end_error(self) -> SandboxError:
         """Return the error for users of a stopped sandbox: `SandboxLimit` if a limit was the cause."""
-        ...
+        return SandboxError(f"sandbox {self.id} has ended")
 
     def pop_notices(self) -> list[str]:
         """Return one sentence, for the model, per action that enforced a limit since the last call.
 
         Cheap, and never waits: a few microseconds if nothing happened.
         """
-        ...
+        return []
 
     def memory(self) -> int | None:
         """Return the bytes of memory that its processes hold now, as counted towards the limit; None if they
         cannot be separated from other processes' memory, or the sandbox has stopped. Blocks for some 0.1 ms.
         """
-        ...
+        return None
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Fork a process from a template into this sandbox and run `entry` there.
@@ -265,7 +268,7 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: the sandbox has stopped, or the kernel refused.
         """
-        ...
+        raise SandboxError(f"this process cannot listen in sandbox {self.id}")
 
     async def take_layer(self, target: Path) -> None:
         """Close the sandbox, and move its changes to the image to `target`, as an overlayfs layer.
@@ -277,7 +280,7 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: the sandbox has no image or has stopped, or its files cannot be moved.
         """
-        ...
+        raise SandboxError(f"the changes of sandbox {self.id} to its image cannot be taken")
 
     async def close(self) -> None:
         """Kill all processes in the sandbox and remove its files. Idempotent; safe under cancellation."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import NoRoom, SandboxError
-from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.base import Sandbox, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import (
     DriverDirectory,
     is_full,
@@ -209,8 +209,8 @@ class NodeDriver[S: "NodeSandbox"](ABC):
                 raise outcome
 
 
-class NodeSandbox(ABC):
-    """Base class of sandboxes; fulfils the contract of `base.Sandbox`. Created by a driver.
+class NodeSandbox(Sandbox):
+    """Base class of sandboxes on this node. Created by a driver.
 
     Args:
         sandbox_id: unique on this node.
@@ -279,10 +279,6 @@ class NodeSandbox(ABC):
     def end_error(self) -> SandboxError:
         """See `base.Sandbox`."""
         return self._why or SandboxError(f"sandbox {self.id} has ended")
-
-    def path_inside(self, path: str, *, write: bool = False) -> str:
-        """See `Sandbox.path_inside`."""
-        return path
 
     def pop_notices(self) -> list[str]:
         """See `base.Sandbox`."""
@@ -408,7 +404,7 @@ class NodeSandbox(ABC):
     async def _end(self) -> None:
         """Kill every process of the sandbox, tool servers included."""
 
-    async def _release(self) -> None:  # noqa: B027 - most sandboxes have no resources
+    async def _release(self) -> None:
         """Release the sandbox's resources, once its processes and files are gone."""
 
     def _remove_files(self) -> None:
