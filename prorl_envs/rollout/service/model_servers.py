@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _STORE_KEY = "model_servers"
 #: Maximum length of a shown problem of a failing server, in characters.
 MAX_PROBLEM = 500
-#: Seconds that adding a server waits for its first health check.
-PROBE_S = 5.0
+#: Seconds that adding a server waits for its first check: the detection of one that refuses takes up to 6 s.
+PROBE_S = 10.0
 
 
 class _StoredServers(BaseModel):
