@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -45,7 +46,7 @@ from prorl_envs.sandbox.linux.kernel_settings import (
     namespace_settings,
 )
 from prorl_envs.sandbox.linux.pidfd import Process, not_in_forks, receive
-from prorl_envs.sandbox.template.process import ForkRequest, ToolServerProcess
+from prorl_envs.sandbox.template.process import CHECKPOINT, ForkRequest, ToolServerProcess
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
 START_TIMEOUT_S = 30.0
@@ -95,7 +96,8 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         await self.starter.start()
 
     def _template(self, name: str, spec: TemplateSpec) -> Template:
-        return Template(name, spec, nice=self.nice, filtered=True)
+        preloading = dataclasses.replace(spec, preload=(*spec.preload, CHECKPOINT))
+        return Template(name, preloading, nice=self.nice, filtered=True)
 
     async def run(self, options: list[str], streams: int, info: int, layers: Sequence[Path]) -> Process:
         """Run bubblewrap.

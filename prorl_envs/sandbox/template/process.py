@@ -32,6 +32,8 @@ FORK_TIMEOUT_S = 30.0
 #: Seconds for the exit of a template, which kills its descendants first: long, for busy machines.
 _END_TIMEOUT_S = 30.0
 _OUTPUT_LIMIT = 4096
+#: Module of checkpoints. Only templates of drivers that take some need to preload it.
+CHECKPOINT = "prorl_envs.sandbox.template.checkpoint"
 
 #: Imports the package from the host process's folder, even if another copy is installed, so that a template
 #: runs the same code as its host. All other imports search that folder last. The control socket gets a number
@@ -277,7 +279,7 @@ class TemplateProcess:
         Raises:
             SandboxError: the sandbox has stopped, or the kernel refused.
         """
-        async with self._talk({"checkpoint": request}, first, memory) as talk:
+        async with self._talk("checkpoint", request, first, memory) as talk:
             report = await _next_message(talk)
             talk.send(json.dumps({"mount": await decide(**report)}).encode())
             lost: list[str] = (await _next_message(talk))["lost"]
@@ -289,14 +291,15 @@ class TemplateProcess:
         Raises:
             SandboxError: the memory cannot be restored.
         """
-        async with self._talk({"restore": request}, first, memory) as talk:
+        async with self._talk("restore_memory", request, first, memory) as talk:
             await _next_message(talk)
 
     @contextlib.asynccontextmanager
     async def _talk(
-        self, message: dict[str, Any], first: int, memory: int | None
+        self, function: str, request: dict[str, Any], first: int, memory: int | None
     ) -> AsyncIterator[socket.socket]:
-        """Fork a child with a socket to it, which exits when the socket closes."""
+        """Run a function of `checkpoint.py` in a child, which exits when the socket to it closes."""
+        message = {"talk": f"{CHECKPOINT}:{function}", "request": request}
         with contextlib.ExitStack() as sockets:
             ours, theirs = _pair(socket.SOCK_SEQPACKET, sockets)
             await self._child_for(message, [first, theirs.fileno(), *([] if memory is None else [memory])])

@@ -54,7 +54,6 @@ from prorl_envs.sandbox.linux.syscall_wrappers import (
     capabilities,
     prctl,
 )
-from prorl_envs.sandbox.template.checkpoint import checkpoint, restore_memory
 from prorl_envs.sandbox.template.enter import (
     die_with_parent,
     drop_privileges,
@@ -383,16 +382,11 @@ def _run_child(
             root, *pidfd, _ = fds
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
             _send(status, ready=True, size=use.size, files=use.files, too_deep=use.too_deep)
-        elif "checkpoint" in request:
+        elif "talk" in request:
             first, talk, *memory, _ = fds
             _send(status, ready=True)
-            checkpoint(
-                first, memory[0] if memory else None, request["checkpoint"], socket.socket(fileno=talk)
-            )
-        elif "restore" in request:
-            first, talk, memory_fd, _ = fds
-            _send(status, ready=True)
-            restore_memory(first, memory_fd, request["restore"], socket.socket(fileno=talk))
+            perform = _load(request["talk"])
+            perform(first, memory[0] if memory else None, request["request"], socket.socket(fileno=talk))
         else:
             if init_socket is not None:
                 set_init_socket(init_socket)

@@ -23,6 +23,8 @@ from prorl_envs.sandbox.template.template import TemplateSpec
 PLACE = "/.prorl"
 CODE = f"{PLACE}/code"
 _LIBRARIES = f"{PLACE}/lib"
+#: Module of `BOOT`; the imports of its other functions differ from those of tool servers.
+_TEMPLATE = "prorl_envs.sandbox.template.zygote"
 _SUBPACKAGES = ("sandbox", "tools")
 _TIMEOUT_S = 120.0
 
@@ -90,7 +92,7 @@ def copy_runtime(target: Path, templates: Mapping[str, TemplateSpec]) -> Runtime
     Raises:
         SandboxError: the modules cannot be traced or copied.
     """
-    wanted = [*templates["base"].preload]
+    wanted = [_TEMPLATE, *templates["base"].preload]
     wanted += [entry.partition(":")[0] for spec in templates.values() for entry in spec.entries]
     found = _trace(wanted)
     stdlib = Path(sysconfig.get_path("stdlib"))
