@@ -1,6 +1,7 @@
 """Promises about resources held by descriptors: counted by the kernel per user, or hidden."""
 
 from prorl_envs.conformance.attacks import HELD_S, START, attack
+from prorl_envs.conformance.host import eventually
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxLimit
@@ -89,6 +90,8 @@ import resource
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 null, sockets = os.open("/dev/null", os.O_RDONLY), []
+while not os.path.exists("go"):
+    time.sleep(0.01)
 try:
     for _ in range(hard // 200 - 1):
         sockets.append(fly(*[null] * 253))
@@ -100,7 +103,10 @@ time.sleep({HELD_S})
     async with world.fresh(python=True) as other, world.fresh(python=True) as box:
         await other.bash("kept=8")
         async with world.lingering(box, f"exec {box.python} -I -c '{filling}'"):
-            await world.appears(box.sandbox.workspace / "full")
+            full = box.sandbox.workspace / "full"
+            full.with_name("go").touch()
+            # Soon after, it is killed.
+            expect(await eventually(lambda: full.exists() or not box.sandbox.alive), "it took none")
             same((await other.bash("sleep 0.3; echo $kept")).text, "8\n")
             same((await other.bash("echo $kept")).text, "8\n")
             async with world.fresh() as third:
