@@ -41,6 +41,8 @@ _LAYOUT = struct.Struct(f"={len(_FIELDS)}Q")
 _MASK = 2**64 - 1
 _MOST_ERRNO = 4095
 _SYSCALL = b"\x0f\x05"
+#: Key of the address of the kernel's code (include/uapi/linux/auxvec.h).
+_AT_SYSINFO_EHDR, _PAGE = 33, 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
@@ -233,14 +235,16 @@ def _await_stop(tid: int) -> int:
 
 def _find_syscall(pid: int) -> int:
     """Return the address of an instruction that makes a system call, in the code that the kernel maps."""
-    if not (mappings := read_mappings(pid)):
+    with open(f"/proc/{pid}/auxv", "rb") as file:  # noqa: PTH123 - templates import no pathlib
+        values: dict[int, int] = dict(struct.iter_unpack("=QQ", file.read()))
+    if not values:
         raise ProcessLookupError(errno.ESRCH, "the process has exited")
-    area = next((mapping for mapping in mappings if mapping.path == "[vdso]"), None)
-    if area is None:
-        raise OSError("the program has removed the code that the kernel maps")
-    code = bytearray(area.size)
-    read_memory(pid, area.start, memoryview(code))
-    return area.start + code.index(_SYSCALL)
+    place, code = values[_AT_SYSINFO_EHDR], bytearray(_PAGE)
+    while True:  # the read fails at the end, or if the program has removed this code
+        read_memory(pid, place, memoryview(code))
+        if (offset := code.find(_SYSCALL)) >= 0:
+            return place + offset
+        place += _PAGE
 
 
 class Mapping(NamedTuple):
@@ -282,9 +286,10 @@ def read_mappings(pid: int) -> list[Mapping]:
     with open(f"/proc/{pid}/maps", errors="surrogateescape", newline="\n") as lines:  # noqa: PTH123
         for line in lines:
             area, rights, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
-            start, end = (int(text, 16) for text in area.split("-"))
+            start, _, end = area.partition("-")
+            numbers = int(start, 16), int(end, 16), rights, int(offset, 16), int(inode)
             if path != ["[vsyscall]"]:
-                found.append(Mapping(start, end, rights, int(offset, 16), int(inode), "".join(path)))
+                found.append(Mapping(*numbers, "".join(path)))
     return found
 
 

@@ -102,7 +102,7 @@ def restore(pid: int, thread: Thread, file: int, own_file: int) -> None:
     present = read_mappings(pid)
     if _layout(wanted) != _layout(present):
         raise OSError("the process is not a fork of the same template")
-    kept = {mapping for mapping in present if mapping in wanted and not mapping.is_writable}
+    kept = {mapping for mapping in {*present} & {*wanted} if not mapping.is_writable}
     replaced = {(mapping.start, mapping.end) for mapping in wanted}
     with thread.without_rseq(), _scratch(thread, [*wanted, *present]) as scratch:
         # The C library remembers the thread's number in its memory.
@@ -122,7 +122,7 @@ def restore(pid: int, thread: Thread, file: int, own_file: int) -> None:
                 end = place + sum(count for _, count in spans)
                 write_memory(pid, mapping.end - used, os.pread(file, used, end - used))
             elif mapping.path not in _FIXED and mapping not in kept:
-                if not (mapping.inode and spans):  # else all of it was saved
+                if sum(count for _, count in spans) < mapping.size:  # else all of it was saved
                     _map(pid, thread, mapping, scratch)
                 at = place
                 for start, count in spans:
