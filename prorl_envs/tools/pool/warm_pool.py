@@ -164,7 +164,11 @@ class WarmPool:
                 if not self._warned:
                     logger.warning("sandboxes wait until others close: %s", error)
                     self._warned = True
-            await asyncio.sleep(_NO_ROOM_S)
+            idle = next((stock.ready for stock in self._stocks.values() if stock.ready), None)
+            if idle is None:
+                await asyncio.sleep(_NO_ROOM_S)
+            else:  # it has the room
+                await idle.popleft()[1].aclose()
 
     async def _keep(self) -> None:
         """Start missing sandboxes and close unneeded ones while the pool is open."""

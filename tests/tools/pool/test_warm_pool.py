@@ -128,6 +128,15 @@ async def test_a_start_waits_for_the_close_of_another_sandbox_if_the_machine_has
     ]
 
 
+async def test_idle_sandboxes_make_room_for_those_that_wait(pool: WarmPool, driver: CountingDriver) -> None:
+    await use(pool, PLAIN, times=2)
+    driver.room = len(driver.sandboxes)
+    assert pool.ready == 2
+    for spec in (OTHER, OTHER):
+        session = await asyncio.wait_for(pool.take(spec), 20)
+        await session.aclose()
+
+
 async def test_without_other_sandboxes_no_room_is_an_error(pool: WarmPool, driver: CountingDriver) -> None:
     if driver.sandboxes:
         pytest.skip("the shared driver has sandboxes")
