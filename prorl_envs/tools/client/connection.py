@@ -60,7 +60,7 @@ class ToolLimits:
     """
 
     output_bytes: int = 32 * 1024
-    grace_s: float = 2.0
+    grace_s: float = 5.0
     margin_s: float = 15.0
     transfer_s: float = 60.0
 

@@ -9,6 +9,7 @@ import pytest
 from prorl_envs.errors import InputError
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.protocol.messages import ERROR_NAME_LIMIT
+from tests.tools.conftest import HASTY
 from tests.tools.deadlines import at_deadline
 
 pytestmark = pytest.mark.anyio
@@ -124,6 +125,7 @@ async def test_at_the_deadline_the_cell_is_interrupted_and_the_session_kept(
     assert (await python_box.python("kept", timeout_s=T)).text == "1\n"
 
 
+@pytest.mark.parametrize("python_box", [HASTY], indirect=True)
 async def test_a_cell_that_ignores_the_interrupt_is_killed_with_the_session(python_box: Toolbox) -> None:
     ignore = "import signal\nlost = 1\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
     code = f"{ignore}\nprint('before')\nwhile True: pass"

@@ -11,7 +11,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.sandbox.rootfs import PROGRAMS, write_busybox_rootfs, write_rootfs
-from tests.tools.conftest import LIMITS
+from tests.tools.conftest import HASTY, LIMITS
 from tests.tools.deadlines import at_deadline
 
 pytestmark = pytest.mark.anyio
@@ -45,10 +45,12 @@ def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-async def box(shared_driver: BubblewrapDriver, image: Path) -> AsyncIterator[Toolbox]:
+async def box(
+    shared_driver: BubblewrapDriver, image: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Toolbox]:
     """A toolbox whose first result was checked."""
     sandbox = await shared_driver.start(SandboxSpec(image=image))
-    toolbox = await Toolbox.open(sandbox, limits=LIMITS)
+    toolbox = await Toolbox.open(sandbox, limits=getattr(request, "param", LIMITS))
     first = await toolbox.bash("echo hello", timeout_s=T)
     assert first.text == "hello\n[this system has no bash: the shell is sh]"
     yield toolbox
@@ -142,6 +144,7 @@ async def test_at_the_deadline_the_command_is_interrupted_and_the_shell_kept(
     assert (await box.bash("echo $kept", timeout_s=T)).text == "yes\n"
 
 
+@pytest.mark.parametrize("box", [HASTY], indirect=True)
 async def test_a_command_that_ignores_the_interrupt_is_killed(box: Toolbox) -> None:
     command = "sh -c 'trap \"\" INT; echo before; while :; do :; done'"
     result = await at_deadline(lambda limit_s: box.bash(command, timeout_s=limit_s))

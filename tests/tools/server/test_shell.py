@@ -7,6 +7,7 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.tools.client.toolbox import Toolbox
+from tests.tools.conftest import HASTY
 from tests.tools.deadlines import at_deadline
 
 pytestmark = pytest.mark.anyio
@@ -198,6 +199,7 @@ async def test_at_the_deadline_the_command_is_interrupted_and_the_shell_kept(
     assert (await box.bash("echo $kept", timeout_s=T)).text == "yes\n"
 
 
+@pytest.mark.parametrize("box", [HASTY], indirect=True)
 async def test_a_command_that_ignores_the_interrupt_is_killed_and_the_shell_kept(box: Toolbox) -> None:
     await box.bash("kept=yes", timeout_s=T)
     command = "bash -c 'trap \"\" INT; echo before; sleep 100; sleep 100'"
@@ -207,6 +209,7 @@ async def test_a_command_that_ignores_the_interrupt_is_killed_and_the_shell_kept
     assert (await box.bash(f"echo $kept; {gone}", timeout_s=T)).text == "yes\n"
 
 
+@pytest.mark.parametrize("box", [HASTY], indirect=True)
 async def test_an_unusable_shell_is_replaced(box: Toolbox) -> None:
     await box.bash("lost=yes", timeout_s=T)
     command = "trap '' INT; echo before; while :; do sleep 0.01; done"
