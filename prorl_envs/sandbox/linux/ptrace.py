@@ -121,7 +121,11 @@ class Thread:
             OSError: the call failed, or the thread has exited.
         """
         if self._instruction is None:
-            self._instruction = _find_syscall(self.tid)
+            try:
+                self._instruction = _find_syscall(self.tid)
+            except PermissionError:
+                self._read_set(_GENERAL)  # if it has been killed, this says so
+                raise
         registers = {**self.registers, "rax": number, "orig_rax": _MASK, "rip": self._instruction}
         registers.update(zip(_ARGUMENTS, arguments, strict=False))
         self._write_registers(registers)

@@ -177,7 +177,7 @@ async def main():
         await driver.start(SandboxSpec())
     except SandboxError as error:
         print(error)
-    subprocess.run(["mount", "-o", "remount,size=50m,nr_inodes=9000", base], check=True)
+    subprocess.run(["mount", "-o", "remount,size=50m,nr_inodes=9000", "none", base], check=True)
     print((await driver.start(SandboxSpec())).alive)
     await driver.aclose()
 
