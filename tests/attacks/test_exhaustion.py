@@ -128,7 +128,8 @@ async def test_a_bomb_that_runs_while_its_sandbox_is_closed(open_box: OpenBox, n
     """)
     calls = [asyncio.create_task(box.bash(f"echo begun > begun; {bomb}", timeout_s=T)) for box in boxes]
     for box in boxes:
-        while not await _content(box, "begun"):  # no process of our own: the bomb leaves none
+        # No process of our own: the bomb leaves none.
+        while not await _content(box, "begun"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await box.sandbox.close()
     for outcome in await asyncio.gather(*calls, return_exceptions=True):

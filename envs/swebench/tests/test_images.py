@@ -203,7 +203,7 @@ async def test_a_kernel_of_another_python_keeps_the_promises_of_a_session(
         code = "import asyncio, os\nasync def f(): return 7\nprint(asyncio.run(f()))\nos.system('echo 8')\n9"
         assert (await tools.python(code, timeout_s=60)).text == "7\n8\n9\n"
         refused = await tools.python("input()", timeout_s=60)
-        assert refused.text.endswith("RuntimeError: input() is not available: there is no one to answer\n")
+        assert "RuntimeError: input() is not available: there is no one to answer" in refused.text
         for stuck in ("await asyncio.sleep(60)", "while True: pass", "!sleep 60"):
             result = await tools.python(f"for _ in range(9):\n    {stuck}", timeout_s=2)
             assert "it was interrupted" in result.text
