@@ -17,7 +17,7 @@ def test_it_has_all_that_the_first_process_imports(tmp_path: Path) -> None:
     modules += [entry.partition(":")[0] for spec in TEMPLATES.values() for entry in spec.entries]
     command = runtime.command()
     program = [*command[: command.index("-c")], "-c", f"{IMPORT}importlib.import_module(name)"]
-    alone = [find_bwrap(), "--unshare-all", "--ro-bind", tmp_path / "runtime", PLACE, "--proc", "/proc"]
+    alone = [str(find_bwrap()), "--unshare-all", "--ro-bind", str(runtime.path), PLACE, "--proc", "/proc"]
     done = subprocess.run(
         [*alone, "--dev", "/dev", "--", *program, CODE, json.dumps(modules)],
         capture_output=True,
