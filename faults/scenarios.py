@@ -166,7 +166,7 @@ async def full_disk(world: World) -> None:
             ballast = Path(f"/proc/{process.pid}/root{disk}/ballast")
             await asyncio.to_thread(_fill, ballast)
             log = world.path("service.log")
-            halted = asyncio.create_task(_says(log, "trying again"))
+            halted = asyncio.create_task(_says(log, "are tried again"))
             await asyncio.wait([reading, halted], return_when=asyncio.FIRST_COMPLETED)
             assert halted.done(), "the disk was never full"
             await asyncio.to_thread(ballast.unlink)
