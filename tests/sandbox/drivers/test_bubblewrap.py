@@ -142,8 +142,8 @@ async def test_a_failing_step_is_named(driver: BubblewrapDriver, tmp_path: Path)
     with pytest.raises(SandboxError, match=r"source path .*gone: No such file") as caught:
         await driver.start(spec)
     assert "must exist" in caught.value.hint
-    with pytest.raises(SandboxError, match="Can't mkdir /usr/x: Read-only"):
-        await driver.start(SandboxSpec(mounts=(Mount(source=tmp_path, target="/usr/x"),)))
+    with pytest.raises(SandboxError, match="Can't mkdir /usr/no-such-place: Read-only"):
+        await driver.start(SandboxSpec(mounts=(Mount(source=tmp_path, target="/usr/no-such-place"),)))
     assert not driver.sandboxes
 
 
