@@ -4,8 +4,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -20,12 +21,15 @@ from prorl_envs.testing.scripted import (
     PromptReader,
     ScriptBook,
     ScriptedModel,
+    ScriptedSample,
 )
 from prorl_envs.tools.types import JsonObject
 
 MODEL_ID = "scripted"
-# Largest number of sessions in each record of failures or aborted turns; the oldest entry is removed first.
-_MAX_SESSIONS = 65_536
+#: Last event of a stream.
+END = "data: [DONE]\n\n"
+#: Largest number of sessions in a record of failures or aborted turns; the oldest entry is removed first.
+MAX_SESSIONS = 65_536
 OWNER = "prorl-envs scripted model server (not a model)"
 
 
@@ -87,84 +91,35 @@ class Played:
         ids: sampled token ids; wrong if the behaviour is BAD_IDS.
         logprobs: one log-probability per id; one too few if the behaviour is SHORT_LOGPROBS.
         finish_reason: reason of the end; empty during sampling.
-        spans: as `TurnProgress.spans`.
         cached: number of tokens at the start of the prompt that a prefix cache would contain.
+        version: version of the weights that sampled the last token.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    spans: tuple[tuple[str, int], ...]
     cached: int
-
-    def after(self, sent: int) -> "Played":
-        """Return the answer without its first `sent` tokens."""
-        return replace(self, ids=self.ids[sent:], logprobs=self.logprobs[sent:])
-
-    @property
-    def version(self) -> str:
-        """Version of the weights that sampled the last token."""
-        return self.spans[-1][0]
-
-    def version_spans(self) -> list[JsonObject]:
-        """Return the versions and their token ranges in the servers' JSON format."""
-        edges = [0, *(end for _, end in self.spans)]
-        return [
-            {"version": version, "start": start, "end": end}
-            for (version, end), start in zip(self.spans, edges, strict=False)
-        ]
+    version: str = "scripted-0"
 
 
-@dataclass(slots=True)
-class TurnProgress:
-    """Progress of a request.
+@dataclass(frozen=True, slots=True)
+class ScriptedTurn:
+    """One request whose answer is known.
 
     Args:
-        total: number of ids to sample.
-        spans: one pair per weight version, oldest first: the version, and the number of ids sampled up to the
-            end of its use.
-        aborted: the request was aborted; the ids sampled before the abort are valid.
+        session: its session; `behaviour`: the session's behaviour.
+        number: number of assistant turns in the prompt.
+        cached: see `Played`.
+        earlier: number of ids that an aborted request of this turn has got; `sample` comes after them.
     """
 
-    total: int
-    spans: list[tuple[str, int]] = field(default_factory=list)
-    aborted: bool = False
-
-    @property
-    def sampled(self) -> int:
-        return self.spans[-1][1] if self.spans else 0
-
-
-class ScriptedEngine:
-    """Sampling without delay. The tests have an engine with a speed, pauses and weight changes.
-
-    Args:
-        version: version of the weights; every answer contains it.
-    """
-
-    def __init__(self, version: str = "scripted-0") -> None:
-        self.version = version
-
-    async def spend(
-        self,
-        total: int,
-        rid: str,
-        disconnected: Callable[[], Awaitable[None]],
-        on_progress: Callable[[int], None] | None = None,
-    ) -> TurnProgress | None:
-        """Wait for the time that sampling `total` ids takes.
-
-        Args:
-            rid: request id, by which the request may be aborted.
-            disconnected: returns when the client disconnects.
-            on_progress: called during sampling with the number of sampled ids.
-
-        Returns:
-            The progress at the end or at the abort, or None if the client disconnected before.
-        """
-        if on_progress is not None:
-            on_progress(total)
-        return TurnProgress(total, [(self.version, total)])
+    session: str
+    behaviour: Behaviour
+    number: int
+    prompt_ids: list[int]
+    cached: int
+    earlier: int
+    sample: ScriptedSample
 
 
 class ScriptedService:
@@ -174,16 +129,9 @@ class ScriptedService:
         renderer: tokenizer and template of the simulated model.
         book: scripts of the known tasks.
         options: options of the server.
-        engine: sampling of the answers; by default without delay.
     """
 
-    def __init__(
-        self,
-        renderer: TemplateRenderer,
-        book: ScriptBook,
-        options: ScriptedOptions,
-        engine: ScriptedEngine | None = None,
-    ) -> None:
+    def __init__(self, renderer: TemplateRenderer, book: ScriptBook, options: ScriptedOptions) -> None:
         self.options = options
         self.counts = AuditCounts()
         self.audit = Audit(self.counts)
@@ -194,9 +142,6 @@ class ScriptedService:
         self._dealer = Dealer(options.mix, self.counts, seed=options.seed)
         self._failed_turns: dict[str, int] = {}
         self._changed = asyncio.Event()
-        #: By session, for aborted turns: length of the prompt that continues the turn, number of sampled ids.
-        self._partial_turns: dict[str, tuple[int, int]] = {}
-        self.engine = engine or ScriptedEngine()
 
     @property
     def stop_ids(self) -> Sequence[int]:
@@ -206,11 +151,6 @@ class ScriptedService:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text."""
         return self._renderer.decode(ids)
-
-    def told_to_abort(self) -> None:
-        """Count a request to abort another request."""
-        self.counts.told_to_abort += 1
-        self._notify()
 
     async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
         """Wait until `holds` returns true for the counters."""
@@ -223,61 +163,13 @@ class ScriptedService:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer one completion request as vLLM does, with the session's behaviour."""
-        arguments = (body.prompt, body.max_tokens, body.stop_token_ids, request)
-        if body.stream:
-            return await self.stream(*arguments, lambda played, sent: self._event_data(body, played, sent))
-        played = await self.play(*arguments)
+        played = await self.play(body.prompt, body.max_tokens, body.stop_token_ids, request)
         if isinstance(played, Response):
             return played
-        return JSONResponse(self._answer(body, played))
-
-    async def stream(
-        self,
-        prompt_ids: list[int],
-        max_tokens: int,
-        stop_ids: list[int],
-        request: Request,
-        piece: "Callable[[Played, int], JsonObject]",
-        *,
-        rid: str = "",
-        interval: int = 1,
-    ) -> Response:
-        """Stream the answer to one request while it is sampled.
-
-        Args:
-            piece: returns the data of an event, given the sample so far and the number of tokens sent before.
-            rid: request id for an abort.
-            interval: smallest number of tokens in an event before the last.
-        """
-        updates: asyncio.Queue[Played | None] = asyncio.Queue()
-        playing = asyncio.create_task(
-            self.play(prompt_ids, max_tokens, stop_ids, request, rid, updates.put_nowait)
-        )
-        playing.add_done_callback(lambda _: updates.put_nowait(None))
-        first = await updates.get()
-        if first is None and isinstance(failed := playing.result(), Response):
-            return failed
-
-        async def events() -> AsyncIterator[str]:
-            sent, latest = 0, first
-            while latest is not None:
-                if len(latest.ids) >= sent + interval:
-                    yield _event(piece(latest, sent))
-                    sent = len(latest.ids)
-                latest = await updates.get()
-            if isinstance(played := playing.result(), Played):
-                yield _event(piece(played, sent))
-                yield "data: [DONE]\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream")
-
-    def _event_data(self, body: CompletionRequest, played: "Played", sent: int) -> JsonObject:
-        """Return one event with the tokens that were not sent before."""
-        answer = self._answer(body, played.after(sent))
-        if sent > 0:
-            answer["choices"][0].pop("prompt_token_ids", None)
-        answer["choices"][0]["finish_reason"] = played.finish_reason or None
-        return answer
+        answer = self.answer(body, played)
+        if not body.stream:
+            return JSONResponse(answer)
+        return StreamingResponse(iter((event(answer), END)), media_type="text/event-stream")
 
     async def play(
         self,
@@ -285,14 +177,12 @@ class ScriptedService:
         max_tokens: int,
         stop_ids: list[int],
         request: Request,
-        rid: str = "",
-        on_progress: Callable[["Played"], None] | None = None,
-    ) -> "Response | Played":
+        **how: Any,
+    ) -> Response | Played:
         """Answer one request with the session's behaviour.
 
         Args:
-            rid: request id for an abort.
-            on_progress: called during sampling with the sample so far.
+            how: for `_spend`.
 
         Returns:
             The sample, or the response of a failure.
@@ -300,20 +190,23 @@ class ScriptedService:
         self.counts.running += 1
         self._notify()
         try:
-            return await self._play(prompt_ids, max_tokens, stop_ids, request, rid, on_progress)
+            turn = await self._begin(prompt_ids, max_tokens, stop_ids, request)
+            if isinstance(turn, Response):
+                return turn
+            played = await self._spend(turn, request, **how)
+            if played is None:
+                return _client_left()
+            self.counts.sampled_tokens += len(played.ids)
+            exchange = (turn.session, turn.behaviour.value, turn.number, tuple(prompt_ids), played.ids)
+            self.audit.record(Exchange(*exchange, played.finish_reason))
+            return _with_faults(played, turn.behaviour, random.Random(turn.session))
         finally:
             self.counts.running -= 1
             self._notify()
 
-    async def _play(
-        self,
-        prompt_ids: list[int],
-        max_tokens: int,
-        stop_ids: list[int],
-        request: Request,
-        rid: str,
-        on_progress: Callable[["Played"], None] | None,
-    ) -> "Response | Played":
+    async def _begin(
+        self, prompt_ids: list[int], max_tokens: int, stop_ids: list[int], request: Request
+    ) -> Response | ScriptedTurn:
         prompt = self._reader.read(prompt_ids)
         key = self._book.find(prompt.first_user) or self._book.find(prompt.users)
         session = request.headers.get("x-session-id") or f"task:{key or ''}"
@@ -331,42 +224,22 @@ class ScriptedService:
             return _error(503, "too many concurrent requests for the scripted server", retry_after=0)
         if (fault := await self._fault(behaviour, session, prompt.assistant_turns, request)) is not None:
             return fault
-        length, earlier = self._partial_turns.pop(session, (0, 0))
-        earlier = earlier if length == len(prompt_ids) else 0
+        earlier = self._sampled_before(session, len(prompt_ids))
         sample = self._model.sample(
             key, behaviour, prompt.assistant_turns, session=session, max_tokens=earlier + max_tokens
         )
         sample = sample.after(earlier).until(stop_ids)
+        return ScriptedTurn(session, behaviour, prompt.assistant_turns, prompt_ids, cached, earlier, sample)
 
-        def sampled(count: int) -> None:
-            spans = ((self.engine.version, count),)
-            if on_progress is not None:
-                on_progress(Played(sample.ids[:count], sample.logprobs[:count], "", spans, cached))
+    def _sampled_before(self, session: str, prompt_length: int) -> int:
+        """Return the number of ids of this turn that an aborted request has got."""
+        return 0
 
-        # Invalid samples are sent only at the end, where they get their faults.
-        valid = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)
-        progress = await self.engine.spend(
-            len(sample.ids),
-            rid,
-            lambda: self._disconnected(request),
-            sampled if on_progress and valid else None,
-        )
-        if progress is None:
-            return _client_left()
-        if progress.aborted:
-            self._partial_turns[session] = len(prompt_ids) + progress.sampled, earlier + progress.sampled
-            if len(self._partial_turns) > _MAX_SESSIONS:
-                del self._partial_turns[next(iter(self._partial_turns))]
-        ids = sample.ids[: progress.sampled]
-        reason = "abort" if progress.aborted else sample.finish_reason
-        self.counts.sampled_tokens += len(ids)
-        self.audit.record(
-            Exchange(session, behaviour.value, prompt.assistant_turns, tuple(prompt_ids), ids, reason)
-        )
-        logprobs = sample.logprobs[: progress.sampled]
-        return _with_faults(
-            Played(ids, logprobs, reason, tuple(progress.spans), cached), behaviour, random.Random(session)
-        )
+    async def _spend(self, turn: ScriptedTurn, request: Request, **how: Any) -> Played | None:
+        """Return the answer once it is sampled, here at once; None if the client has disconnected. The tests
+        have a service with a speed, pauses, aborts and weight changes."""
+        sample = turn.sample
+        return Played(sample.ids, sample.logprobs, sample.finish_reason, turn.cached)
 
     def _refusal(self, prompt_ids: list[int], max_tokens: int) -> Response | None:
         if len(prompt_ids) + max_tokens <= self.options.max_model_len:
@@ -389,7 +262,7 @@ class ScriptedService:
                 return _Disconnect()
             case Behaviour.FLAKY if self._failed_turns.get(session, -1) < turn:
                 self._failed_turns[session] = turn
-                if len(self._failed_turns) > _MAX_SESSIONS:
+                if len(self._failed_turns) > MAX_SESSIONS:
                     del self._failed_turns[next(iter(self._failed_turns))]
                 return _error(503, "the server fails once because of the behaviour flaky", retry_after=0)
             case _:
@@ -401,7 +274,8 @@ class ScriptedService:
             pass
         self.counts.aborted += 1
 
-    def _answer(self, body: CompletionRequest, played: "Played") -> JsonObject:
+    def answer(self, body: CompletionRequest, played: Played) -> JsonObject:
+        """Return an answer as vLLM does."""
         ids, logprobs = list(played.ids), list(played.logprobs)
         choice: JsonObject = {
             "index": 0,
@@ -415,8 +289,6 @@ class ScriptedService:
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
         if body.return_token_ids and not self.options.text_only:
             choice |= {"token_ids": ids, "prompt_token_ids": body.prompt}
-        if len(played.spans) > 1:
-            choice["weight_versions"] = played.version_spans()
         usage = {"prompt_tokens": len(body.prompt), "completion_tokens": len(ids)}
         details = {"cached_tokens": played.cached}
         return {
@@ -478,7 +350,8 @@ def _with_faults(played: Played, behaviour: Behaviour, chance: random.Random) ->
     return replace(played, ids=tuple(ids), logprobs=tuple(logprobs))
 
 
-def _event(data: JsonObject) -> str:
+def event(data: JsonObject) -> str:
+    """Return one event of a stream."""
     return f"data: {json.dumps(data)}\n\n"
 
 

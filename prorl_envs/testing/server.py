@@ -18,13 +18,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.audit import AuditCounts, Exchange
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.scripted_app import (
-    ScriptedEngine,
-    ScriptedOptions,
-    ScriptedService,
-    add_common,
-    add_vllm,
-)
+from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
 from prorl_envs.testing.tokenizer import builtin_renderer
 
 type Interface = Callable[[FastAPI, ScriptedService], None]
@@ -49,7 +43,7 @@ class ScriptedServer:
         interface: interface of the server.
         port: TCP port; 0 selects a free port.
         renderer: tokenizer and template of the simulated model; by default the built-in ones.
-        engine: sampling of the answers; by default without delay.
+        service: makes the implementation of the routes.
         options: the fields of `ScriptedOptions`.
     """
 
@@ -60,14 +54,11 @@ class ScriptedServer:
         interface: Interface = add_vllm,
         port: int = 0,
         renderer: TemplateRenderer | None = None,
-        engine: ScriptedEngine | None = None,
+        service: Callable[..., ScriptedService] = ScriptedService,
         **options: Any,
     ) -> None:
-        self._service = ScriptedService(
-            renderer or builtin_renderer(),
-            book or ScriptBook({}),
-            ScriptedOptions(**options),
-            engine,
+        self._service = service(
+            renderer or builtin_renderer(), book or ScriptBook({}), ScriptedOptions(**options)
         )
         self._interface = interface
         self._port = port

@@ -8,9 +8,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from prorl_envs.testing.scripted_app import Played, ScriptedService
+from prorl_envs.testing.scripted_app import ScriptedService
 from prorl_envs.tools.types import JsonObject
-from tests.support.timed_server import add_steerable_vllm
+from tests.support.timed_server import TimedPlayed, add_steerable_vllm, timed
 
 
 class TokenSampling(BaseModel):
@@ -35,6 +35,7 @@ class TokensRequest(BaseModel):
 def add_generate(app: FastAPI, service: ScriptedService) -> None:
     """Add vLLM's routes and this route to a scripted server."""
     add_steerable_vllm(app, service)
+    service = timed(service)
 
     @app.post("/inference/v1/generate")
     async def generate(body: TokensRequest, request: Request) -> Response:
@@ -46,7 +47,7 @@ def add_generate(app: FastAPI, service: ScriptedService) -> None:
         return played if isinstance(played, Response) else JSONResponse(_answer(body, played, 0))
 
 
-def _answer(body: TokensRequest, played: Played, sent: int) -> JsonObject:
+def _answer(body: TokensRequest, played: TimedPlayed, sent: int) -> JsonObject:
     new = played.after(sent)
     pairs = zip(new.ids, new.logprobs, strict=False)
     content = [{"token_id": number, "logprob": value, "top_logprobs": []} for number, value in pairs]

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from prorl_envs.testing.scripted_app import Played, ScriptedService
 from prorl_envs.tools.types import JsonObject
+from tests.support.timed_server import TimedPlayed, timed
 
 
 class LlamaCppRequest(BaseModel):
@@ -28,6 +29,7 @@ class LlamaCppRequest(BaseModel):
 
 def add_llamacpp(app: FastAPI, service: ScriptedService) -> None:
     """Add llama.cpp's routes to a scripted server; they have no pauses."""
+    service = timed(service)
 
     @app.post("/completion")
     async def completion(body: LlamaCppRequest, request: Request) -> Response:
@@ -45,7 +47,7 @@ def _requested_fields(body: LlamaCppRequest, answer: JsonObject) -> JsonObject:
     return {name: answer[name] for name in body.response_fields or answer if name in answer}
 
 
-def _event(service: ScriptedService, body: LlamaCppRequest, played: Played, sent: int) -> JsonObject:
+def _event(service: ScriptedService, body: LlamaCppRequest, played: TimedPlayed, sent: int) -> JsonObject:
     """Return an event with the tokens that were not sent before. Only the last event contains a finish reason
     and the fields that the request names."""
     answer = _answer(service, body, played.after(sent))

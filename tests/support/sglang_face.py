@@ -10,9 +10,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from prorl_envs.testing.scripted_app import MODEL_ID, Played, ScriptedService
+from prorl_envs.testing.scripted_app import MODEL_ID, ScriptedService
 from prorl_envs.tools.types import JsonObject
-from tests.support.timed_server import NewVersion, Treatment, engine_of
+from tests.support.timed_server import NewVersion, TimedPlayed, TimedService, Treatment, timed
 
 
 class SamplingParams(BaseModel):
@@ -51,7 +51,8 @@ def add_sglang(app: FastAPI, service: ScriptedService, *, incremental: bool = Fa
     Args:
         incremental: stream events contain only new tokens, as with `--incremental-streaming-output`.
     """
-    engine = engine_of(service)
+    service = timed(service)
+    engine = service.engine
 
     @app.post("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -59,12 +60,12 @@ def add_sglang(app: FastAPI, service: ScriptedService, *, incremental: bool = Fa
         arguments = (body.input_ids, params.max_new_tokens, params.stop_token_ids, request)
         if body.stream:
 
-            def piece(played: Played, sent: int) -> JsonObject:
+            def piece(played: TimedPlayed, sent: int) -> JsonObject:
                 new = played.after(sent) if incremental else played
                 return _answer(service, body, new, len(played.ids))
 
             return await service.stream(*arguments, piece, rid=body.rid, interval=params.stream_interval)
-        played = await service.play(*arguments, body.rid)
+        played = await service.play(*arguments, rid=body.rid)
         if isinstance(played, Response):
             return played
         return JSONResponse(_answer(service, body, played, len(played.ids)))
@@ -108,7 +109,7 @@ def add_sglang(app: FastAPI, service: ScriptedService, *, incremental: bool = Fa
         return {"success": True}
 
 
-def _answer(service: ScriptedService, body: GenerateRequest, played: Played, total: int) -> JsonObject:
+def _answer(service: TimedService, body: GenerateRequest, played: TimedPlayed, total: int) -> JsonObject:
     """Return an answer or a stream event; `total` is the number of tokens sampled so far."""
     pairs = [[value, number, None] for value, number in zip(played.logprobs, played.ids, strict=False)]
     reason: JsonObject | None = {"type": played.finish_reason} if played.finish_reason else None

@@ -1,15 +1,29 @@
 """Scripted model server with a sampling speed, pauses and weight changes, as real servers have them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from prorl_envs.clock import Clock, SystemClock
-from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.scripted_app import ScriptedEngine, ScriptedService, TurnProgress, add_vllm
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.testing.scripted import Behaviour, ScriptBook
+from prorl_envs.testing.scripted_app import (
+    END,
+    MAX_SESSIONS,
+    CompletionRequest,
+    Played,
+    ScriptedOptions,
+    ScriptedService,
+    ScriptedTurn,
+    add_vllm,
+    event,
+)
 from prorl_envs.testing.server import Interface, ScriptedServer
 from prorl_envs.tools.types import JsonObject
 
@@ -22,7 +36,46 @@ class NewVersion(BaseModel):
     new_version: str = Field(max_length=200)
 
 
-class TimedEngine(ScriptedEngine):
+@dataclass(slots=True)
+class TurnProgress:
+    """Progress of a request.
+
+    Args:
+        total: number of ids to sample.
+        spans: one pair per weight version, oldest first: the version, and the number of ids sampled up to the
+            end of its use.
+        aborted: the request was aborted; the ids sampled before the abort are valid.
+    """
+
+    total: int
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    aborted: bool = False
+
+    @property
+    def sampled(self) -> int:
+        return self.spans[-1][1] if self.spans else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPlayed(Played):
+    """Answer with `spans` as those of `TurnProgress`."""
+
+    spans: tuple[tuple[str, int], ...] = ()
+
+    def after(self, sent: int) -> "TimedPlayed":
+        """Return the answer without its first `sent` tokens."""
+        return replace(self, ids=self.ids[sent:], logprobs=self.logprobs[sent:])
+
+    def version_spans(self) -> list[JsonObject]:
+        """Return the versions and their token ranges in the servers' JSON format."""
+        edges = [0, *(end for _, end in self.spans)]
+        return [
+            {"version": version, "start": start, "end": end}
+            for (version, end), start in zip(self.spans, edges, strict=False)
+        ]
+
+
+class TimedEngine:
     """Sampling time, pauses and weights.
 
     The sample is known from the start. The engine only determines how many of its ids have been sampled when
@@ -39,7 +92,7 @@ class TimedEngine(ScriptedEngine):
     def __init__(
         self, clock: Clock, latency_s: float, tokens_per_s: float | None, version: str, *, steerable: bool
     ) -> None:
-        super().__init__(version)
+        self.version = version
         self.steerable = steerable
         self.pauses: list[str] = []
         self._clock = clock
@@ -80,7 +133,16 @@ class TimedEngine(ScriptedEngine):
         disconnected: Callable[[], Awaitable[None]],
         on_progress: Callable[[int], None] | None = None,
     ) -> TurnProgress | None:
-        """See `ScriptedEngine.spend`; `rid` is the request id for `abort`."""
+        """Wait for the time that sampling `total` ids takes.
+
+        Args:
+            rid: request id, by which the request may be aborted.
+            disconnected: returns when the client disconnects.
+            on_progress: called during sampling with the number of sampled ids.
+
+        Returns:
+            The progress at the end or at the abort, or None if the client disconnected before.
+        """
         disconnect = asyncio.ensure_future(disconnected())
         progress = TurnProgress(total)
         spent = 0.0
@@ -140,6 +202,131 @@ class TimedEngine(ScriptedEngine):
         self._changed = asyncio.Event()
 
 
+class TimedService(ScriptedService):
+    """Implementation of the routes, with a `TimedEngine`."""
+
+    def __init__(
+        self, renderer: TemplateRenderer, book: ScriptBook, options: ScriptedOptions, engine: TimedEngine
+    ) -> None:
+        super().__init__(renderer, book, options)
+        self.engine = engine
+        #: By session, for aborted turns: length of the prompt that continues the turn, number of sampled ids.
+        self._partial_turns: dict[str, tuple[int, int]] = {}
+
+    def told_to_abort(self) -> None:
+        """Count a request to abort another request."""
+        self.counts.told_to_abort += 1
+        self._notify()
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """See `ScriptedService.complete`. Streams while the answer is sampled."""
+        if not body.stream:
+            return await super().complete(body, request)
+        arguments = (body.prompt, body.max_tokens, body.stop_token_ids, request)
+        return await self.stream(*arguments, lambda played, sent: self._event_data(body, played, sent))
+
+    def answer(self, body: CompletionRequest, played: Played) -> JsonObject:
+        """See `ScriptedService.answer`."""
+        answer = super().answer(body, played)
+        if isinstance(played, TimedPlayed) and len(played.spans) > 1:
+            answer["choices"][0]["weight_versions"] = played.version_spans()
+        return answer
+
+    async def play(self, *arguments: Any, **how: Any) -> Response | TimedPlayed:
+        """See `ScriptedService.play`. Further arguments: see `_spend`."""
+        played = await super().play(*arguments, **how)
+        assert isinstance(played, Response | TimedPlayed)
+        return played
+
+    async def stream(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        stop_ids: list[int],
+        request: Request,
+        piece: "Callable[[TimedPlayed, int], JsonObject]",
+        *,
+        rid: str = "",
+        interval: int = 1,
+    ) -> Response:
+        """Stream the answer to one request while it is sampled.
+
+        Args:
+            piece: returns the data of an event, given the sample so far and the number of tokens sent before.
+            rid: request id for an abort.
+            interval: smallest number of tokens in an event before the last.
+        """
+        updates: asyncio.Queue[TimedPlayed | None] = asyncio.Queue()
+        playing = asyncio.create_task(
+            self.play(prompt_ids, max_tokens, stop_ids, request, rid=rid, on_progress=updates.put_nowait)
+        )
+        playing.add_done_callback(lambda _: updates.put_nowait(None))
+        first = await updates.get()
+        if first is None and isinstance(failed := playing.result(), Response):
+            return failed
+
+        async def events() -> AsyncIterator[str]:
+            sent, latest = 0, first
+            while latest is not None:
+                if len(latest.ids) >= sent + interval:
+                    yield event(piece(latest, sent))
+                    sent = len(latest.ids)
+                latest = await updates.get()
+            if isinstance(played := playing.result(), TimedPlayed):
+                yield event(piece(played, sent))
+                yield END
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def _event_data(self, body: CompletionRequest, played: TimedPlayed, sent: int) -> JsonObject:
+        """Return one event with the tokens that were not sent before."""
+        answer = self.answer(body, played.after(sent))
+        if sent > 0:
+            answer["choices"][0].pop("prompt_token_ids", None)
+        answer["choices"][0]["finish_reason"] = played.finish_reason or None
+        return answer
+
+    def _sampled_before(self, session: str, prompt_length: int) -> int:
+        length, earlier = self._partial_turns.pop(session, (0, 0))
+        return earlier if length == prompt_length else 0
+
+    async def _spend(
+        self,
+        turn: ScriptedTurn,
+        request: Request,
+        rid: str = "",
+        on_progress: Callable[[TimedPlayed], None] | None = None,
+        **how: Any,
+    ) -> TimedPlayed | None:
+        sample = turn.sample
+
+        def played(count: int, reason: str, spans: tuple[tuple[str, int], ...]) -> TimedPlayed:
+            ids, logprobs = sample.ids[:count], sample.logprobs[:count]
+            return TimedPlayed(ids, logprobs, reason, turn.cached, spans[-1][0], spans)
+
+        def sampled(count: int) -> None:
+            if on_progress is not None:
+                on_progress(played(count, "", ((self.engine.version, count),)))
+
+        # Invalid samples are sent only at the end, where they get their faults.
+        valid = turn.behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)
+        progress = await self.engine.spend(
+            len(sample.ids),
+            rid,
+            lambda: self._disconnected(request),
+            sampled if on_progress and valid else None,
+        )
+        if progress is None:
+            return None
+        if progress.aborted:
+            there = len(turn.prompt_ids) + progress.sampled
+            self._partial_turns[turn.session] = there, turn.earlier + progress.sampled
+            if len(self._partial_turns) > MAX_SESSIONS:
+                del self._partial_turns[next(iter(self._partial_turns))]
+        reason = "abort" if progress.aborted else sample.finish_reason
+        return played(progress.sampled, reason, tuple(progress.spans))
+
+
 class TimedServer(ScriptedServer):
     """`ScriptedServer` with a `TimedEngine`.
 
@@ -167,13 +354,23 @@ class TimedServer(ScriptedServer):
         self.engine = TimedEngine(
             clock or SystemClock(), latency_s, tokens_per_s, weight_version, steerable=steerable
         )
-        super().__init__(book, interface=interface or add_steerable_vllm, engine=self.engine, **options)
+        super().__init__(
+            book,
+            interface=interface or add_steerable_vllm,
+            service=partial(TimedService, engine=self.engine),
+            **options,
+        )
+
+
+def timed(service: ScriptedService) -> TimedService:
+    """Return the service of a `TimedServer`."""
+    assert isinstance(service, TimedService)
+    return service
 
 
 def engine_of(service: ScriptedService) -> TimedEngine:
     """Return the engine of a `TimedServer`."""
-    assert isinstance(service.engine, TimedEngine)
-    return service.engine
+    return timed(service).engine
 
 
 def add_steerable_vllm(app: FastAPI, service: ScriptedService) -> None:
