@@ -5,7 +5,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -105,14 +104,6 @@ def bystander(*words: str) -> Iterator["subprocess.Popen[bytes]"]:
         assert process.stdout is not None
         process.stdout.readline()  # a program that has just started has no visible command line yet
         yield process
-
-
-def interfaces() -> set[str]:
-    """Return the host's network interfaces that have a device; without /sys, all but the loopback."""
-    listed = Path("/sys/class/net")
-    if not listed.is_dir():
-        return {name for _, name in socket.if_nameindex() if name != "lo"}
-    return {path.name for path in listed.iterdir() if (path / "device").exists()}
 
 
 def owner(pid: int) -> int:
