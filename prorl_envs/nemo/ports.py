@@ -60,14 +60,14 @@ class SandboxPorts:
         if port not in self._published:
             listener = socket.create_server((_LOOPBACK, 0))
             self._published[port] = listener.getsockname()[1]
-            self._relay(listener, partial(self._connect, _LOOPBACK, port))
+            self._relay(listener, partial(self._connect, port))
         return self._published[port]
 
     async def forward(self, peer: "SandboxPorts", ports: Collection[int]) -> None:
         """Let programs inside reach at 127.0.0.1 ports of the same address in another sandbox."""
         for port in ports:
             listener = await self._sandbox.listen(_LOOPBACK, port)
-            self._relay(listener, partial(peer._connect, _LOOPBACK, port))
+            self._relay(listener, partial(peer._connect, port))
 
     async def link(self, peers: Collection["SandboxPorts"]) -> None:
         """Let this sandbox and these reach each other, at their addresses. Raises SandboxError as `link`."""
@@ -85,9 +85,9 @@ class SandboxPorts:
     def _relay(self, listener: socket.socket, connect: Connector) -> None:
         self._relays.append(Relay(self._gateway, self._sandbox.id, listener, connect))
 
-    async def _connect(self, host: str, port: int) -> socket.socket:
+    async def _connect(self, port: int) -> socket.socket:
         """Connect to a service inside."""
-        return await _connect(host, port, await self._sandbox.open_socket())
+        return await _connect(_LOOPBACK, port, await self._sandbox.open_socket())
 
 
 async def _connect(host: str, port: int, sock: socket.socket | None = None) -> socket.socket:

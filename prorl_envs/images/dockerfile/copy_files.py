@@ -20,12 +20,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.images.digest import of_stream
 from prorl_envs.images.dockerfile.ignore import IgnoreRules, glob_expression, is_glob
 from prorl_envs.sandbox.filesystem.directories import remove_tree
-from prorl_envs.sandbox.filesystem.layered import (
-    OPAQUE_ATTRIBUTE,
-    LayerTree,
-    children,
-    is_opaque,
-)
+from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerTree, children, is_opaque
 
 _CHUNK = 1 << 20
 _DEPTH_LIMIT = 200

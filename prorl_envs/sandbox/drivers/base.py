@@ -253,11 +253,6 @@ class NodeSandbox(Sandbox):
         return self._root / self._work
 
     @property
-    def socket_directory(self) -> tuple[str, Path]:
-        """See `Sandbox.socket_directory`. The path is relative: a socket's path has at most 107 bytes."""
-        return "", self.workspace
-
-    @property
     def alive(self) -> bool:
         return self._closing is None
 
@@ -278,7 +273,7 @@ class NodeSandbox(Sandbox):
 
     def end_error(self) -> SandboxError:
         """See `base.Sandbox`."""
-        return self._why or SandboxError(f"sandbox {self.id} has ended")
+        return self._why or super().end_error()
 
     def pop_notices(self) -> list[str]:
         """See `base.Sandbox`."""

@@ -55,7 +55,7 @@ class TakenCheckpoint:
             upper, layer = self._layers[target]
             copy_mode(upper, new)
             if len(self._files.frozen.get(target, ())) >= _MOST_LAYERS:
-                self._merged[target] = _frozen(layer.with_name(f"{layer.name}-merged"))
+                self._merged[target] = FrozenTree(layer.with_name(f"{layer.name}-merged"), remove_tree)
                 merge(self._files.below(target)[::-1], self._merged[target].path)
 
     def request(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class TakenCheckpoint:
                 unused.remove(self._merged[target])
                 unused += below
                 below = (self._merged[target],)
-            trees[target] = (_frozen(layer), *(tree.share() for tree in below))
+            trees[target] = (FrozenTree(layer, remove_tree), *(tree.share() for tree in below))
             if self._becomes_layer(target):
                 upper.rename(layer)
                 self._new[target][0].rename(upper)
@@ -128,10 +128,6 @@ class TakenCheckpoint:
 
     def _is_in_tree(self, path: str) -> bool:
         return any(path.startswith(f"{target}/") for target in self._new)
-
-
-def _frozen(path: Path) -> FrozenTree:
-    return FrozenTree(path, remove_tree)
 
 
 def merge(layers: Sequence[Path], target: Path) -> None:

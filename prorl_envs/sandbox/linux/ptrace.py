@@ -41,7 +41,7 @@ _LAYOUT = struct.Struct(f"={len(_FIELDS)}Q")
 _MASK = 2**64 - 1
 _MOST_ERRNO = 4095
 _SYSCALL = b"\x0f\x05"
-#: Key of the address of the kernel's code (include/uapi/linux/auxvec.h).
+#: Key of the address of the kernel's code (include/uapi/linux/auxvec.h), and bytes that are read at once.
 _AT_SYSINFO_EHDR, _PAGE = 33, 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -98,7 +98,7 @@ class Thread:
                 return None
             time.sleep(_POLL_S)
         if not os.WIFSTOPPED(found[1]):
-            raise ProcessLookupError(3, "the thread has exited")
+            raise ProcessLookupError(errno.ESRCH, "the thread has exited")
         thread = cls(tid)
         if found[1] >> 16 != _PTRACE_EVENT_STOP:  # a signal arrived at the same time
             thread._signals.append(os.WSTOPSIG(found[1]))
@@ -233,7 +233,7 @@ def _await_stop(tid: int) -> int:
     """Wait until a traced thread stops; return the signal that it reports."""
     _, status = os.waitpid(tid, _WALL)
     if not os.WIFSTOPPED(status):
-        raise ProcessLookupError(3, "the thread has exited")
+        raise ProcessLookupError(errno.ESRCH, "the thread has exited")
     return os.WSTOPSIG(status)
 
 
