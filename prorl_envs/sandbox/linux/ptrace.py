@@ -69,7 +69,7 @@ class Thread:
     def __init__(self, tid: int) -> None:
         self.tid = tid
         self._instruction: int | None = None
-        #: Signals that arrived while it was stopped, delivered when it goes on.
+        #: Signals that arrived while it was stopped, delivered when it goes on; 0 is none.
         self._signals: list[int] = []
         general = self._read_set(_GENERAL)
         if len(general) != _LAYOUT.size:
@@ -173,8 +173,7 @@ class Thread:
         registers and the signals whether the interrupted system call is repeated or returns EINTR."""
         _ptrace(_PTRACE_INTERRUPT, self.tid)
         _ptrace(_PTRACE_CONT, self.tid)
-        if (number := _await_stop(self.tid)) != signal.SIGTRAP:
-            self._signals.append(number)
+        self._signals.append(_await_stop(self.tid))
 
     def _write_registers(self, registers: dict[str, int]) -> None:
         self._write_set(_GENERAL, _LAYOUT.pack(*registers.values()))
@@ -230,11 +229,11 @@ def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
 
 
 def _await_stop(tid: int) -> int:
-    """Wait until a traced thread stops; return the signal that it reports."""
+    """Wait until a traced thread stops; return the signal that it reports, 0 if it was interrupted."""
     _, status = os.waitpid(tid, _WALL)
     if not os.WIFSTOPPED(status):
         raise ProcessLookupError(errno.ESRCH, "the thread has exited")
-    return os.WSTOPSIG(status)
+    return 0 if status >> 16 == _PTRACE_EVENT_STOP else os.WSTOPSIG(status)
 
 
 def _find_syscall(pid: int) -> int:

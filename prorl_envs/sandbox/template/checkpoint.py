@@ -58,17 +58,21 @@ class _Stopped:
                 return
 
     def _add(self, pid: int) -> bool:
-        added = False
+        added, known = False, self.threads.get(pid, [])
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            known = self.threads.get(pid, [])
             for tid in set(threads(pid)) - {thread.tid for thread in known} - self.waiting:
                 if _state(tid) != "Z":
                     added = True
-                    thread = Thread.stop(tid)
+                    try:
+                        thread = Thread.stop(tid)
+                    except PermissionError:
+                        if _state(tid) != "Z":  # it has exited meanwhile
+                            raise
+                        continue
                     known += [] if thread is None else [thread]
                     self.waiting |= {tid} if thread is None else set()
-            if known:
-                self.threads[pid] = sorted(known, key=lambda thread: thread.tid)
+        if known:
+            self.threads[pid] = sorted(known, key=lambda thread: thread.tid)
         return added
 
     def resume(self) -> None:

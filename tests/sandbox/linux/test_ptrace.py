@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from prorl_envs.sandbox.linux import ptrace
 from prorl_envs.sandbox.linux.ptrace import Thread
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="system calls of x86-64 only")
@@ -44,15 +45,15 @@ def waiting(code: str) -> Iterator[subprocess.Popen[bytes]]:
         assert program.stdout is not None
         try:
             assert os.read(program.stdout.fileno(), 1) == b"r"
-            while not _waits(program.pid):
+            while not has_state(program.pid, b"S"):
                 time.sleep(0.001)
             yield program
         finally:
             program.kill()
 
 
-def _waits(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"S")
+def has_state(pid: int, state: bytes) -> bool:
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(state)
 
 
 def stopped(pid: int, *, calls: int) -> Thread:
@@ -91,6 +92,28 @@ def test_no_signal_is_lost_between_calls() -> None:
         thread.resume()
         assert program.stdout is not None
         assert sorted(program.stdout.read()) == sorted(b"uxe")
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_signal_while_the_thread_is_seized_is_delivered_once(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread stops for the signal first, and the interruption is still to come."""
+    request = ptrace._ptrace
+
+    def signal_before_interrupt(number: int, tid: int, *arguments: int) -> None:
+        if number == ptrace._PTRACE_INTERRUPT:
+            monkeypatch.undo()
+            os.kill(tid, signal.SIGUSR1)
+            while not has_state(tid, b"t"):
+                time.sleep(0.001)
+        request(number, tid, *arguments)
+
+    with waiting("time.sleep(0.5)") as program:
+        monkeypatch.setattr(ptrace, "_ptrace", signal_before_interrupt)
+        stopped(program.pid, calls=calls).resume()
+        assert program.communicate(timeout=60)[0] == b"ue"
+        assert program.returncode == 0
 
 
 def test_a_killed_thread_is_reported() -> None:
