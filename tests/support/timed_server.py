@@ -157,7 +157,8 @@ class TimedEngine:
                     seconds = min(seconds, 1 / self._tokens_per_s)
                 if not await self._wait(disconnect, seconds):
                     return None
-                spent += self._clock.monotonic() - began
+                # Not more than was waited for: on a busy machine too, a stream has many parts.
+                spent += min(self._clock.monotonic() - began, seconds)
                 if progress.spans and progress.spans[-1][0] == version:
                     progress.spans.pop()
                 progress.spans.append((version, self._sampled_after(spent, total)))
