@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -20,22 +20,8 @@ ARRAYS = ("ids", "loss_mask", "logprobs")
 
 
 @dataclass(slots=True, kw_only=True)
-class Summary:
-    """Summary of a result. Treat it as read-only; a frozen class would take several times as long to create.
-
-    Args:
-        cursor, job_id, group_id, sample, environment, task_id, batch_id, state, reward, mask_sample,
-            stop_reason, attempts: as in the result.
-        failure: kind of the failure, or None.
-        failed_in: stage of the failure, or None.
-        problem: start of the failure's message, or None.
-        turns: number of model calls.
-        tokens: number of tokens in all rows of the trajectory.
-        sampled: number of these tokens that the policy sampled.
-        rows: number of rows of the trajectory, 1 if there is no fork.
-        drift: sum of the drift of all rows, in tokens.
-        queued_s, init_s, run_s, eval_s, model_s, tools_s: as in the result's timings.
-    """
+class _Named:
+    """Fields that a result and its summary have in common."""
 
     cursor: int = 0
     job_id: str
@@ -48,10 +34,28 @@ class Summary:
     reward: float | None = None
     mask_sample: bool = False
     stop_reason: str | None = None
+    attempts: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary(_Named):
+    """Summary of a result. Treat it as read-only; a frozen class would take several times as long to create.
+    Beside the fields below, it has those of the result's identity, outcome and timings under the same names.
+
+    Args:
+        failure: kind of the failure, or None.
+        failed_in: stage of the failure, or None.
+        problem: start of the failure's message, or None.
+        turns: number of model calls.
+        tokens: number of tokens in all rows of the trajectory.
+        sampled: number of these tokens that the policy sampled.
+        rows: number of rows of the trajectory, 1 if there is no fork.
+        drift: sum of the drift of all rows, in tokens.
+    """
+
     failure: str | None = None
     failed_in: str | None = None
     problem: str | None = None
-    attempts: int = 1
     turns: int = 0
     tokens: int = 0
     sampled: int = 0
@@ -103,28 +107,20 @@ class _Timings(Struct):
     tools_s: float = 0.0
 
 
-class _Stored(Struct):
+@dataclass(slots=True, kw_only=True)
+class _Stored(_Named):
     """Parts of a result that a summary needs. The decoder skips other fields."""
 
-    job_id: str
-    group_id: str
-    sample: int
-    environment: str
-    task_id: str
-    state: str
     reward: float | None
     mask_sample: bool
     version: Literal[2] = 2
-    cursor: int = 0
-    batch_id: str | None = None
-    stop_reason: str | None = None
     failure: _Failure | None = None
     trajectory: _Row | None = None
     forks: Sequence[_Row] = ()
-    timings: _Timings = msgspec.field(default_factory=_Timings)
-    attempts: int = 1
+    timings: _Timings = field(default_factory=_Timings)
 
 
+_NAMED, _TIMES = [each.name for each in fields(_Named)], _Timings.__struct_fields__
 _DECODER = msgspec.json.Decoder(_Stored)
 
 
@@ -193,34 +189,18 @@ def _rows(stored: _Stored) -> list[_Row]:
 
 def _summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
     """Return the summary of an object with a result's fields, or at least those that a summary needs."""
-    timings, failure = result.timings, result.failure
+    failure = result.failure
     return Summary(
-        cursor=result.cursor,
-        job_id=result.job_id,
-        group_id=result.group_id,
-        sample=result.sample,
-        environment=result.environment,
-        task_id=result.task_id,
-        batch_id=result.batch_id,
-        state=str(result.state),
-        reward=result.reward,
-        mask_sample=result.mask_sample,
-        stop_reason=str(result.stop_reason) if result.stop_reason else None,
+        **{name: getattr(result, name) for name in _NAMED},
+        **{name: getattr(result.timings, name) for name in _TIMES},
         failure=str(failure.kind) if failure else None,
         failed_in=str(failure.stage) if failure else None,
         problem=failure.message[:MAX_PROBLEM] if failure else None,
-        attempts=result.attempts,
         turns=sum([len(row.turns) for row in rows]),
         tokens=tokens,
         sampled=sum([turn.end - turn.start for row in rows for turn in row.turns]),
         rows=len(rows),
         drift=sum(row.drift for row in rows),
-        queued_s=timings.queued_s,
-        init_s=timings.init_s,
-        run_s=timings.run_s,
-        eval_s=timings.eval_s,
-        model_s=timings.model_s,
-        tools_s=timings.tools_s,
     )
 
 

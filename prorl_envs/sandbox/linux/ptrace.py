@@ -196,7 +196,10 @@ def read_memory(pid: int, address: int, buffer: memoryview) -> None:
     Raises:
         OSError: a part cannot be read.
     """
-    _transfer(_libc.process_vm_readv, pid, address, (ctypes.c_char * len(buffer)).from_buffer(buffer))
+    try:
+        _transfer(_libc.process_vm_readv, pid, address, (ctypes.c_char * len(buffer)).from_buffer(buffer))
+    except OSError as error:  # frames of a traceback would keep the buffer from being closed
+        raise error.with_traceback(None) from None
 
 
 def write_memory(pid: int, address: int, data: bytes) -> None:

@@ -66,6 +66,14 @@ class CellStreams(object):  # noqa: UP004 - for old interpreters
 
     def settle(self) -> None:
         """Replace streams that cannot be used any more. Call it before the first cell and after each."""
+        hook = getattr(sys, "unraisablehook", None)  # type: Any  # new in Python 3.8
+        sys.unraisablehook = lambda *_: None  # a stream that cannot be closed has nothing else to say
+        try:
+            self._settle()
+        finally:
+            sys.unraisablehook = hook
+
+    def _settle(self) -> None:
         for fd, copy in self._copies.items():
             _restore(fd, copy)
         for name, usable in (("stdin", _is_open), ("stdout", _is_writable), ("stderr", _is_writable)):
