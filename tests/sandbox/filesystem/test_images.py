@@ -160,7 +160,9 @@ async def test_a_mount_whose_squashfuse_died_is_removed(
     driver: BubblewrapDriver, sif: Path, run_dir: Path
 ) -> None:
     await driver.start(SandboxSpec(image=sif))
-    (pid,) = squashfuse_pids(run_dir)
+    while len(found := squashfuse_pids(run_dir)) > 1:  # noqa: ASYNC110 - one of them is about to be another program
+        await asyncio.sleep(0.01)
+    (pid,) = found
     squashfuse = os.pidfd_open(pid)
     signal.pidfd_send_signal(squashfuse, signal.SIGKILL)
     select.select([squashfuse], [], [])
