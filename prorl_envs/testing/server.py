@@ -1,9 +1,5 @@
 """Scripted model server: the token protocol of vLLM over HTTP on a loopback port.
 
-    book = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-    async with ScriptedServer(book, mix=Mix.parse("solve=2,wrong=1")) as server:
-        print(server.url)
-
 The server also has the routes `/scripted/stats` (counters, including violations of the token ledger) and
 `/scripted/log` (the last complete exchanges).
 """

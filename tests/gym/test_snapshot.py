@@ -79,6 +79,27 @@ def test_branches_and_their_parent_see_nothing_of_each_other(runner: Runner) -> 
         env.close()
 
 
+def test_a_mapping_longer_than_its_file_is_restored(runner: Runner) -> None:
+    env = TaskEnv("ipython", runner=runner)
+    env.reset(seed=1)
+    code = (
+        "import ctypes, mmap, os\nfd = os.open('f', os.O_RDWR | os.O_CREAT); os.write(fd, b'a' * 5000)\n"
+        "libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p\n"
+        "private = [libc.mmap(None, size, 3, mmap.MAP_PRIVATE, fd, start)\n"
+        "           for size, start in ((8192, 0), (1 << 20, 0), (8192, 1 << 20))]\n"
+        "os.close(fd); ctypes.memset(private[1], ord('b'), 3); os.remove('f')"
+    )
+    assert python(env, code) == ""
+    snapshot = env.snapshot()
+    env.restore(snapshot)
+    snapshot.close()
+    shown = (
+        "print([ctypes.string_at(place, 5) for place in private[:2]], ctypes.string_at(private[1] + 4999, 2))"
+    )
+    assert python(env, shown) == r"[b'aaaaa', b'bbbaa'] b'a\x00'"
+    env.close()
+
+
 def test_a_chain_of_snapshots(runner: Runner) -> None:
     env = TaskEnv("ipython", runner=runner)
     env.reset(seed=1)

@@ -47,14 +47,7 @@ _AT_SYSINFO_EHDR, _PAGE = 33, 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
 _libc.ptrace.restype = ctypes.c_long
-_VM_ARGUMENTS = (
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
+_VM_ARGUMENTS = (ctypes.c_long, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
     _call.argtypes, _call.restype = _VM_ARGUMENTS, ctypes.c_ssize_t
 

@@ -6,6 +6,7 @@ copies map privately: a page is copied when a process writes it, as after a fork
 does not cross: open files, threads, timers.
 """
 
+import bisect
 import contextlib
 import itertools
 import json
@@ -55,7 +56,7 @@ def save(pid: int, thread: Thread, file: int) -> None:
     """
     mappings = read_mappings(pid)
     with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as pages:  # noqa: PTH123 - templates import no pathlib
-        spans = [list(_spans(pages.fileno(), mapping)) for mapping in mappings]
+        spans = [list(_spans(pid, pages.fileno(), mapping)) for mapping in mappings]
     size = sum(count for found in spans for _, count in found)
     os.ftruncate(file, size)
     place = 0
@@ -155,7 +156,7 @@ def change_directory(pid: int, thread: Thread, path: str) -> None:
         thread.call(_CHDIR, scratch)
 
 
-def _spans(pages: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
+def _spans(pid: int, pages: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
     """Yield the address and size of each part of a mapping whose content must be saved."""
     if mapping.path in _KERNELS or mapping.rights[0] != "r":
         return
@@ -163,10 +164,24 @@ def _spans(pages: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
     flags = os.pread(pages, mapping.size // _PAGE * 8, mapping.start // _PAGE * 8)[7::8]
     if mapping.inode:  # a page that is not in memory is that of the file, which may be gone
         if mapping.is_writable or not mapping.is_file or _CHANGED.search(flags):
-            yield mapping.start, mapping.size
+            if size := _readable(pid, mapping):
+                yield mapping.start, size
         return
     for run in _IN_USE.finditer(flags):
         yield mapping.start + run.start() * _PAGE, (run.end() - run.start()) * _PAGE
+
+
+def _readable(pid: int, mapping: Mapping) -> int:
+    """Return the size of the part of a mapping before the end of the mapped file: the rest cannot be read."""
+
+    def is_behind(page: int) -> bool:
+        try:
+            return not _read(pid, mapping.start + page * _PAGE, 1)
+        except OSError:
+            return True
+
+    pages = range(mapping.size // _PAGE)
+    return mapping.size if not is_behind(pages[-1]) else bisect.bisect(pages, False, key=is_behind) * _PAGE
 
 
 def _map(pid: int, thread: Thread, mapping: Mapping, scratch: int) -> None:
