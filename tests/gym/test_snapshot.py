@@ -100,6 +100,26 @@ def test_a_mapping_longer_than_its_file_is_restored(runner: Runner) -> None:
     env.close()
 
 
+def test_memory_beside_a_guard_is_restored(runner: Runner) -> None:
+    """The C library of 2025 has such guards in the stacks of threads."""
+    env = TaskEnv("ipython", runner=runner)
+    env.reset(seed=1)
+    code = (
+        "import ctypes, mmap\nlibc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p\n"
+        "place = libc.mmap(None, 12288, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)\n"
+        "for page in range(3): ctypes.memset(place + page * 4096, ord('a') + page, 4096)\n"
+        "libc.madvise(ctypes.c_void_p(place + 4096), 4096, 102)"  # MADV_GUARD_INSTALL, Linux 6.13
+    )
+    if (refused := python(env, code)) != "0":
+        pytest.skip(f"this kernel has no guards: {refused}")
+    snapshot = env.snapshot()
+    env.restore(snapshot)
+    snapshot.close()
+    shown = "print(ctypes.string_at(place, 4096)[-3:], ctypes.string_at(place + 8192, 4096)[-3:])"
+    assert python(env, shown) == "b'aaa' b'ccc'"
+    env.close()
+
+
 def test_a_chain_of_snapshots(runner: Runner) -> None:
     env = TaskEnv("ipython", runner=runner)
     env.reset(seed=1)

@@ -33,8 +33,13 @@ _KERNELS = ("[vdso]", "[vvar]", "[vvar_vclock]")
 #: Mappings that are not replaced.
 _FIXED = (*_KERNELS, "[stack]")
 #: In /proc/PID/pagemap, the highest byte of a page in use: bit 7 if it is in memory, bit 6 if it is swapped
-#: out; bit 5 if its content is that of a file. Gaps below 1 MB belong to a part, so that it is one mapping.
-_IN_USE = re.compile(rb"[\x40-\xff](?:[^\x40-\xff]{0,255}[\x40-\xff])*")
+#: out; bit 5 if its content is that of a file. Bit 2 is that of a guard, which cannot be read (madvise(2)).
+#: Gaps below 1 MB belong to a part, so that it is one mapping.
+_USED, _FREE = (
+    b"".join(b"\\x%02x" % flags for flags in range(256) if not flags & 4 and (flags >= 0x40) == is_used)
+    for is_used in (True, False)
+)
+_IN_USE = re.compile(b"[%b](?:[%b]{0,255}[%b])*" % (_USED, _FREE, _USED))
 _CHANGED = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
 #: Bytes of the number at the end of a file.
 _SIZE_BYTES = 8
@@ -163,9 +168,9 @@ def _spans(pid: int, pages: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
     # One byte of each page's entry has the flags.
     flags = os.pread(pages, mapping.size // _PAGE * 8, mapping.start // _PAGE * 8)[7::8]
     if mapping.inode:  # a page that is not in memory is that of the file, which may be gone
-        if mapping.is_writable or not mapping.is_file or _CHANGED.search(flags):
-            if size := _readable(pid, mapping):
-                yield mapping.start, size
+        is_changed = mapping.is_writable or not mapping.is_file or _CHANGED.search(flags)
+        if is_changed and (size := _readable(pid, mapping)):
+            yield mapping.start, size
         return
     for run in _IN_USE.finditer(flags):
         yield mapping.start + run.start() * _PAGE, (run.end() - run.start()) * _PAGE
