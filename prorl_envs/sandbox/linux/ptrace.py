@@ -83,7 +83,12 @@ class Thread:
         """
         if platform.machine() != "x86_64":
             raise OSError(f"not available on {platform.machine()}")
-        _ptrace(_PTRACE_SEIZE, tid, 0, _PTRACE_O_TRACESYSGOOD)
+        try:
+            _ptrace(_PTRACE_SEIZE, tid, 0, _PTRACE_O_TRACESYSGOOD)
+        except PermissionError:
+            if state(tid) != "Z":
+                raise
+            raise ProcessLookupError(errno.ESRCH, "the thread has exited") from None
         _ptrace(_PTRACE_INTERRUPT, tid)
         end = time.monotonic() + _STOP_S
         while not (found := os.waitpid(tid, _WALL | os.WNOHANG))[0]:
@@ -290,6 +295,13 @@ def read_mappings(pid: int) -> list[Mapping]:
             if path != ["[vsyscall]"]:
                 found.append(Mapping(*numbers, "".join(path)))
     return found
+
+
+def state(tid: int) -> str:
+    """Return the letter of a thread's state: "T" if a signal has stopped it, "Z" if it has exited, and others
+    (proc(5)). Raises FileNotFoundError: there is no such thread."""
+    with open(f"/proc/{tid}/stat", "rb") as file:  # noqa: PTH123
+        return file.read().rpartition(b") ")[2][:1].decode()
 
 
 def threads(pid: int) -> Iterator[int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from prorl_envs.sandbox.linux.descriptors import opened, pid_of
 from prorl_envs.sandbox.linux.kernel_settings import enter_owner
-from prorl_envs.sandbox.linux.ptrace import Thread, read_mappings, threads
+from prorl_envs.sandbox.linux.ptrace import Thread, read_mappings, state, threads
 from prorl_envs.sandbox.linux.syscall_wrappers import attach_tree, mount, open_tree, unmount
 from prorl_envs.sandbox.template.memory_image import change_directory, restore, save
 
@@ -61,14 +61,9 @@ class _Stopped:
         added, known = False, self.threads.get(pid, [])
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for tid in set(threads(pid)) - {thread.tid for thread in known} - self.waiting:
-                if _state(tid) != "Z":
+                if state(tid) != "Z":
                     added = True
-                    try:
-                        thread = Thread.stop(tid)
-                    except PermissionError:
-                        if _state(tid) != "Z":  # it has exited meanwhile
-                            raise
-                        continue
+                    thread = Thread.stop(tid)
                     known += [] if thread is None else [thread]
                     self.waiting |= {tid} if thread is None else set()
         if known:
@@ -220,7 +215,7 @@ def _open_files(stopped: _Stopped, mounts: Mapping[int, str]) -> Iterator[str]:
             for mapping in read_mappings(pid):
                 if mapping.is_writable and mapping.is_shared and _is_below(mapping.path, mounts):
                     yield f"{name} has {mapping.path} in shared memory"
-            if _state(all_threads[0].tid) == "T" and _directory(pid, mounts):
+            if state(all_threads[0].tid) == "T" and _directory(pid, mounts):
                 yield f"{name} is stopped"
     with open("/proc/1/net/unix", errors="replace", newline="\n") as lines:  # noqa: PTH123
         for line in lines:
@@ -249,11 +244,6 @@ def _directory(pid: int, mounts: Mapping[int, str]) -> str | None:
         path = os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115
         return path if _is_below(path, mounts) else None
     return None
-
-
-def _state(tid: int) -> str:
-    with open(f"/proc/{tid}/stat", "rb") as file:  # noqa: PTH123
-        return file.read().rpartition(b") ")[2][:1].decode()
 
 
 def _name(pid: int) -> str:

@@ -116,6 +116,14 @@ def test_a_signal_while_the_thread_is_seized_is_delivered_once(
         assert program.returncode == 0
 
 
+def test_a_thread_that_has_exited_is_reported() -> None:
+    with subprocess.Popen(["true"]) as program:
+        while not has_state(program.pid, b"Z"):
+            time.sleep(0.001)
+        with pytest.raises(ProcessLookupError):
+            Thread.stop(program.pid)
+
+
 def test_a_killed_thread_is_reported() -> None:
     with waiting("time.sleep(600)") as program:
         thread = stopped(program.pid, calls=0)
