@@ -189,9 +189,11 @@ def _rows(stored: _Stored) -> list[_Row]:
 
 def _summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
     """Return the summary of an object with a result's fields, or at least those that a summary needs."""
-    failure = result.failure
+    failure, named = result.failure, {name: getattr(result, name) for name in _NAMED}
+    # A `Result` has enumerations there.
+    named |= {name: named[name] and str(named[name]) for name in ("state", "stop_reason")}
     return Summary(
-        **{name: getattr(result, name) for name in _NAMED},
+        **named,
         **{name: getattr(result.timings, name) for name in _TIMES},
         failure=str(failure.kind) if failure else None,
         failed_in=str(failure.stage) if failure else None,
