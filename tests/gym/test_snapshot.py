@@ -26,6 +26,13 @@ def python(env: TaskEnv, code: str) -> str:
     return env.step(json.dumps({"name": "ipython", "arguments": {"code": code}}))[0].strip()
 
 
+def go_on(env: TaskEnv) -> None:
+    """Restore the episode from a snapshot of it."""
+    snapshot = env.snapshot()
+    env.restore(snapshot)
+    snapshot.close()
+
+
 def finish(env: TaskEnv, **arguments: Any) -> float:
     return env.step(json.dumps({"name": "finish", "arguments": arguments}))[1]
 
@@ -90,9 +97,7 @@ def test_a_mapping_longer_than_its_file_is_restored(runner: Runner) -> None:
         "os.close(fd); ctypes.memset(private[1], ord('b'), 3); os.remove('f')"
     )
     assert python(env, code) == ""
-    snapshot = env.snapshot()
-    env.restore(snapshot)
-    snapshot.close()
+    go_on(env)
     shown = (
         "print([ctypes.string_at(place, 5) for place in private[:2]], ctypes.string_at(private[1] + 4999, 2))"
     )
@@ -112,9 +117,7 @@ def test_memory_beside_a_guard_is_restored(runner: Runner) -> None:
     )
     if (refused := python(env, code)) != "0":
         pytest.skip(f"this kernel has no guards: {refused}")
-    snapshot = env.snapshot()
-    env.restore(snapshot)
-    snapshot.close()
+    go_on(env)
     shown = "print(ctypes.string_at(place, 4096)[-3:], ctypes.string_at(place + 8192, 4096)[-3:])"
     assert python(env, shown) == "b'aaa' b'ccc'"
     env.close()
@@ -126,9 +129,7 @@ def test_a_chain_of_snapshots(runner: Runner) -> None:
     python(env, "values = []")
     for number in range(12):
         python(env, f"values.append({number}); open('f{number}', 'w').write('x' * {number})")
-        snapshot = env.snapshot()
-        env.restore(snapshot)
-        snapshot.close()
+        go_on(env)
     assert python(env, "import os; print(values == list(range(12)), len(os.listdir()))") == "True 12"
     env.close()
 
