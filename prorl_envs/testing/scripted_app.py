@@ -179,13 +179,9 @@ class ScriptedService:
         request: Request,
         **how: Any,
     ) -> Response | Played:
-        """Answer one request with the session's behaviour.
+        """Answer one request with the session's behaviour: return the sample, or the response of a failure.
 
-        Args:
-            how: for `_spend`.
-
-        Returns:
-            The sample, or the response of a failure.
+        Args: after the request, those of `_spend`.
         """
         self.counts.running += 1
         self._notify()

@@ -104,9 +104,8 @@ time.sleep({HELD_S})
         await other.bash("kept=8")
         async with world.lingering(box, f"exec {box.python} -I -c '{filling}'"):
             full = box.sandbox.workspace / "full"
-            await box.tools.write(
-                await box.path("go"), b""
-            )  # a file from outside does not show in an overlay
+            # From inside: a file from outside does not show in an overlay.
+            await box.tools.write(await box.path("go"), b"")
             # Soon after, it is killed.
             expect(await eventually(lambda: full.exists() or not box.sandbox.alive), "it took none")
             same((await other.bash("sleep 0.3; echo $kept")).text, "8\n")

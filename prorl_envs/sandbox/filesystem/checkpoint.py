@@ -76,7 +76,7 @@ class TakenCheckpoint:
         return {"base": str(self._base), "trees": trees}
 
     async def decide(self, *, bound: list[str], programs: list[str], **_: object) -> bool:
-        """Copy the directories that cannot become layers; return whether the others shall.
+        """Copy the directories that cannot become layers; return True if the others become layers.
 
         Args:
             bound: what the programs have open.

@@ -298,8 +298,7 @@ def read_mappings(pid: int) -> list[Mapping]:
 
 
 def state(tid: int) -> str:
-    """Return the letter of a thread's state: "T" if a signal has stopped it, "Z" if it has exited, and others
-    (proc(5)). Raises FileNotFoundError: there is no such thread."""
+    """Return a thread's state as proc(5) does: "T" if a signal has stopped it, "Z" if it has exited."""
     with open(f"/proc/{tid}/stat", "rb") as file:  # noqa: PTH123
         return file.read().rpartition(b") ")[2][:1].decode()
 

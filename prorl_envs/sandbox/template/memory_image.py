@@ -35,9 +35,9 @@ _FIXED = (*_KERNELS, "[stack]")
 #: In /proc/PID/pagemap, the highest byte of a page in use: bit 7 if it is in memory, bit 6 if it is swapped
 #: out; bit 5 if its content is that of a file. Bit 2 is that of a guard, which cannot be read (madvise(2)).
 #: Gaps below 1 MB belong to a part, so that it is one mapping.
-_USED, _FREE = (
-    b"".join(b"\\x%02x" % flags for flags in range(256) if not flags & 4 and (flags >= 0x40) == is_used)
-    for is_used in (True, False)
+_FREE, _USED = (
+    b"".join(b"\\x%02x" % flags for flags in numbers if not flags & 4)
+    for numbers in (range(0x40), range(0x40, 0x100))
 )
 _IN_USE = re.compile(b"[%b](?:[%b]{0,255}[%b])*" % (_USED, _FREE, _USED))
 _CHANGED = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
