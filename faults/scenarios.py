@@ -21,7 +21,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Re
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS
 from prorl_envs.rollout.store.sqlite import SqliteStore
-from prorl_envs.testing.audit import AuditCounts
+from tests.support.audit import AuditCounts
 from tests.support.clock import FakeClock
 from tests.support.leaks import OpenResources
 from tests.support.toy import Fault

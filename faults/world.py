@@ -27,7 +27,7 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
-from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.leaks import OpenResources, leaks_since
 from tests.support.timed_server import TimedServer
@@ -91,7 +91,7 @@ class World:
     @asynccontextmanager
     async def model(self, mix: str = "solve=1", **options: Any) -> AsyncIterator[TimedServer]:
         """Scripted model server."""
-        async with TimedServer(BOOK, mix=Mix.parse(mix), **options) as server:
+        async with TimedServer(BOOK, mix=mix, **options) as server:
             yield server
 
     @asynccontextmanager

@@ -114,6 +114,8 @@ class Environment[TaskT: Task](ABC):
     options_type: ClassVar[type[BaseModel] | None] = None
     #: Whether the tasks or the grader rely on paths that only isolated sandboxes have: `/workspace`, mounts.
     needs_isolation: ClassVar[bool] = True
+    #: Whether the sandbox and the fields of the environment are the whole state of an episode.
+    takes_checkpoints: ClassVar[bool] = False
     #: Whether the recorded tool calls and answers of an episode are enough to repeat its verdict.
     repeatable: ClassVar[bool] = False
 

@@ -103,7 +103,6 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     #: Properties of the sandboxes that `with_options` may change: limits, network, image, python. A family
     #: omits those that its tasks depend on.
     sandbox_options: ClassVar[frozenset[str]] = frozenset({"limits", "network", "python"})
-    #: Whether the sandbox and the fields of the environment are the whole state of an episode.
     takes_checkpoints: ClassVar[bool] = True
     #: Timeout of a tool call if the caller gives none, in seconds.
     call_timeout_s: ClassVar[float] = 60.0

@@ -1,15 +1,16 @@
 """Samples of a scripted model: the pure part of the scripted model server.
 
 The scripted model is not a neural network. It replays reference solutions, wrong solutions, and the faults of
-models and model servers, in proportions known in advance. It finds the task by the text of the first user
+models, in proportions known in advance. It finds the task by the text of the first user
 message, and the turn by the number of assistant turns in the prompt. A repeated request therefore gets the
 same answer.
 """
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Literal
@@ -24,7 +25,7 @@ type Tape = Sequence[Sequence[Call]]
 
 
 class Behaviour(StrEnum):
-    """Behaviour of one session. Behaviours from HANG on are faults of the server, others of the model."""
+    """Behaviour of one session."""
 
     SOLVE = "solve"
     WRONG = "wrong"
@@ -32,13 +33,7 @@ class Behaviour(StrEnum):
     MALFORMED = "malformed"
     LOOP = "loop"
     GARBAGE = "garbage"
-    HANG = "hang"
-    HANG_LATER = "hang_later"  # after the first answer
     ERROR500 = "error500"
-    FLAKY = "flaky"
-    BAD_IDS = "bad_ids"
-    SHORT_LOGPROBS = "short_logprobs"
-    DISCONNECT = "disconnect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +45,103 @@ class Mix:
             size of a deck or a multiple, every group has exactly these proportions.
     """
 
-    counts: Mapping[Behaviour, int]
+    counts: Mapping[StrEnum, int]
 
     def __post_init__(self) -> None:
         if any(count < 0 for count in self.counts.values()) or not 0 < sum(self.counts.values()) <= 10_000:
             raise InputError("a mix must have between 1 and 10000 sessions, and no negative count")
 
     @classmethod
-    def parse(cls, text: str) -> "Mix":
+    def parse(cls, text: str, names: Callable[[str], StrEnum] = Behaviour) -> "Mix":
         """Parse a mix from text such as `solve=2,wrong=1,malformed=1`.
+
+        Args:
+            names: returns the behaviour of a name, or raises ValueError.
 
         Raises:
             InputError: an unknown behaviour, or a count that is not a number.
         """
-        counts: dict[Behaviour, int] = {}
+        counts: dict[StrEnum, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, count = part.partition("=")
             try:
-                counts[Behaviour(name.strip())] = int(count or "1")
+                counts[names(name.strip())] = int(count or "1")
             except ValueError:
                 raise InputError(
                     f"{part!r} is not part of a mix", hint=f"behaviours: {', '.join(Behaviour)}"
                 ) from None
         return cls(counts)
 
-    def deck(self, seed: int, key: str, round_: int) -> list[Behaviour]:
+    def deck(self, seed: int, key: str, round_: int) -> list[StrEnum]:
         """Return a shuffled deck: the behaviours of a task's next sessions, in the order in which they start.
 
         Args:
             key: key of the task.
             round_: number of decks that the task's sessions have used before.
         """
-        cards = [behaviour for behaviour in Behaviour for _ in range(self.counts.get(behaviour, 0))]
+        cards = [behaviour for behaviour, count in self.counts.items() for _ in range(count)]
         random.Random(f"{seed}/{key}/{round_}").shuffle(cards)
         return cards
+
+
+@dataclass(slots=True)
+class ScriptedCounts:
+    """Counters of the server. `behaviours`: sessions per behaviour."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    sessions: int = 0
+    unknown_tasks: int = 0
+    behaviours: dict[str, int] = field(default_factory=dict)
+
+
+class Dealer:
+    """Assignment of behaviours to sessions. Each task has a shuffled deck of behaviours, and each new session
+    of the task draws the next one.
+
+    Args:
+        mix: contents of a deck.
+        counts: counters to update.
+        seed: seed of the shuffles.
+        max_sessions: largest number of sessions in memory; the session idle for longest is removed first.
+    """
+
+    def __init__(
+        self, mix: Mix, counts: ScriptedCounts, *, seed: int = 0, max_sessions: int = 65_536
+    ) -> None:
+        self._mix = mix
+        self._counts = counts
+        self._seed = seed
+        self._max_sessions = max_sessions
+        self._dealt: OrderedDict[str, StrEnum] = OrderedDict()
+        self._decks: dict[str, list[StrEnum]] = {}
+        self._rounds: dict[str, int] = {}
+
+    def deal(self, session: str, key: str) -> StrEnum:
+        """Return the behaviour of `session`; repeated calls return the same behaviour.
+
+        Args:
+            key: key of the session's task.
+        """
+        behaviour = self._dealt.get(session)
+        if behaviour is None:
+            behaviour = self._draw(key)
+            self._dealt[session] = behaviour
+            self._counts.sessions += 1
+            self._counts.behaviours[behaviour] = self._counts.behaviours.get(behaviour, 0) + 1
+            if len(self._dealt) > self._max_sessions:
+                self._dealt.popitem(last=False)
+        self._dealt.move_to_end(session)
+        return behaviour
+
+    def _draw(self, key: str) -> StrEnum:
+        deck = self._decks.get(key)
+        if not deck:
+            round_ = self._rounds.get(key, 0)
+            self._rounds[key] = round_ + 1
+            deck = self._decks[key] = self._mix.deck(self._seed, key, round_)
+        return deck.pop(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +203,7 @@ class ScriptBook:
             return text
         return max((key for key in self.scripts if key in text), key=len, default=None)
 
-    def turn(self, key: str | None, behaviour: Behaviour, number: int) -> Sequence[Call]:
+    def turn(self, key: str | None, behaviour: StrEnum, number: int) -> Sequence[Call]:
         """Return the calls of turn `number` (from 0); an unknown task has only the finish call."""
         script = self.scripts.get(key or "", Script(()))
         if behaviour is Behaviour.LOOP:
@@ -265,7 +323,7 @@ class ScriptedModel:
         self._ordinary = sorted(self._texts)
 
     def sample(
-        self, key: str | None, behaviour: Behaviour, turn: int, *, session: str, max_tokens: int
+        self, key: str | None, behaviour: StrEnum, turn: int, *, session: str, max_tokens: int
     ) -> ScriptedSample:
         """Sample turn `turn` of a session. The arguments and the seed determine the result."""
         chance = random.Random(f"{self._seed}/{session}/{turn}")
@@ -278,7 +336,7 @@ class ScriptedModel:
         logprobs = tuple(-5.0 * chance.random() ** 3 for _ in ids)
         return ScriptedSample(tuple(ids), logprobs, finish)
 
-    def _turn_ids(self, key: str | None, behaviour: Behaviour, turn: int, chance: random.Random) -> list[int]:
+    def _turn_ids(self, key: str | None, behaviour: StrEnum, turn: int, chance: random.Random) -> list[int]:
         if behaviour is Behaviour.GARBAGE:
             return [*chance.choices(self._ordinary, k=48), self._renderer.stop_ids[0]]
         calls = self._book.turn(key, behaviour, turn)

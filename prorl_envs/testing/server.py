@@ -1,19 +1,14 @@
-"""Scripted model server: the token protocol of vLLM over HTTP on a loopback port.
-
-The server also has the routes `/scripted/stats` (counters, including violations of the token ledger) and
-`/scripted/log` (the last complete exchanges).
-"""
+"""Scripted model server: the token protocol of vLLM over HTTP on a loopback port."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 from fastapi import FastAPI
 
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.audit import AuditCounts, Exchange
-from prorl_envs.testing.scripted import ScriptBook
+from prorl_envs.testing.scripted import ScriptBook, ScriptedCounts
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
 from prorl_envs.testing.tokenizer import builtin_renderer
 
@@ -62,21 +57,9 @@ class ScriptedServer:
         self.url = ""
 
     @property
-    def counts(self) -> AuditCounts:
+    def counts(self) -> ScriptedCounts:
         """Current counters."""
         return self._service.counts
-
-    @property
-    def exchanges(self) -> Sequence[Exchange]:
-        """The last requests and answers, oldest first."""
-        return tuple(self._service.audit.exchanges)
-
-    async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
-        """Wait until `holds` returns true for the counters.
-
-        Example: `await server.until(lambda counts: counts.running == 1)`.
-        """
-        await self._service.until(holds)
 
     async def __aenter__(self) -> Self:
         app = scripted_app(self._service, self._interface)

@@ -24,7 +24,7 @@ from prorl_envs.rollout.api.interactive import CallRequest, CallStep, EpisodeReq
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.filesystem.directories import sweep
-from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
 from tests.support.leaks import OpenResources, leaks_since
 from tests.support.timed_server import TimedServer
@@ -100,7 +100,7 @@ async def service(cluster: Any, tmp_path: Path) -> AsyncIterator[RolloutService]
         limits=LimitSettings(reserve_bytes=0),
         nodes=NodeSettings(ray=cluster.address, resource="prorl"),
     )
-    async with TimedServer(BOOK, mix=Mix.parse("solve=1"), renderer=renderer) as server:
+    async with TimedServer(BOOK, mix="solve=1", renderer=renderer) as server:
         model = Model(servers=[server.url], renderer=renderer, protocol="vllm", tokenizer=str(tokenizer))
         async with rollout_service(settings, model) as made:
             await made.start()

@@ -73,7 +73,9 @@ class World:
 
     def model_requests(self) -> int:
         url = self.model[self.model.index("--llm") + 1].removesuffix("/v1")
-        return int(httpx.get(f"{url}/scripted/stats").json()["requests"])
+        name, _, value = httpx.get(f"{url}/metrics").text.splitlines()[-1].partition(" ")
+        assert name == "scripted:requests_total"
+        return int(value)
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60

@@ -20,7 +20,7 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted import ScriptBook
 from tests.support.timed_server import TimedServer
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +49,7 @@ async def running(
 ) -> AsyncIterator[tuple[RolloutClient, TimedServer]]:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
-            TimedServer(BOOK, mix=Mix.parse(mix), renderer=renderer, noncanonical=0.2)
+            TimedServer(BOOK, mix=mix, renderer=renderer, noncanonical=0.2)
         )
         pool = ModelPool(
             lambda url: VllmClient(

@@ -21,7 +21,7 @@ from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted import ScriptBook
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
 from tests.support.timed_server import TimedServer
 
@@ -51,7 +51,7 @@ async def test_references_score_one_and_others_zero(
         {task.instruction: [[call.model_dump()] for call in task.reference] for task in tasks}
     )
     async with AsyncExitStack() as stack:
-        mix = Mix.parse("solve=1,wrong=1")
+        mix = "solve=1,wrong=1"
         server = await stack.enter_async_context(TimedServer(book, mix=mix, renderer=renderer))
         pool = ModelPool(
             lambda url: VllmClient(url, stop_ids=renderer.stop_ids, vocab_size=renderer.vocab_size)

@@ -1,33 +1,69 @@
-"""Scripted model server with a sampling speed, pauses and weight changes, as real servers have them."""
+"""Scripted model server with a sampling speed, pauses, weight changes and failures, as real servers have.
+
+It audits its prompts: no client may tokenise a sampled text again.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
+from starlette.types import Receive, Scope, Send
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.model.tokens.rendering import TemplateRenderer
-from prorl_envs.testing.scripted import Behaviour, ScriptBook
+from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
 from prorl_envs.testing.scripted_app import (
     END,
-    MAX_SESSIONS,
     CompletionRequest,
     Played,
     ScriptedOptions,
     ScriptedService,
     ScriptedTurn,
     add_vllm,
+    error,
     event,
 )
 from prorl_envs.testing.server import Interface, ScriptedServer
 from prorl_envs.tools.types import JsonObject
+from tests.support.audit import Audit, AuditCounts, Exchange
 
 type Treatment = Literal["finish", "abort", "freeze"]
+
+
+#: Largest number of sessions in a record of failures or aborted turns; the oldest entry is removed first.
+_MAX_SESSIONS = 65_536
+
+
+class Fault(StrEnum):
+    """Failure of the server in a session."""
+
+    HANG = "hang"
+    HANG_LATER = "hang_later"  # after the first answer
+    FLAKY = "flaky"  # each turn fails once
+    BAD_IDS = "bad_ids"
+    SHORT_LOGPROBS = "short_logprobs"
+    DISCONNECT = "disconnect"
+
+
+def _mix(text: str) -> Mix:
+    """Return a mix of behaviours and faults."""
+    return Mix.parse(text, lambda name: Fault(name) if name in set(Fault) else Behaviour(name))
+
+
+class _Disconnect(Response):
+    """Incomplete response; uvicorn then closes the connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"1000")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"choices": [', "more_body": True})
 
 
 class NewVersion(BaseModel):
@@ -204,15 +240,40 @@ class TimedEngine:
 
 
 class TimedService(ScriptedService):
-    """Implementation of the routes, with a `TimedEngine`."""
+    """Implementation of the routes, with a `TimedEngine`, faults and an audit."""
+
+    counters = AuditCounts
+    counts: AuditCounts
 
     def __init__(
-        self, renderer: TemplateRenderer, book: ScriptBook, options: ScriptedOptions, engine: TimedEngine
+        self,
+        renderer: TemplateRenderer,
+        book: ScriptBook,
+        options: ScriptedOptions,
+        engine: TimedEngine,
+        *,
+        most: int | None,
+        text_only: bool,
     ) -> None:
         super().__init__(renderer, book, options)
         self.engine = engine
+        self.audit = Audit(self.counts)
+        self._most = most
+        self._text_only = text_only
+        self._failed_turns: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
+        self._changed = asyncio.Event()
         #: By session, for aborted turns: length of the prompt that continues the turn, number of sampled ids.
         self._partial_turns: dict[str, tuple[int, int]] = {}
+
+    async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
+        """Wait until `holds` returns true for the counters."""
+        while not holds(self.counts):
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def told_to_abort(self) -> None:
         """Count a request to abort another request."""
@@ -231,13 +292,46 @@ class TimedService(ScriptedService):
         answer = super().answer(body, played)
         if isinstance(played, TimedPlayed) and len(played.spans) > 1:
             answer["choices"][0]["weight_versions"] = played.version_spans()
+        if self._text_only:
+            for name in ("token_ids", "prompt_token_ids"):
+                answer["choices"][0].pop(name, None)
         return answer
 
-    async def play(self, *arguments: Any, **how: Any) -> Response | TimedPlayed:
-        """See `ScriptedService.play`. Further arguments: see `_spend`."""
-        played = await super().play(*arguments, **how)
-        assert isinstance(played, Response | TimedPlayed)
-        return played
+    def metrics(self) -> dict[str, int]:
+        """See `ScriptedService.metrics`."""
+        return {**super().metrics(), "vllm:num_requests_running": self.counts.running}
+
+    async def play(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        stop_ids: list[int],
+        request: Request,
+        rid: str = "",
+        on_progress: Callable[[TimedPlayed], None] | None = None,
+    ) -> Response | TimedPlayed:
+        """See `ScriptedService.play`.
+
+        Args:
+            rid: request id for an abort.
+            on_progress: called with the sample so far.
+        """
+        self.counts.running += 1
+        self._notify()
+        try:
+            turn = await self._begin(prompt_ids, max_tokens, stop_ids, request)
+            if isinstance(turn, Response):
+                return turn
+            played = await self._spend(turn, request, rid, on_progress)
+            if played is None:
+                return Response(status_code=499)
+            self.counts.sampled_tokens += len(played.ids)
+            exchange = (turn.session, turn.behaviour.value, turn.number, tuple(prompt_ids), played.ids)
+            self.audit.record(Exchange(*exchange, played.finish_reason))
+            return _with_faults(played, turn.behaviour, random.Random(turn.session))
+        finally:
+            self.counts.running -= 1
+            self._notify()
 
     async def stream(
         self,
@@ -287,6 +381,39 @@ class TimedService(ScriptedService):
         answer["choices"][0]["finish_reason"] = played.finish_reason or None
         return answer
 
+    def _refusal(self, prompt_ids: list[int], max_tokens: int) -> Response | None:
+        if (refusal := super()._refusal(prompt_ids, max_tokens)) is not None:
+            return refusal
+        if self._most is None or self.counts.running <= self._most:
+            return None
+        self.counts.refused += 1
+        return error(503, "too many concurrent requests for the scripted server", retry_after=0)
+
+    async def _fault(
+        self, behaviour: StrEnum, session: str, turn: int, prompt_ids: list[int], request: Request
+    ) -> Response | None:
+        self._cached[session] = self.audit.known(session, prompt_ids)
+        self.audit.check(session, prompt_ids, turn)
+        match behaviour:
+            case Fault.HANG | Fault.HANG_LATER if turn > 0 or behaviour is Fault.HANG:
+                await self._disconnected(request)
+                return Response(status_code=499)
+            case Fault.DISCONNECT:
+                return _Disconnect()
+            case Fault.FLAKY if self._failed_turns.get(session, -1) < turn:
+                self._failed_turns[session] = turn
+                if len(self._failed_turns) > _MAX_SESSIONS:
+                    del self._failed_turns[next(iter(self._failed_turns))]
+                return error(503, "the server fails once because of the behaviour flaky", retry_after=0)
+            case _:
+                return await super()._fault(behaviour, session, turn, prompt_ids, request)
+
+    async def _disconnected(self, request: Request) -> None:
+        """Wait until the client disconnects."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.counts.aborted += 1
+
     def _sampled_before(self, session: str, prompt_length: int) -> int:
         length, earlier = self._partial_turns.pop(session, (0, 0))
         return earlier if length == prompt_length else 0
@@ -295,22 +422,22 @@ class TimedService(ScriptedService):
         self,
         turn: ScriptedTurn,
         request: Request,
-        rid: str = "",
-        on_progress: Callable[[TimedPlayed], None] | None = None,
-        **how: Any,
+        rid: str,
+        on_progress: Callable[[TimedPlayed], None] | None,
     ) -> TimedPlayed | None:
-        sample = turn.sample
+        """Return the answer once it is sampled, or None if the client has disconnected."""
+        sample, cached = turn.sample, self._cached.pop(turn.session, 0)
 
         def played(count: int, reason: str, spans: tuple[tuple[str, int], ...]) -> TimedPlayed:
             ids, logprobs = sample.ids[:count], sample.logprobs[:count]
-            return TimedPlayed(ids, logprobs, reason, turn.cached, spans[-1][0], spans)
+            return TimedPlayed(ids, logprobs, reason, cached, spans[-1][0], spans)
 
         def sampled(count: int) -> None:
             if on_progress is not None:
                 on_progress(played(count, "", ((self.engine.version, count),)))
 
         # Invalid samples are sent only at the end, where they get their faults.
-        valid = turn.behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)
+        valid = turn.behaviour not in (Fault.BAD_IDS, Fault.SHORT_LOGPROBS)
         progress = await self.engine.spend(
             len(sample.ids),
             rid,
@@ -322,10 +449,20 @@ class TimedService(ScriptedService):
         if progress.aborted:
             there = len(turn.prompt_ids) + progress.sampled
             self._partial_turns[turn.session] = there, turn.earlier + progress.sampled
-            if len(self._partial_turns) > MAX_SESSIONS:
+            if len(self._partial_turns) > _MAX_SESSIONS:
                 del self._partial_turns[next(iter(self._partial_turns))]
         reason = "abort" if progress.aborted else sample.finish_reason
         return played(progress.sampled, reason, tuple(progress.spans))
+
+
+def _with_faults(played: TimedPlayed, behaviour: StrEnum, chance: random.Random) -> TimedPlayed:
+    """Return the answer with the faults of the behaviour."""
+    ids, logprobs = list(played.ids), list(played.logprobs)
+    if behaviour is Fault.BAD_IDS:
+        ids[chance.randrange(len(ids))] = 2**31
+    elif behaviour is Fault.SHORT_LOGPROBS:
+        logprobs.pop()
+    return replace(played, ids=tuple(ids), logprobs=tuple(logprobs))
 
 
 class TimedServer(ScriptedServer):
@@ -335,6 +472,10 @@ class TimedServer(ScriptedServer):
         interface: interface of the server.
         clock: clock for the latency; by default the machine's.
         latency_s, tokens_per_s, weight_version, steerable: see `TimedEngine`.
+        mix: behaviours and faults of the sessions of each task, such as "solve=2,hang=1".
+        text_only: answers contain no token ids, as those of servers behind the same interface.
+        most: largest number of concurrent requests; further requests are answered with 503. None sets no
+            limit.
         options: as for `ScriptedServer`.
     """
 
@@ -350,6 +491,9 @@ class TimedServer(ScriptedServer):
         tokens_per_s: float | None = None,
         weight_version: str = "scripted-0",
         steerable: bool = True,
+        mix: str = "solve",
+        text_only: bool = False,
+        most: int | None = None,
         **options: Any,
     ) -> None:
         self.engine = TimedEngine(
@@ -358,9 +502,27 @@ class TimedServer(ScriptedServer):
         super().__init__(
             book,
             interface=interface or add_steerable_vllm,
-            service=partial(TimedService, engine=self.engine),
+            service=partial(TimedService, engine=self.engine, most=most, text_only=text_only),
+            mix=_mix(mix),
             **options,
         )
+
+    @property
+    def counts(self) -> AuditCounts:
+        """Current counters."""
+        return timed(self._service).counts
+
+    @property
+    def exchanges(self) -> Sequence[Exchange]:
+        """The last requests and answers, oldest first."""
+        return tuple(timed(self._service).audit.exchanges)
+
+    async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
+        """Wait until `holds` returns true for the counters.
+
+        Example: `await server.until(lambda counts: counts.running == 1)`.
+        """
+        await timed(self._service).until(holds)
 
 
 def timed(service: ScriptedService) -> TimedService:
@@ -376,8 +538,9 @@ def engine_of(service: ScriptedService) -> TimedEngine:
 
 def add_steerable_vllm(app: FastAPI, service: ScriptedService) -> None:
     """Add vLLM's routes, with those that exist if it runs with `VLLM_SERVER_DEV_MODE=1`."""
+    service = timed(service)
     add_vllm(app, service)
-    engine = engine_of(service)
+    engine = service.engine
     if not engine.steerable:
         return
 

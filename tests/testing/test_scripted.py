@@ -1,6 +1,7 @@
 """Answers of the scripted model, which are known in advance."""
 
 from collections import Counter
+from enum import StrEnum
 
 import pytest
 from hypothesis import given
@@ -8,10 +9,19 @@ from hypothesis import strategies as st
 
 from prorl_envs.errors import InputError
 from prorl_envs.model.types import Sampled
-from prorl_envs.testing.audit import Audit, AuditCounts, Dealer, Exchange
-from prorl_envs.testing.scripted import Behaviour, Mix, PromptReader, Script, ScriptBook, ScriptedModel
+from prorl_envs.testing.scripted import (
+    Behaviour,
+    Dealer,
+    Mix,
+    PromptReader,
+    Script,
+    ScriptBook,
+    ScriptedCounts,
+    ScriptedModel,
+)
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import JsonObject
+from tests.support.audit import Audit, AuditCounts, Exchange
 
 RENDERER = builtin_renderer()
 
@@ -129,7 +139,7 @@ def test_any_prompt_is_parsed(ids: list[int]) -> None:
 
 def test_a_group_gets_exact_proportions() -> None:
     mix = Mix.parse("solve=2, wrong,malformed=1")
-    dealer = Dealer(mix, counts := AuditCounts(), seed=7)
+    dealer = Dealer(mix, counts := ScriptedCounts(), seed=7)
     for group in range(5):
         dealt = Counter(dealer.deal(f"{group}/{sample}", "task") for sample in range(4))
         assert dealt == {Behaviour.SOLVE: 2, Behaviour.WRONG: 1, Behaviour.MALFORMED: 1}
@@ -140,8 +150,8 @@ def test_a_group_gets_exact_proportions() -> None:
 def test_decks_are_shuffled_by_seed_and_task_and_kept_per_session() -> None:
     mix = Mix.parse("solve=8,wrong=8")
 
-    def order(seed: int, key: str) -> list[Behaviour]:
-        dealer = Dealer(mix, AuditCounts(), seed=seed)
+    def order(seed: int, key: str) -> list[StrEnum]:
+        dealer = Dealer(mix, ScriptedCounts(), seed=seed)
         first = [dealer.deal(str(number), key) for number in range(16)]
         assert first == [dealer.deal(str(number), key) for number in range(16)]
         return first
@@ -152,7 +162,7 @@ def test_decks_are_shuffled_by_seed_and_task_and_kept_per_session() -> None:
 
 
 def test_remembered_sessions_are_bounded() -> None:
-    dealer = Dealer(Mix.parse("solve"), counts := AuditCounts(), max_sessions=2)
+    dealer = Dealer(Mix.parse("solve"), counts := ScriptedCounts(), max_sessions=2)
     for session in ("a", "b", "c", "a"):
         dealer.deal(session, "k")
     assert counts.sessions == 4, "the first was forgotten"

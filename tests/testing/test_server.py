@@ -47,7 +47,7 @@ async def get(server: ScriptedServer, path: str) -> httpx.Response:
 
 
 async def test_a_client_that_keeps_the_ids_has_no_drift() -> None:
-    async with ScriptedServer(BOOK, noncanonical=0.5) as server:
+    async with TimedServer(BOOK, noncanonical=0.5) as server:
         sessions = await asyncio.gather(*(roll(server, f"s{number}") for number in range(8)))
         assert sessions == [["bash"] * 3 + ["finish"]] * 8
         assert server.counts.requests == 32
@@ -55,7 +55,7 @@ async def test_a_client_that_keeps_the_ids_has_no_drift() -> None:
 
 
 async def test_a_client_that_tokenises_again_is_detected() -> None:
-    async with ScriptedServer(BOOK, noncanonical=0.5) as server:
+    async with TimedServer(BOOK, noncanonical=0.5) as server:
         await roll(server, "s", retokenise=True)
         assert server.counts.violations > 0
 
@@ -74,14 +74,17 @@ async def test_the_server_describes_itself() -> None:
         assert model["id"] == "scripted"
         assert "scripted" in model["owned_by"]
         assert (await get(server, "/health")).status_code == 200
-        counts = (await get(server, "/scripted/stats")).json()
-        assert (counts["sessions"], counts["requests"], counts["running"]) == (1, 4, 0)
-        assert f"vllm:prompt_tokens_total {counts['prompt_tokens']}\n" in (await get(server, "/metrics")).text
-        log = (await get(server, "/scripted/log")).json()
-        assert [entry["turn"] for entry in log] == [0, 1, 2, 3]
-        assert log[0]["prompt_ids"] == PROMPT
-        assert log[1]["prompt_ids"][: len(PROMPT)] == PROMPT
-        assert len(server.exchanges) == 4
+        counts = server.counts
+        assert (counts.sessions, counts.requests) == (1, 4)
+        assert f"vllm:prompt_tokens_total {counts.prompt_tokens}\n" in (await get(server, "/metrics")).text
+
+
+async def test_the_last_exchanges_are_recorded() -> None:
+    async with TimedServer(BOOK) as server:
+        await roll(server, "s")
+        assert [exchange.turn for exchange in server.exchanges] == [0, 1, 2, 3]
+        assert list(server.exchanges[0].prompt_ids) == PROMPT
+        assert list(server.exchanges[1].prompt_ids[: len(PROMPT)]) == PROMPT
 
 
 async def test_an_answer_has_vllm_s_shape() -> None:

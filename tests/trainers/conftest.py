@@ -16,7 +16,7 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.testing.scripted import Mix, Script, ScriptBook
+from prorl_envs.testing.scripted import Script, ScriptBook
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.timed_server import TimedServer
 from tests.support.toy import ToyWorld, empty_node
@@ -110,7 +110,7 @@ def toy_service(mix: str = "solve=1,wrong=1", **options: Any) -> Iterator[ToySer
     async def live() -> None:
         renderer = builtin_renderer()
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(TimedServer(BOOK, mix=Mix.parse(mix), **options))
+            server = await stack.enter_async_context(TimedServer(BOOK, mix=mix, **options))
             pool = ModelPool(Servers.of(renderer, limits=ClientLimits(attempts=1)).connect)
             stack.push_async_callback(pool.aclose)
             pool.add(server.url)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -43,17 +44,8 @@ INIT_POOL = 16
 #: File of a run folder that shows all its episodes in a browser.
 PAGE = "episodes.html"
 LIMITS = AgentLimits(max_turns=12, max_tokens=65_536)
-
-_SOLVES = frozenset({Behaviour.SOLVE, Behaviour.FLAKY})
-_FAULTS = frozenset(
-    {
-        Behaviour.HANG,
-        Behaviour.ERROR500,
-        Behaviour.BAD_IDS,
-        Behaviour.SHORT_LOGPROBS,
-        Behaviour.DISCONNECT,
-    }
-)
+#: Reward of each behaviour; 0 for others.
+_REWARDS: dict[StrEnum, float | None] = {Behaviour.SOLVE: 1.0, Behaviour.ERROR500: None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +154,7 @@ def unexpected(groups: Sequence[GroupStatistics], options: DemoOptions) -> list[
     rounds = options.group_size // deck
     expected: Counter[float | None] = Counter()
     for behaviour, count in options.mix.counts.items():
-        reward = 1.0 if behaviour in _SOLVES else None if behaviour in _FAULTS else 0.0
-        expected[reward] += count * rounds
+        expected[_REWARDS.get(behaviour, 0.0)] += count * rounds
     problems = []
     for group in groups:
         got = Counter(group.rewards)

@@ -67,6 +67,4 @@ async def serve_script(
             out.print(f"--llm {server.url}/v1 --tokenizer {folder}", soft_wrap=True)
             out.file.flush()  # a reader of a pipe waits for this line
             await stopped.wait()
-    counts = server.counts
-    requests = f"{counts.requests} requests of {counts.sessions} sessions"
-    err.print(f"{requests}, {counts.violations} violations of the token ledger")
+    err.print(f"{server.counts.requests} requests of {server.counts.sessions} sessions")

@@ -6,6 +6,7 @@ parses sampled text to find tool calls, and never tokenises this text again.
 """
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,30 +121,6 @@ class Agent:
     def __post_init__(self) -> None:
         self.pooled = self.model if isinstance(self.model, RoutedModelClient) else None
 
-    async def play(
-        self,
-        environment: Environment[Any],
-        prompt: Prompt,
-        transcript: Transcript,
-        **settings: Unpack[EpisodeSettings],
-    ) -> StopReason:
-        """Run the loop until it stops.
-
-        Args:
-            environment: an initialised environment; the loop calls its tools.
-            prompt: the return value of `init`.
-            transcript: filled while the loop runs.
-            settings: see `EpisodeSettings`.
-
-        Raises:
-            ModelError, SandboxError, ToolError: a boundary failed.
-        """
-        loop = await self.begin(environment, prompt, transcript, **settings)
-        try:
-            return await loop.finish()
-        finally:
-            self.forget(loop.session)
-
     async def begin(
         self,
         environment: Environment[Any],
@@ -151,7 +128,14 @@ class Agent:
         transcript: Transcript,
         **settings: Unpack[EpisodeSettings],
     ) -> "AgentLoop":
-        """Return a loop that has rendered its prompt and taken no turn. Arguments: see `play`."""
+        """Return a loop that has rendered its prompt and taken no turn.
+
+        Args:
+            environment: an initialised environment; the loop calls its tools.
+            prompt: the return value of `init`.
+            transcript: filled while the loop runs.
+            settings: see `EpisodeSettings`.
+        """
         render = partial(self.renderer.prompt, prompt.messages, prompt.tools)
         ids = await run_in_thread_if_long(_characters(prompt.messages), render)
         return AgentLoop(self, environment, prompt, ids, transcript, **settings)
@@ -168,7 +152,7 @@ class AgentLoop:
     Callers either run all turns with `finish`, or one at a time: `turn` samples from the model, `answer`
     takes a caller's answer. The time limit starts with the constructor, and stops from `sleep` to `wake`.
 
-    Args: those of `Agent.play`, and `prompt_ids`, the rendered prompt.
+    Args: those of `Agent.begin`, and `prompt_ids`, the rendered prompt.
     """
 
     def __init__(
@@ -206,7 +190,31 @@ class AgentLoop:
 
     def wake(self) -> None:
         """Resume the time limit."""
-        self.ends_at = self.agent.clock.monotonic() + self.seconds_left_asleep
+        self.ends_at = (
+            self.agent.clock.monotonic() + self.seconds_left_asleep - self.transcript.held.seconds()
+        )
+
+    def branch(
+        self,
+        environment: Environment[Any],
+        transcript: Transcript,
+        ledger: Ledger,
+        settings: EpisodeSettings,
+    ) -> "AgentLoop":
+        """Return a loop that goes on from here in another environment, asleep as this one.
+
+        Args:
+            transcript: an empty transcript, which receives the messages so far.
+            ledger: copy or branch of this loop's ledger.
+            settings: settings of the new loop, with the same limits.
+        """
+        loop = copy.copy(self)
+        loop.environment, loop.transcript, loop.ledger = environment, transcript, ledger
+        loop.sampling, loop.session = settings["sampling"], settings["session"]
+        loop.context, loop.repeats = list(self.context), copy.deepcopy(self.repeats)
+        transcript.messages.extend(self.transcript.messages)
+        transcript.ledger = ledger
+        return loop
 
     @property
     def room(self) -> int:
@@ -221,6 +229,13 @@ class AgentLoop:
         """Take turns until the loop stops."""
         while (reason := await self.turn()) is None:
             pass
+        return reason
+
+    async def until(self, turns: int) -> StopReason | None:
+        """Take turns until there are `turns`; return why the loop stopped before, or None."""
+        reason = None
+        while reason is None and self.ledger.turns < turns:
+            reason = await self.turn()
         return reason
 
     async def turn(self) -> StopReason | None:

@@ -5,8 +5,10 @@ turn depends on the tokens of the turn, not on the length of the history. A cont
 recorded tokens starts another row.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from prorl_envs.model.types import Sampled
 from prorl_envs.rollout.api.types import Trajectory, TurnRecord
@@ -32,6 +34,7 @@ class Ledger:
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.forks: list[Trajectory] = []
         self._turns: list[_Turn] = []
+        self._copied = 0  # number of turns that belong to another ledger
         self._begin(prompt_ids)
 
     def fork(self, prompt_ids: Sequence[int]) -> None:
@@ -44,8 +47,25 @@ class Ledger:
         self._mask = [0] * len(self._ids)
         self._logprobs = [0.0] * len(self._ids)
         self._first = len(self._turns)  # index of the row's first turn
+        self._shared = 0  # length of the prefix that belongs to a row of another ledger
         self._checked = 0  # number of ids that `sent` has compared
         self._drift = 0
+
+    def copy(self) -> Self:
+        """Return a ledger of the same episode, which changes independently."""
+        other = copy.copy(self)
+        other.forks, other._turns = list(self.forks), list(self._turns)
+        other._ids, other._mask, other._logprobs = list(self._ids), list(self._mask), list(self._logprobs)
+        return other
+
+    def branch(self) -> Self:
+        """Return the ledger of another episode that goes on from here. In its row, the ids so far are not
+        trained on."""
+        other = self.copy()
+        other.forks, other._copied = [], len(self._turns)
+        other._begin(self._ids)
+        other._shared = other._checked = len(self._ids)
+        return other
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -67,7 +87,7 @@ class Ledger:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(turn.sampled.ids) for turn in self._turns)
+        return sum(len(turn.sampled.ids) for turn in self._turns[self._copied :])
 
     @property
     def exact(self) -> bool:
@@ -76,11 +96,11 @@ class Ledger:
 
     @property
     def model_s(self) -> float:
-        return sum(turn.model_s for turn in self._turns)
+        return sum(turn.model_s for turn in self._turns[self._copied :])
 
     @property
     def tools_s(self) -> float:
-        return sum(turn.tools_s for turn in self._turns)
+        return sum(turn.tools_s for turn in self._turns[self._copied :])
 
     def sent(self, prompt_ids: Sequence[int]) -> None:
         """Count the drift of a prompt that is about to be sent: positions whose id differs from the recorded
@@ -114,6 +134,7 @@ class Ledger:
             turns=[_record(turn) for turn in self._turns[self._first :]],
             drift=self._drift,
             token_exact=self.exact,
+            shared_prefix_len=self._shared,
         )
 
     def _append(self, ids: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:

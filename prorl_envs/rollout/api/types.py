@@ -132,6 +132,8 @@ class GroupRequest(WireModel):
         lease_s: seconds without a request about the group after which its unfinished jobs are cancelled. A
             request that names the group renews the lease. The lease does not expire while such a request
             waits for its response. None: the jobs run to completion without a client.
+        branch_at: number of turns that the samples share. Sample 0 takes them; the others go on from there,
+            each in a copy of its sandbox. 0: every sample starts with its own first turn.
     """
 
     id: JobId
@@ -141,7 +143,12 @@ class GroupRequest(WireModel):
     sampling: Sampling = Sampling()
     limits: AgentLimits = AgentLimits()
     lease_s: Lease = None
+    branch_at: int = Field(default=0, ge=0, le=1000)
     metadata: JsonFields = Field(default_factory=dict)
+
+    @property
+    def job_ids(self) -> list[str]:
+        return [job_id(self.id, sample) for sample in range(self.samples)]
 
 
 class Failure(WireModel):
@@ -205,7 +212,8 @@ class Trajectory(WireModel):
             text: then the row must not be trained on, and `mask_sample` is set.
         parent: index in `Result.rows` of the row that this row branched off from, if a harness rewrote the
             history. The first `shared_prefix_len` ids are copies of that row's ids, and are trained on in
-            that row only. The same holds for rows in `Result.unfinished_answers`.
+            that row only. The same holds for rows in `Result.unfinished_answers`. If the episode branched off
+            from another job's (`Result.branch`), they are copies of the ids of its row.
     """
 
     ids: list[int]
@@ -237,6 +245,20 @@ class Timings(WireModel):
     held_s: float = 0.0
 
 
+class BranchOrigin(WireModel):
+    """Start of an episode from a checkpoint of another one.
+
+    Args:
+        job_id: the other job, the trunk.
+        turns: number of turns that the trunk took.
+        lost: what its sandbox had and this one has not, such as background processes.
+    """
+
+    job_id: str
+    turns: int
+    lost: list[str]
+
+
 class Result(WireModel):
     """Result of one job. `reward` is a number only if a grader returned it.
 
@@ -259,6 +281,7 @@ class Result(WireModel):
             model server reported them. The turn's `finish_reason` is abort. They are not part of `rows`: the
             trainer decides whether to train on them.
         tools: the available tools, in OpenAI's function format.
+        branch: where the episode branched off from another job's (`GroupRequest.branch_at`), or None.
         attempts: number of attempts; 0 if the job was cancelled before the first attempt.
     """
 
@@ -283,6 +306,7 @@ class Result(WireModel):
     forks: list[Trajectory] = Field(default_factory=list)
     unfinished_answers: list[Trajectory] = Field(default_factory=list)
     timings: Timings = Timings()
+    branch: BranchOrigin | None = None
     attempts: int = 1
     metadata: dict[str, Any] = Field(default_factory=dict)
 

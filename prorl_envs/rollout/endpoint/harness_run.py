@@ -37,7 +37,7 @@ async def play(
 ) -> StopReason:
     """Run the environment's harness until it exits or reaches a limit.
 
-    Args: see `Agent.play`.
+    Args: see `Agent.begin`.
 
     Raises:
         ModelError: the last model call failed.

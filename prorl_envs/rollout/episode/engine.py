@@ -61,6 +61,10 @@ class StageExecutor(Protocol):
         """Close the attempt's environment. Return True if it closed without an error."""
         ...
 
+    async def forget(self, group: str) -> None:
+        """Free the checkpoint from which the jobs of a group have started. Never raises."""
+        ...
+
 
 @dataclass(eq=False)
 class Engine:
@@ -126,7 +130,8 @@ class Engine:
         self.unfinished_of.update(_owner(job.id) for job in jobs)
         pairs = [(job.id, job.request.id) for job in jobs]
         failures = {job.id: job.attempts - job.interrupted for job in jobs}
-        self.apply(self.scheduler.submit(pairs, failures, share))
+        held = [job.id for job in jobs if not job.is_trunk] if jobs[0].is_trunk else []
+        self.apply(self.scheduler.submit(pairs, failures, share, held=held))
 
     def give_up(self, job: Job) -> None:
         """Record the failure of a stored job that cannot be started again."""
@@ -153,7 +158,7 @@ class Engine:
     async def cancel(self, jobs: Iterable[str]) -> None:
         """Cancel jobs, and return once their results are stored. Their sandboxes are closed after that."""
         jobs = list(jobs)
-        for job_id in jobs:
+        for job_id in reversed(jobs):  # a trunk last, since its end lets held jobs start
             self.apply(self.scheduler.cancel(job_id))
         if records := [self._records[job_id] for job_id in jobs if job_id in self._records]:
             await asyncio.wait(records)
@@ -161,7 +166,7 @@ class Engine:
     def cancel_all(self) -> None:
         """Stop every job. With a durable store they get no result, so that the next start resumes them."""
         self._leaving = self.store.durable
-        for job_id in list(self._jobs):
+        for job_id in reversed(list(self._jobs)):
             self.apply(self.scheduler.cancel(job_id))
 
     async def reserve(self, guest: str, *, here: bool) -> str:
@@ -223,7 +228,7 @@ class Engine:
         job.queued_s += job.started_at - job.waiting_since
         task = self._spawn(self._perform(job, stage))
         self._stages[job.id] = task
-        task.add_done_callback(partial(self._stage_ended, job))
+        task.add_done_callback(partial(self._stage_ended, job, stage))
 
     async def _perform(self, job: Job, stage: Stage) -> Failure | None:
         with tracing.in_stage(job.id, job.span, stage, job.attempts) as span:
@@ -239,7 +244,7 @@ class Engine:
                 tracing.note_failure(span, failure)
             return failure
 
-    def _stage_ended(self, job: Job, task: asyncio.Task[Failure | None]) -> None:
+    def _stage_ended(self, job: Job, stage: Stage, task: asyncio.Task[Failure | None]) -> None:
         """Report the outcome of a stage to the scheduler."""
         del self._stages[job.id]
         job.waiting_since = self.clock.monotonic()
@@ -250,6 +255,8 @@ class Engine:
             job.attempt.failure = failure
             self.internal_errors += failure.kind is FailureKind.INTERNAL
             self.apply(self.scheduler.failed(job.id, retryable=failure.retryable))
+        elif stage is Stage.RUN and not job.has_stopped:
+            self.apply(self.scheduler.branched(job.id))
         else:
             self.apply(self.scheduler.ended(job.id))
 
@@ -306,7 +313,9 @@ class Engine:
         if job_id in self.scheduler:
             return
         self._records.pop(job_id, None)
-        if self._jobs.pop(job_id, None) is not None:
+        if (job := self._jobs.pop(job_id, None)) is not None:
+            if job.request.branch_at and not self._jobs.keys() & job.request.job_ids:
+                self._spawn(self.executor.forget(job.request.id))
             owner = _owner(job_id)
             self.unfinished_of[owner] -= 1
             if not self.unfinished_of[owner]:

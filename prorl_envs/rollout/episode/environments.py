@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from prorl_envs.env.base import Task
+from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.registry import description_of, known
 from prorl_envs.errors import InputError, name_hint
 from prorl_envs.model.types import Sampling
@@ -69,8 +70,23 @@ class EnvironmentRegistry:
 
     def settled(self, request: GroupRequest) -> GroupRequest:
         """Return the request with the environment's defaults filled in. The stored request is complete, so
-        later changes of the defaults do not affect it."""
-        return self._defaults_of(request.environment).applied(request)
+        later changes of the defaults do not affect it.
+
+        Raises:
+            InputError: the environment cannot branch, or not at this turn.
+        """
+        settled = self._defaults_of(request.environment).applied(request)
+        if request.branch_at:
+            family = self._families[request.environment]
+            if not family.takes_checkpoints or harness_of(family) is not None:
+                raise InputError(
+                    f"episodes of {request.environment} cannot branch", hint="leave out branch_at"
+                )
+            if request.branch_at >= (turns := settled.limits.max_turns):
+                raise InputError(
+                    f"branch_at is {request.branch_at}, and an episode has at most {turns} turns"
+                )
+        return settled
 
     def row_of(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
         """Return a data row with the environment's field names: a row whose id is in `instance_id`, as in

@@ -11,6 +11,7 @@ from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.agent.agent_loop import AgentLoop, EpisodeSettings, Transcript
 from prorl_envs.rollout.api.interactive import PromptView, StepView
 from prorl_envs.rollout.api.types import (
+    BranchOrigin,
     Failure,
     GroupRequest,
     JobState,
@@ -45,7 +46,9 @@ class Attempt:
 
     Attributes:
         active_s: active seconds of each stage.
-        loop, steps: agent loop and number of started steps, if a caller drives the attempt.
+        loop: agent loop, if it can be interrupted: a caller drives the attempt, or it branches.
+        steps: number of started steps, if a caller drives the attempt.
+        branch: where the episode branched off, or None.
         progress: progress of an attempt that its caller drives; None before the prompt is rendered.
         reported: last result that the node of the attempt has sent; None if it runs on this machine, where
             the attributes before `progress` have its state.
@@ -60,6 +63,7 @@ class Attempt:
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     loop: AgentLoop | None = None
     steps: int = 0
+    branch: BranchOrigin | None = None
     progress: StepProgress | None = None
     reported: Result | None = None
 
@@ -116,6 +120,16 @@ class Job:
         return job_id(self.request.id, self.sample)
 
     @property
+    def is_trunk(self) -> bool:
+        """True if the other jobs of the group start from this one's checkpoint."""
+        return self.sample == 0 and self.request.branch_at > 0
+
+    @property
+    def has_stopped(self) -> bool:
+        """True if the agent loop of the attempt has stopped."""
+        return (self.attempt.reported or self.attempt).stop_reason is not None
+
+    @property
     def sampling(self) -> Sampling:
         """Sampling settings of this job. A seed of the group becomes another seed for each sample, so that
         samples differ but are reproducible."""
@@ -168,6 +182,7 @@ class Job:
             components=dict(grade.components) if grade else {},
             evidence=grade.evidence if grade else {},
             metadata=self.request.metadata,
+            branch=attempt.branch,
             **fields,
         )
 

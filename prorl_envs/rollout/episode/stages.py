@@ -4,14 +4,16 @@ Exceptions are not caught here; see `worker.py`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from prorl_envs.env.base import Environment, Message
+from prorl_envs.env.base import Environment, Message, Prompt
 from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.env.node import Node
+from prorl_envs.env.sandboxed import EpisodeCheckpoint, SandboxedEnvironment
 from prorl_envs.errors import EnvironmentFault, GraderError
 from prorl_envs.model.types import Sampled
-from prorl_envs.rollout.agent.agent_loop import Agent, AgentLoop
+from prorl_envs.rollout.agent.agent_loop import Agent, AgentLoop, Transcript
 from prorl_envs.rollout.api.interactive import (
     AgentStep,
     CallStep,
@@ -20,7 +22,7 @@ from prorl_envs.rollout.api.interactive import (
     StepView,
     TokenStep,
 )
-from prorl_envs.rollout.api.types import StopReason
+from prorl_envs.rollout.api.types import BranchOrigin, StopReason
 from prorl_envs.rollout.endpoint import harness_run
 from prorl_envs.rollout.episode.job import Job, StepProgress
 from prorl_envs.strict_json import encodable
@@ -29,23 +31,68 @@ from prorl_envs.tools.types import ToolCall
 type Family = type[Environment[Any]]
 
 
-async def init(job: Job, node: Node, families: Mapping[str, Family]) -> None:
-    """Start the sandbox and prepare the task."""
-    environment = families[job.request.environment](node)
-    job.attempt.environment = environment  # set before `init`, so that it is closed if `init` fails
-    job.attempt.prompt = await environment.init(job.task)
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """State of a trunk, from which the jobs of its group go on.
+
+    Args:
+        checkpoint: its environment.
+        prompt: the return value of its `init`.
+        loop: copy of its agent loop, which takes no turns itself.
+    """
+
+    checkpoint: EpisodeCheckpoint
+    prompt: Prompt
+    loop: AgentLoop
 
 
-async def run(job: Job, agent: Agent) -> None:
-    """Run the agent until the model stops or a limit is reached."""
-    environment, prompt = job.attempt.environment, job.attempt.prompt
+#: Branch points on a machine by the id of the group.
+type BranchPoints = dict[str, BranchPoint]
+
+
+async def init(job: Job, node: Node, families: Mapping[str, Family], points: BranchPoints) -> None:
+    """Start the sandbox and prepare the task, or go on from the branch point of the group."""
+    environment, attempt = families[job.request.environment](node), job.attempt
+    attempt.environment = environment  # set before `init`, so that it is closed if `init` fails
+    point = points.get(job.request.id)
+    if point is None:
+        attempt.prompt = await environment.init(job.task)
+        return
+    assert isinstance(environment, SandboxedEnvironment)
+    await environment.restore(point.checkpoint)
+    ledger = point.loop.ledger.copy() if job.is_trunk else point.loop.ledger.branch()
+    if not job.is_trunk:
+        lost = list(point.checkpoint.lost)
+        attempt.branch = BranchOrigin(job_id=job.request.job_ids[0], turns=ledger.turns, lost=lost)
+    attempt.prompt = point.prompt
+    attempt.loop = point.loop.branch(environment, attempt.transcript, ledger, job.settings)
+
+
+async def run(job: Job, agent: Agent, points: BranchPoints) -> None:
+    """Run the agent until the model stops or a limit is reached. A trunk without a branch point makes one
+    after the shared turns, and then has no stop reason."""
+    attempt, settings = job.attempt, job.settings
+    environment, prompt, transcript = attempt.environment, attempt.prompt, attempt.transcript
     if environment is None or prompt is None:
         raise EnvironmentFault("RUN needs an initialised environment")
-    transcript, settings = job.attempt.transcript, job.settings
     if isinstance(environment, HarnessedEnvironment):
-        job.attempt.stop_reason = await harness_run.play(agent, environment, prompt, transcript, **settings)
+        attempt.stop_reason = await harness_run.play(agent, environment, prompt, transcript, **settings)
+        return
+    if attempt.loop is None:
+        attempt.loop = await agent.begin(environment, prompt, transcript, **settings)
     else:
-        job.attempt.stop_reason = await agent.play(environment, prompt, transcript, **settings)
+        attempt.loop.wake()
+    loop, branches = attempt.loop, job.is_trunk and job.request.id not in points
+    try:
+        attempt.stop_reason = await (loop.until(job.request.branch_at) if branches else loop.finish())
+        if attempt.stop_reason is None:
+            assert isinstance(environment, SandboxedEnvironment)
+            loop.sleep()
+            saved = loop.branch(environment, Transcript(), loop.ledger.copy(), settings)
+            points[job.request.id] = BranchPoint(await environment.checkpoint(), prompt, saved)
+    finally:
+        if attempt.stop_reason is not None or job.request.id not in points:
+            agent.forget(loop.session)
 
 
 async def evaluate(job: Job) -> None:
@@ -91,7 +138,7 @@ async def step(job: Job, agent: Agent, request: StepRequest) -> None:
     try:
         match request:
             case AgentStep() if isinstance(attempt.environment, HarnessedEnvironment):
-                await run(job, agent)
+                await run(job, agent, {})
             case AgentStep():
                 attempt.stop_reason = await loop.finish()
             case TokenStep():

@@ -7,7 +7,7 @@ A cancellation is not converted.
 
 import logging
 from collections.abc import Coroutine, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import Node
@@ -47,16 +47,17 @@ class Worker:
     _: KW_ONLY
     grace_s: float
     close_s: float
+    _points: stages.BranchPoints = field(default_factory=dict, init=False)
 
     async def perform(self, job: Job, stage: Stage) -> Failure | None:
         """Run one stage and return its failure, or None. Add its active time to the job's."""
         limits = job.request.limits
         match stage:
             case Stage.INIT:
-                work = stages.init(job, self.node, self.families)
+                work = stages.init(job, self.node, self.families, self._points)
                 return await self._timed(job, stage, work, limits.init_s)
             case Stage.RUN:
-                work = stages.run(job, self.agent)
+                work = stages.run(job, self.agent, self._points)
                 return await self._timed(job, stage, work, limits.run_s + self.grace_s)
             case Stage.EVAL:
                 return await self._timed(job, stage, stages.evaluate(job), limits.eval_s)
@@ -85,6 +86,15 @@ class Worker:
         if failure is not None:
             log.error("job %s: its environment failed to close: %s", job.id, printable(failure.message))
         return failure is None
+
+    async def forget(self, group: str) -> None:
+        """See `StageExecutor.forget`."""
+        if point := self._points.pop(group, None):
+            self.agent.forget(point.loop.session)
+            try:
+                await point.checkpoint.close()
+            except ProrlError as error:
+                log.error("group %s: its checkpoint failed to close: %s", group, printable(error.message))
 
     async def _guard(
         self, job: Job, stage: Stage, work: Coroutine[None, None, None], seconds: float

@@ -72,6 +72,8 @@ class Fleet:
         # By `id()` of the `Job` object, since an interactive episode and a group may have the same job id.
         self._orders: dict[int, _Order] = {}
         self._number = 0
+        #: Nodes that may have a checkpoint of a group, by the group's id.
+        self._branch_points: dict[str, set[RemoteNode]] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._closed = False
         pool.watch(self._hold)
@@ -119,6 +121,8 @@ class Fleet:
         if order is None:  # the node was lost before it received INIT
             return lost_failure(job.node, "before the job started", stage)
         node = order.node
+        if job.is_trunk:
+            self._branch_points.setdefault(job.request.id, set()).add(node)
         request = job.request if stage is Stage.INIT else None
         stage_order = StageOrder(order.number, stage, job.sample, request, tracing.carried(), caller, step)
         performing = asyncio.create_task(node.call(node.handle.perform(stage_order)))
@@ -169,6 +173,13 @@ class Fleet:
         node.orders.discard(order.number)
         node.finished += 1
         return closed
+
+    async def forget(self, group: str) -> None:
+        """See `StageExecutor.forget`."""
+        await self._executor.forget(group)
+        for node in self._branch_points.pop(group, ()):
+            with contextlib.suppress(NodeLost):
+                await node.call(node.handle.forget(group))
 
     # Nodes.
 

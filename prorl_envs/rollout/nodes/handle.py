@@ -207,6 +207,10 @@ class NodeHandle(Protocol):
         """Close the attempt's environment and forget the attempt. Return False if closing failed."""
         ...
 
+    async def forget(self, group: str) -> None:
+        """See `StageExecutor.forget`."""
+        ...
+
     async def hold(self, hold: Hold) -> None:
         """Hold the turns of this node while weights change, or release them."""
         ...

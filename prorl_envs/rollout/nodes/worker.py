@@ -148,6 +148,9 @@ class NodeWorker:
         attempt = self._attempts.pop(order, None)
         return attempt is None or await self._worker.close(attempt.job)
 
+    async def forget(self, group: str) -> None:
+        await self._worker.forget(group)
+
     async def hold(self, hold: Hold) -> None:
         self._model.hold(hold)
 

@@ -70,7 +70,7 @@ class NodeRecord:
 
     Attributes:
         jobs_with_sandbox: jobs that hold an environment on the node; `active`: running jobs by stage.
-        queues: jobs that wait on the node for RUN and EVAL.
+        queues: jobs that wait on the node for a stage; for INIT, those that start from a checkpoint there.
     """
 
     name: str
@@ -78,9 +78,7 @@ class NodeRecord:
     open: bool = True
     jobs_with_sandbox: int = 0
     active: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
-    queues: dict[Stage, FairQueue] = field(
-        default_factory=lambda: {Stage.RUN: FairQueue(), Stage.EVAL: FairQueue()}
-    )
+    queues: dict[Stage, FairQueue] = field(default_factory=lambda: {stage: FairQueue() for stage in Stage})
 
     @property
     def room(self) -> bool:

@@ -11,6 +11,10 @@ is closed too, and the job waits for INIT again, with a fresh sandbox.
 An attempt stays on the node where its INIT started (`placement.py` chooses the node). A service of one
 machine has one node, `HERE`.
 
+Jobs may be submitted as held: they wait until the trunk, another job of their group, has `branched` in RUN.
+Then they wait for INIT on the trunk's node, and the trunk for RUN again. If the trunk leaves RUN or the
+scheduler before, they wait for INIT as other jobs do.
+
 Four rules:
 
 - Each stage has its own pool on each node, so a slow stage never holds slots of another stage.
@@ -84,6 +88,7 @@ _NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL}
 
 
 class _Phase(Enum):
+    HELD = auto()  # until the trunk of its group branches
     WAITING = auto()  # in the queue of its stage
     ACTIVE = auto()  # its stage is running
     STOPPING = auto()  # its running stage was interrupted; the job is finished already
@@ -100,6 +105,7 @@ class _Job:
     attempt: int = 1
     finished: bool = False
     last_record: NodeRecord | None = None  # node of the current attempt, or of the last one before a retry
+    origin: NodeRecord | None = None  # node with the checkpoint from which the job starts
 
     @property
     def record(self) -> NodeRecord:
@@ -132,6 +138,7 @@ class Scheduler:
         self.attempts = limits.attempts
         self._jobs: dict[str, _Job] = {}
         self._waiting = FairQueue()  # for INIT
+        self._held: dict[str, list[_Job]] = {}  # by group
         self._here = NodeRecord(HERE, limits.at_most(max_sandboxes), open=here)
         self._records = {HERE: self._here}
         self._pause: Pause | None = None
@@ -175,12 +182,9 @@ class Scheduler:
     @property
     def waiting(self) -> Mapping[Stage, int]:
         """Number of waiting jobs by stage."""
-        return {
-            stage: len(self._waiting)
-            if stage is Stage.INIT
-            else sum(len(record.queues[stage]) for record in self.nodes)
-            for stage in Stage
-        }
+        waiting = {stage: sum(len(record.queues[stage]) for record in self.nodes) for stage in Stage}
+        waiting[Stage.INIT] += len(self._waiting) + sum(map(len, self._held.values()))
+        return waiting
 
     def limit(self, stage: Stage) -> int:
         """Return the limit of active jobs in a stage, over all nodes that accept jobs."""
@@ -210,6 +214,8 @@ class Scheduler:
         jobs: Iterable[tuple[str, str]],
         failures: Mapping[str, int] | None = None,
         share: Share = COMMON,
+        *,
+        held: Collection[str] = (),
     ) -> list[Decision]:
         """Handle new jobs, as pairs of job id and group id.
 
@@ -217,6 +223,7 @@ class Scheduler:
             jobs: in the order in which they are served.
             failures: number of earlier failed attempts, by job id. They count against the maximum attempts.
             share: share of the jobs' owner.
+            held: jobs that are held until the other job of their group branches.
 
         Raises:
             ValueError: an id is already scheduled.
@@ -224,8 +231,12 @@ class Scheduler:
         for job, group in jobs:
             if job in self._jobs:
                 raise ValueError(f"job {job} is scheduled already")
-            self._jobs[job] = _Job(job, group, share, attempt=(failures or {}).get(job, 0) + 1)
-            self._waiting.push(job, group, share)
+            entry = self._jobs[job] = _Job(job, group, share, attempt=(failures or {}).get(job, 0) + 1)
+            if job in held:
+                entry.phase = _Phase.HELD
+                self._held.setdefault(group, []).append(entry)
+            else:
+                self._await_init(entry)
         return self._fill()
 
     def pause(self, mode: Pause) -> list[Decision]:
@@ -246,12 +257,18 @@ class Scheduler:
             return [self._close(entry), *self._fill(entry.record)]
         if following is None:
             return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.record)]
-        entry.stage = following
-        if self._records.get(entry.record.name) is not entry.record:
-            return [self._start(entry, entry.record)]  # the node is lost: the stage fails at once
-        entry.phase = _Phase.WAITING
-        entry.record.queues[following].push(job, entry.group, entry.share)
-        return self._fill(entry.record)
+        if following is Stage.EVAL:
+            self._release(entry.group)
+        return self._await_stage(entry, following)
+
+    def branched(self, job: str) -> list[Decision]:
+        """Handle a trunk that has interrupted its RUN for a checkpoint, from which the held jobs start."""
+        entry = self._leave_stage(job)
+        if entry.phase is _Phase.STOPPING:
+            return [self._close(entry), *self._fill(entry.record)]
+        entry.origin = entry.record
+        self._release(entry.group, entry.record)
+        return self._await_stage(entry, Stage.RUN)
 
     def failed(self, job: str, *, retryable: bool) -> list[Decision]:
         """Handle a failed stage of a job. `retryable`: another attempt may succeed."""
@@ -268,13 +285,16 @@ class Scheduler:
         finish = self._finish(entry, JobState.CANCELLED)
         if entry.phase is _Phase.ACTIVE:
             entry.phase = _Phase.STOPPING
-            return [finish, Interrupt(job)]
+            return [finish, Interrupt(job), *self._fill()]
         if entry.phase is _Phase.CLOSING:  # between two attempts
-            return [finish]
+            return [finish, *self._fill()]
         if entry.stage is Stage.INIT:  # holds no environment yet
-            self._waiting.remove(job, entry.group, entry.share)
+            if entry.phase is _Phase.HELD:
+                self._held[entry.group].remove(entry)
+            else:
+                self._init_queue(entry).remove(job, entry.group, entry.share)
             del self._jobs[job]
-            return [finish]
+            return [finish, *self._fill()]
         entry.record.queues[entry.stage].remove(job, entry.group, entry.share)
         return [finish, self._close(entry), *self._fill(entry.record)]
 
@@ -287,9 +307,8 @@ class Scheduler:
         if entry.finished:
             del self._jobs[job]
         else:
-            entry.stage, entry.phase = Stage.INIT, _Phase.WAITING
             entry.attempt += 1
-            self._waiting.push(job, entry.group, entry.share)
+            self._await_init(entry)
         return self._fill(entry.record)
 
     def resize(self, limits: StageLimits) -> list[Decision]:
@@ -333,8 +352,10 @@ class Scheduler:
             entry = self._jobs[job]
             entry.record.queues[entry.stage].remove(job, entry.group, entry.share)
             decisions += self._give_up(entry, retryable=True)
-        del self._records[node]
-        return decisions
+        queue = self._records.pop(node).queues[Stage.INIT]
+        while queue:  # their checkpoint is lost
+            self._await_init(self._jobs[queue.pop()])
+        return [*decisions, *self._fill()]
 
     # Guests: environments driven by an external caller. Like jobs, they count towards INIT and sandboxes.
 
@@ -389,7 +410,35 @@ class Scheduler:
 
     def _finish(self, entry: _Job, state: JobState) -> Finish:
         entry.finished = True
+        if entry.phase is not _Phase.HELD:
+            self._release(entry.group)
         return Finish(entry.id, state, entry.stage)
+
+    def _release(self, group: str, origin: NodeRecord | None = None) -> None:
+        """Let the held jobs of a group wait for INIT."""
+        for entry in self._held.pop(group, ()):
+            entry.origin = origin
+            self._await_init(entry)
+
+    def _await_init(self, entry: _Job) -> None:
+        entry.stage, entry.phase = Stage.INIT, _Phase.WAITING
+        self._init_queue(entry).push(entry.id, entry.group, entry.share)
+
+    def _init_queue(self, entry: _Job) -> FairQueue:
+        """Return the queue for INIT of the node with the job's checkpoint, if there is one, or that of all
+        nodes."""
+        if entry.origin is not None and self._records.get(entry.origin.name) is entry.origin:
+            return entry.origin.queues[Stage.INIT]
+        return self._waiting
+
+    def _await_stage(self, entry: _Job, stage: Stage) -> list[Decision]:
+        """Let a job wait for a further stage on its node."""
+        entry.stage = stage
+        if self._records.get(entry.record.name) is not entry.record:
+            return [self._start(entry, entry.record)]  # the node is lost: the stage fails at once
+        entry.phase = _Phase.WAITING
+        entry.record.queues[stage].push(entry.id, entry.group, entry.share)
+        return self._fill(entry.record)
 
     def _close(self, entry: _Job) -> Close:
         entry.phase = _Phase.CLOSING
@@ -426,7 +475,13 @@ class Scheduler:
             decisions.append(AdmitExternal(guest, record.name))
 
     def _start_init(self, decisions: list[Decision]) -> None:
-        """Start INIT of waiting jobs on the least loaded nodes; of a retry, on another node if possible."""
+        """Start INIT of jobs on the nodes with their checkpoints. Then start that of other jobs on the least
+        loaded nodes; of a retry, on another node if possible."""
+        for origin in self.nodes:
+            while origin.queues[Stage.INIT] and origin.room:
+                entry = self._jobs[origin.queues[Stage.INIT].pop()]
+                origin.jobs_with_sandbox += 1
+                decisions.append(self._start(entry, origin))
         while self._waiting and least_loaded(self.nodes) is not None:
             entry = self._jobs[self._waiting.pop()]
             record = least_loaded(self.nodes, avoid=entry.last_record.name if entry.last_record else None)

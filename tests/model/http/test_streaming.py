@@ -18,7 +18,7 @@ from prorl_envs.model.servers.sglang import GenerateEvents
 from prorl_envs.model.servers.vllm_wire import CompletionEvents
 from prorl_envs.model.types import Partial, Sampled, Sampling
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.support.scripted_servers import KINDS, scripted_server
 
@@ -87,7 +87,7 @@ async def test_cancelling_a_streamed_turn_stops_its_sampling(kind: str) -> None:
 @pytest.mark.parametrize("behaviour", ["bad_ids", "short_logprobs", "disconnect"])
 async def test_invalid_tokens_are_an_error_and_not_streamed(kind: str, behaviour: str) -> None:
     heard, limits = Listened(), ClientLimits(attempts=2, backoff_s=0)
-    mix = Mix.parse(behaviour)
+    mix = behaviour
     async with (
         scripted_server(kind, BOOK, mix=mix) as server,
         pool(server.url, limits=limits) as model,

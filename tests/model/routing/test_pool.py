@@ -18,7 +18,6 @@ from prorl_envs.model.servers.detect import Servers
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling, ServerHealth
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.server import scripted_app
 from tests.model.listing import BOOK, PROMPT, RENDERER
 from tests.support.clock import FakeClock
@@ -31,8 +30,8 @@ pytestmark = pytest.mark.anyio
 async def two_servers(first: str, second: str) -> AsyncIterator[tuple[TimedServer, TimedServer]]:
     """Run two scripted servers with a mix each."""
     async with (
-        TimedServer(BOOK, mix=Mix.parse(first)) as one,
-        TimedServer(BOOK, mix=Mix.parse(second)) as two,
+        TimedServer(BOOK, mix=first) as one,
+        TimedServer(BOOK, mix=second) as two,
     ):
         yield one, two
 

@@ -9,7 +9,6 @@ from prorl_envs.model.servers.llamacpp import LlamaCppClient
 from prorl_envs.model.servers.sglang import SglangClient
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling
-from prorl_envs.testing.scripted import Mix
 from tests.model.listing import BOOK, PROMPT, talking_to
 from tests.support.scripted_servers import scripted_server
 
@@ -44,7 +43,7 @@ async def test_misbehaving_servers_become_typed_errors(
 ) -> None:
     limits = ClientLimits(attempts=3, backoff_s=0)
     async with (
-        scripted_server(client.protocol, BOOK, mix=Mix.parse(behaviour)) as server,
+        scripted_server(client.protocol, BOOK, mix=behaviour) as server,
         talking_to(client, server.url, limits=limits) as talking,
     ):
         with pytest.raises(error, match=says) as caught:

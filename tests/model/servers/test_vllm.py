@@ -15,7 +15,6 @@ from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.http.server import answering
-from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService
 from prorl_envs.testing.server import scripted_app
 from tests.model.listing import BOOK, PROMPT, RENDERER
@@ -47,7 +46,7 @@ async def test_ids_are_sent_and_returned_with_logprobs() -> None:
 
 async def test_an_overloaded_server_is_retried() -> None:
     async with (
-        TimedServer(BOOK, mix=Mix.parse("flaky")) as server,
+        TimedServer(BOOK, mix="flaky") as server,
         talking_to(server.url) as client,
     ):
         answer = await client.generate(PROMPT, Sampling(), session="s")
@@ -71,7 +70,7 @@ async def test_backoff_grows_and_is_jittered() -> None:
     clock = Pauses()
     limits = ClientLimits(attempts=4, backoff_s=1.0, max_backoff_s=3.0)
     async with (
-        TimedServer(BOOK, mix=Mix.parse("error500")) as server,
+        TimedServer(BOOK, mix="error500") as server,
         talking_to(server.url, limits=limits, clock=clock, jitter=lambda: 0.5) as client,
     ):
         with pytest.raises(ServerUnavailable):
@@ -82,7 +81,7 @@ async def test_backoff_grows_and_is_jittered() -> None:
 async def test_a_silent_server_times_out_by_the_clock() -> None:
     clock = FakeClock()
     async with (
-        TimedServer(BOOK, mix=Mix.parse("hang")) as server,
+        TimedServer(BOOK, mix="hang") as server,
         talking_to(server.url, clock=clock, model="scripted") as client,
     ):
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
@@ -109,7 +108,7 @@ async def test_cancelling_stops_the_generation_on_the_server() -> None:
 
 
 async def test_a_server_can_stop_while_it_is_hanging() -> None:
-    async with TimedServer(BOOK, mix=Mix.parse("hang")) as server:
+    async with TimedServer(BOOK, mix="hang") as server:
         client = VllmClient(server.url, stop_ids=(), limits=ClientLimits(attempts=1))
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
         await server.until(lambda counts: counts.running == 1)

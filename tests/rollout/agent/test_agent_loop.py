@@ -53,7 +53,7 @@ class Played:
         prompt = await environment.init(ToyTask(id="t", instruction="Say it.", faults=self.faults))
         agent = Agent(self._renderer, self.model, self.clock)
         try:
-            return await agent.play(
+            loop = await agent.begin(
                 environment,
                 prompt,
                 self.transcript,
@@ -61,6 +61,7 @@ class Played:
                 sampling=self.sampling,
                 session="s",
             )
+            return await loop.finish()
         finally:
             await environment.close()
 

@@ -30,7 +30,10 @@ async def play(reasoning: str) -> tuple[Ledger, list[tuple[int, ...]]]:
     agent, transcript = Agent(renderer, model, FakeClock(), reasoning), Transcript()  # type: ignore[arg-type]
     limits, sampling = AgentLimits(), Sampling(max_tokens=400)
     try:
-        await agent.play(environment, prompt, transcript, limits=limits, sampling=sampling, session="s")
+        loop = await agent.begin(
+            environment, prompt, transcript, limits=limits, sampling=sampling, session="s"
+        )
+        await loop.finish()
     finally:
         await environment.close()
     assert isinstance(transcript.ledger, Ledger)

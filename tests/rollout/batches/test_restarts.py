@@ -20,11 +20,10 @@ from prorl_envs.rollout.episode.environments import Defaults
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.base import StoredBatch
 from prorl_envs.rollout.store.sqlite import SqliteStore
-from prorl_envs.testing.audit import AuditCounts
-from prorl_envs.testing.scripted import Mix
 from tests.rollout.batches.batch_bench import PacedModel, batch, rows
 from tests.rollout.killed import free_port, sandboxes_gone, service
 from tests.rollout.test_end_to_end import BOOK, TASK
+from tests.support.audit import AuditCounts
 from tests.support.leaks import OpenResources
 from tests.support.timed_server import TimedServer
 from tests.support.toy import ToyWorld, empty_node
@@ -260,7 +259,7 @@ async def test_a_repeatedly_killed_service_completes_the_requested_batch(
         tasks=[BatchTask(task=TASK) for _ in range(200)],
     )
     async with (
-        TimedServer(BOOK, mix=Mix.parse("solve=1,wrong=2"), renderer=renderer) as model,
+        TimedServer(BOOK, mix="solve=1,wrong=2", renderer=renderer) as model,
         RolloutClient(f"http://127.0.0.1:{port}", attempts=2000, max_pause_s=0.2) as client,
     ):
         before = OpenResources.now(run_dir).processes.keys()

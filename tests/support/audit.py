@@ -3,10 +3,10 @@
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
-from prorl_envs.testing.scripted import Behaviour, Mix
+from prorl_envs.testing.scripted import ScriptedCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +33,23 @@ class _LastExchange:
 
 
 @dataclass(slots=True)
-class AuditCounts:
+class AuditCounts(ScriptedCounts):
     """Counters of the server.
 
     `violations`: prompts that do not start with the session's previous prompt and answer; `restarts`:
     sessions that started again with their first turn; `repeats`: requests sent a second time;
     `told_to_abort`: requests to abort another request; `refused`: requests over the concurrency limit;
-    `behaviours`: sessions per behaviour; `emptied`: resets of the prefix cache.
+    `emptied`: resets of the prefix cache.
     """
 
-    requests: int = 0
     running: int = 0
     aborted: int = 0
     told_to_abort: int = 0
     emptied: int = 0
     refused: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    sessions: int = 0
-    unknown_tasks: int = 0
     violations: int = 0
     restarts: int = 0
     repeats: int = 0
-    behaviours: dict[str, int] = field(default_factory=dict)
 
 
 class Audit:
@@ -109,52 +103,6 @@ class Audit:
         if len(self._last) > self._max_sessions:
             self._last.popitem(last=False)
         self.exchanges.append(exchange)
-
-
-class Dealer:
-    """Assignment of behaviours to sessions. Each task has a shuffled deck of behaviours, and each new session
-    of the task draws the next one.
-
-    Args:
-        mix: contents of a deck.
-        counts: counters to update.
-        seed: seed of the shuffles.
-        max_sessions: largest number of sessions in memory; the session idle for longest is removed first.
-    """
-
-    def __init__(self, mix: Mix, counts: AuditCounts, *, seed: int = 0, max_sessions: int = 65_536) -> None:
-        self._mix = mix
-        self._counts = counts
-        self._seed = seed
-        self._max_sessions = max_sessions
-        self._dealt: OrderedDict[str, Behaviour] = OrderedDict()
-        self._decks: dict[str, list[Behaviour]] = {}
-        self._rounds: dict[str, int] = {}
-
-    def deal(self, session: str, key: str) -> Behaviour:
-        """Return the behaviour of `session`; repeated calls return the same behaviour.
-
-        Args:
-            key: key of the session's task.
-        """
-        behaviour = self._dealt.get(session)
-        if behaviour is None:
-            behaviour = self._draw(key)
-            self._dealt[session] = behaviour
-            self._counts.sessions += 1
-            self._counts.behaviours[behaviour] = self._counts.behaviours.get(behaviour, 0) + 1
-            if len(self._dealt) > self._max_sessions:
-                self._dealt.popitem(last=False)
-        self._dealt.move_to_end(session)
-        return behaviour
-
-    def _draw(self, key: str) -> Behaviour:
-        deck = self._decks.get(key)
-        if not deck:
-            round_ = self._rounds.get(key, 0)
-            self._rounds[key] = round_ + 1
-            deck = self._decks[key] = self._mix.deck(self._seed, key, round_)
-        return deck.pop(0)
 
 
 def _digest(ids: Sequence[int]) -> bytes:

@@ -1,0 +1,252 @@
+"""Groups whose samples share their first turns."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prorl_envs.config import ServiceSettings
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import environments
+from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, Stage, StopReason
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
+from prorl_envs.rollout.scheduling.placement import NodeRecord, StageLimits
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.scripted import ScriptBook
+from prorl_envs.tools.types import ToolCall, ToolResult
+from tests.support.nodes import LocalNode
+from tests.support.sandbox_entry import LIGHT_TEMPLATES
+from tests.support.timed_server import TimedServer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("run_dir")]
+
+#: A task that is solved only if the shell's variable and the file of the first turns are there later.
+TASK = {
+    "id": "total",
+    "instruction": "Write the total of numbers.txt to total.txt.",
+    "files": {"numbers.txt": "1\n2\n3\n"},
+    "checks": [{"type": "file_equals", "path": "total.txt", "text": "6\n"}],
+}
+TURNS = [
+    "cp numbers.txt copy.txt; rm numbers.txt",
+    "total=0; while read n; do total=$((total + n)); done < copy.txt",
+    "echo $total > total.txt",
+]
+BOOK = ScriptBook.from_tapes(
+    {
+        str(TASK["instruction"]): [
+            *([{"tool": "bash", "arguments": {"command": command}}] for command in TURNS),
+            [{"tool": "finish", "arguments": {}}],
+        ]
+    }
+)
+
+
+@dataclass
+class Site:
+    """Service with one model server. Its jobs run here, or on nodes in the same event loop."""
+
+    client: RolloutClient
+    server: TimedServer
+    service: RolloutService
+    drivers: list[BubblewrapDriver]
+    nodes: dict[str, LocalNode]
+
+    async def run(self, name: str = "g", samples: int = 4, **fields: Any) -> list[Result]:
+        group = GroupRequest.model_validate(
+            {"id": name, "environment": "bash", "task": TASK, "samples": samples, "branch_at": 2, **fields}
+        )
+        await self.client.submit([group])
+        results = [result async for result in self.client.follow([name])]
+        return sorted(results, key=lambda result: result.sample)
+
+    @property
+    def records(self) -> Collection[NodeRecord]:
+        return self.service._engine.scheduler.nodes
+
+    async def idle(self) -> None:
+        """Wait until every sandbox is closed and every checkpoint freed."""
+        while (await self.client.status()).unfinished:
+            pass
+        await self.service._engine.settled()
+        assert (await self.client.status()).close_failures == 0
+        left = [path for driver in self.drivers for path in driver.directory.path.glob("layer*")]
+        assert not left, "files of a checkpoint"
+
+
+@asynccontextmanager
+async def running(
+    renderer: TemplateRenderer,
+    folder: Path,
+    mix: str = "solve=1",
+    nodes: Sequence[str] = (),
+    attempts: int = 2,
+    tokens_per_s: float | None = None,
+    **families: Any,
+) -> AsyncIterator[Site]:
+    async with AsyncExitStack() as stack:
+        drivers: list[BubblewrapDriver] = []
+
+        async def node(name: str) -> Node:
+            driver = BubblewrapDriver(templates=LIGHT_TEMPLATES)
+            stack.push_async_callback(driver.aclose)
+            drivers.append(driver)
+            return Node(driver, folder / f"{name}-node")
+
+        def connect(url: str) -> VllmClient:
+            stop_ids, size = renderer.stop_ids, renderer.vocab_size
+            limits = ClientLimits(attempts=1)
+            return VllmClient(url, stop_ids=stop_ids, vocab_size=size, limits=limits)
+
+        model_server = await stack.enter_async_context(
+            TimedServer(BOOK, mix=mix, renderer=renderer, tokens_per_s=tokens_per_s)
+        )
+        pool = ModelPool(connect)
+        stack.push_async_callback(pool.aclose)
+        pool.add(model_server.url)
+        bash = environments()["bash"]
+        families |= {"bash": bash, "fixed": type("Fixed", (bash,), {"takes_checkpoints": False})}
+        fleet = (
+            Fleet(pool, Terms(environments=list(families), fingerprint=fingerprint(renderer)))
+            if nodes
+            else None
+        )
+        settings = ServiceSettings(init=2, run=3, eval=2, max_jobs_with_sandbox=3, attempts=attempts)
+        service = RolloutService(await node("head"), families, renderer, pool, settings, fleet=fleet)
+        client = await stack.enter_async_context(
+            RolloutClient(await stack.enter_async_context(serving(service)))
+        )
+        site = Site(client, model_server, service, drivers, {})
+        for name in nodes:
+            assert fleet is not None
+            prepared = NodeResources(await node(name), families, renderer, connect)
+            limits = StageLimits(init=2, run=2, eval=2, max_jobs_with_sandbox=3)
+            site.nodes[name] = LocalNode(fleet, prepared, name, limits)
+        yield site
+        if fleet is not None:
+            await fleet.aclose()
+
+
+def check_branches(results: Sequence[Result]) -> None:
+    """Check that the samples after the first one continue its second turn."""
+    trunk, *branches = results
+    assert trunk.trajectory is not None and trunk.branch is None
+    assert trunk.trajectory.shared_prefix_len == 0 and len(trunk.trajectory.turns) == 4
+    shared = trunk.trajectory.turns[2].start
+    for result in branches:
+        row = result.trajectory
+        assert row is not None and result.branch is not None
+        assert (result.branch.job_id, result.branch.turns) == (trunk.job_id, 2)
+        assert row.shared_prefix_len == shared and row.ids[:shared] == trunk.trajectory.ids[:shared]
+        assert not any(row.loss_mask[:shared]) and not any(row.logprobs[:shared])
+        assert row.turns[0].start == shared and len(row.turns) == 2
+        assert row.drift == 0
+        assert result.messages[:6] == trunk.messages[:6]
+
+
+@pytest.mark.parametrize("nodes", [(), ("one", "two")], ids=["head", "nodes"])
+async def test_samples_go_on_from_the_turns_of_the_first(
+    renderer: TemplateRenderer, tmp_path: Path, nodes: tuple[str, ...]
+) -> None:
+    async with running(renderer, tmp_path, nodes=nodes) as site:
+        results = await site.run()
+        assert [result.reward for result in results] == [1, 1, 1, 1]
+        check_branches(results)
+        assert site.server.counts.requests == 4 + 3 * 2, "no shared turn is sampled twice"
+        await site.idle()
+
+
+async def test_a_first_sample_that_ends_before_leaves_the_others_their_own_turns(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with running(renderer, tmp_path, mix="idle=1") as site:
+        results = await site.run()
+        assert {result.stop_reason for result in results} == {StopReason.FINISHED}
+        assert not any(result.branch for result in results)
+
+
+async def test_a_sample_that_fails_goes_on_from_the_shared_turns_again(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    failures = iter([SandboxError("it broke")] * 3)
+
+    class Fragile(environments()["bash"]):  # type: ignore[misc]
+        async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
+            if call.arguments.get("command") == TURNS[2] and (failure := next(failures, None)):
+                raise failure
+            result: ToolResult = await super().call(call, timeout_s=timeout_s)
+            return result
+
+    async with running(renderer, tmp_path, attempts=4, fragile=Fragile) as site:
+        results = await site.run(environment="fragile")
+        assert [result.reward for result in results] == [1, 1, 1, 1]
+        assert sum(result.attempts for result in results) == 4 + 3
+        check_branches(results)
+        assert site.server.counts.requests == 4 + 3 * 2 + 3
+        await site.idle()
+
+
+async def test_samples_whose_checkpoint_is_lost_take_their_own_turns(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with running(renderer, tmp_path, nodes=("one", "two"), tokens_per_s=100.0) as site:
+        running_group = asyncio.create_task(site.run(samples=8))
+        while not (waiting := [record.name for record in site.records if record.queues[Stage.INIT]]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await site.nodes[waiting[0]].cut()
+        results = await running_group
+        assert [result.reward for result in results] == [1] * 8
+        assert not all(result.branch for result in results[1:])
+
+
+async def test_a_cancelled_group_leaves_no_checkpoint(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    async with running(renderer, tmp_path, tokens_per_s=200.0) as site:
+        for number in range(6):
+            name = f"g{number}"
+            await site.client.submit(
+                [
+                    GroupRequest.model_validate(
+                        {
+                            "id": name,
+                            "environment": "bash",
+                            "task": TASK,
+                            "samples": 5,
+                            "branch_at": 1 + number % 3,
+                        }
+                    )
+                ]
+            )
+            while (await site.client.group(name)).jobs[0].state is JobState.QUEUED:
+                pass
+            for _ in range(3 * number):
+                await site.client.status()
+            await site.client.cancel_group(name)
+        await site.idle()
+        assert (await site.client.status()).jobs_with_sandbox == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"branch_at": 8, "limits": {"max_turns": 8}}, {"environment": "fixed"}],
+    ids=["after the last turn", "environment without checkpoints"],
+)
+async def test_groups_that_cannot_branch_are_refused(
+    renderer: TemplateRenderer, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with running(renderer, tmp_path) as site:
+        with pytest.raises(InputError, match="branch"):
+            await site.run(**fields)
