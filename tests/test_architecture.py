@@ -327,7 +327,7 @@ def test_only_fakes_that_a_command_or_a_user_starts_are_shipped() -> None:
     while needed - reached:
         reached |= needed
         needed = set().union(*(imports[name] for name in reached))
-    assert len(reached) > 5
+    assert len(reached) > 4
     assert set(imports) == reached, "move the others to tests/support"
 
 
