@@ -1,6 +1,7 @@
 """Groups whose samples share their first turns."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from prorl_envs.model.http.client import ClientLimits
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.errors import NotFound
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, Stage, StopReason
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
@@ -28,6 +30,7 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.tools.types import ToolCall, ToolResult
+from tests.docs.blocks import BLOCKS
 from tests.support.nodes import LocalNode
 from tests.support.sandbox_entry import LIGHT_TEMPLATES
 from tests.support.timed_server import TimedServer
@@ -51,9 +54,26 @@ BOOK = ScriptBook.from_tapes(
         str(TASK["instruction"]): [
             *([{"tool": "bash", "arguments": {"command": command}}] for command in TURNS),
             [{"tool": "finish", "arguments": {}}],
-        ]
+        ],
+        "Write hello to hi.txt.": [
+            *(
+                [{"tool": "bash", "arguments": {"command": command}}]
+                for command in ("ls", "pwd", "touch hi.txt", "echo hello > hi.txt")
+            ),
+            [{"tool": "finish", "arguments": {}}],
+        ],
+        "Draw a number, then write 6 to total.txt.": [
+            *(
+                [{"tool": "bash", "arguments": {"command": command}}]
+                for command in ("ls", "cat /proc/sys/kernel/random/uuid", "echo 6 > total.txt")
+            ),
+            [{"tool": "finish", "arguments": {}}],
+        ],
     }
 )
+
+
+RANDOM_TASK = {**TASK, "id": "random", "instruction": "Draw a number, then write 6 to total.txt."}
 
 
 @dataclass
@@ -68,7 +88,7 @@ class Site:
 
     async def run(self, name: str = "g", samples: int = 4, **fields: Any) -> list[Result]:
         group = GroupRequest.model_validate(
-            {"id": name, "environment": "bash", "task": TASK, "samples": samples, "branch_at": 2, **fields}
+            {"id": name, "environment": "bash", "task": TASK, "samples": samples, "branch_at": 2} | fields
         )
         await self.client.submit([group])
         results = [result async for result in self.client.follow([name])]
@@ -211,6 +231,88 @@ async def test_samples_whose_checkpoint_is_lost_take_their_own_turns(
         results = await running_group
         assert [result.reward for result in results] == [1] * 8
         assert not all(result.branch for result in results[1:])
+
+
+@pytest.mark.parametrize("branch_at", [0, 2, 3])
+@pytest.mark.parametrize("nodes", [(), ("one",)], ids=["head", "node"])
+async def test_samples_start_with_turns_of_an_earlier_job(
+    renderer: TemplateRenderer, tmp_path: Path, nodes: tuple[str, ...], branch_at: int
+) -> None:
+    async with running(renderer, tmp_path, nodes=nodes) as site:
+        [earlier] = await site.run("earlier", samples=1, branch_at=0)
+        assert earlier.trajectory is not None
+        before = site.server.counts.requests
+        start = {"job_id": earlier.job_id, "turns": 2}
+        results = await site.run(samples=3, branch_at=branch_at, start=start)
+        shared = [2, *[max(branch_at, 2)] * 2]
+        assert site.server.counts.requests - before == sum(4 - turns for turns in shared)
+        for result, turns in zip(results, shared, strict=True):
+            row = result.trajectory
+            assert row is not None and result.branch is not None and result.reward == 1
+            assert result.branch.turns == turns and row.drift == 0
+            length = earlier.trajectory.turns[turns].start
+            assert row.shared_prefix_len == length and row.ids[:length] == earlier.trajectory.ids[:length]
+            assert not any(row.loss_mask[:length]) and row.turns[0].start == length
+        assert {result.branch.job_id for result in results if result.branch} == (
+            {"g/0", "earlier/0"} if branch_at else {"earlier/0"}
+        )
+        await site.idle()
+
+
+async def test_a_start_ends_at_the_first_result_that_differs(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with running(renderer, tmp_path) as site:
+        [earlier] = await site.run("earlier", samples=1, branch_at=0, task=RANDOM_TASK)
+        start = {"job_id": "earlier/0", "turns": 3}
+        [result] = await site.run(samples=1, branch_at=0, task=RANDOM_TASK, start=start)
+        assert result.branch is not None and result.branch.turns == 2
+        assert earlier.trajectory is not None and result.trajectory is not None
+        same = earlier.trajectory.turns[1].end
+        assert result.trajectory.ids[:same] == earlier.trajectory.ids[:same]
+        assert result.reward == 1 and result.trajectory.drift == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "error"),
+    [
+        ({"job_id": "earlier/0", "turns": 5}, InputError),
+        ({"job_id": "unknown/0", "turns": 1}, NotFound),
+        ({"job_id": "earlier/0", "turns": 30}, InputError),
+    ],
+)
+async def test_an_impossible_start_is_refused(
+    renderer: TemplateRenderer, tmp_path: Path, start: dict[str, Any], error: type[Exception]
+) -> None:
+    async with running(renderer, tmp_path) as site:
+        await site.run("earlier", samples=1, branch_at=0)
+        with pytest.raises(error):
+            await site.run(start=start)
+
+
+async def test_a_start_with_another_prompt_fails(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    async with running(renderer, tmp_path) as site:
+        await site.run("earlier", samples=1, branch_at=0)
+        start = {"job_id": "earlier/0", "turns": 1}
+        [result] = await site.run(samples=1, branch_at=0, task=RANDOM_TASK, start=start)
+        assert result.failure is not None and "another prompt" in result.failure.message
+
+
+async def test_the_requests_of_the_page_are_answered(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    page = [block for block in BLOCKS if block.page == "docs/branching.md"]
+    requests = [block.body for block in page if block.language == "http"]
+    assert len(requests) == 2
+    async with running(renderer, tmp_path) as site:
+        for request in requests:
+            body, answer = request.removeprefix("POST /v1/groups\n").split("\n\n200\n")
+            group = GroupRequest.model_validate_json(body)
+            assert json.loads(answer)["groups"] == [{"id": group.id}]
+            await site.client.submit([group])
+            results = [result async for result in site.client.follow([group.id])]
+            assert [result.reward for result in results] == [1] * group.samples
+            turns = group.start.turns if group.start else group.branch_at
+            shared = [result.branch.turns for result in results if result.branch]
+            assert shared == [turns] * (group.samples - (group.start is None))
 
 
 async def test_a_cancelled_group_leaves_no_checkpoint(renderer: TemplateRenderer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Environment, Message, Prompt
-from prorl_envs.errors import ModelError
+from prorl_envs.errors import EnvironmentFault, ModelError
 from prorl_envs.model.routing.pause_gate import ActiveTimeout, HeldTime
 from prorl_envs.model.tokens.continuation import Append, Fork, next_prompt
 from prorl_envs.model.tokens.rendering import LONG
@@ -229,6 +229,28 @@ class AgentLoop:
         """Take turns until the loop stops."""
         while (reason := await self.turn()) is None:
             pass
+        return reason
+
+    async def replay(self, recorded: Trajectory, turns: int) -> StopReason | None:
+        """Take over the first `turns` turns of another episode, as long as the tool calls have the recorded
+        results. Its ids are not trained on.
+
+        Returns:
+            The reason why the loop stops, or None to continue.
+
+        Raises:
+            EnvironmentFault: the other episode has another prompt.
+        """
+        reason = None
+        for turn in recorded.turns[:turns]:
+            if reason is not None or self.context != recorded.ids[: turn.start]:
+                break
+            ids, logprobs = (values[turn.start : turn.end] for values in (recorded.ids, recorded.logprobs))
+            model = (turn.finish_reason, turn.weight_version, turn.server)
+            reason = await self.answer(Sampled(tuple(ids), tuple(logprobs), *model))  # type: ignore[arg-type]
+        if not self.ledger.turns:
+            raise EnvironmentFault("the episode with whose turns this one starts has another prompt")
+        self.ledger = self.transcript.ledger = self.ledger.branch()
         return reason
 
     async def until(self, turns: int) -> StopReason | None:

@@ -121,6 +121,19 @@ class AgentLimits(WireModel):
     eval_s: float = Field(default=900.0, gt=0, le=86_400)
 
 
+class Start(WireModel):
+    """Turns of a finished job with which the samples of a group start.
+
+    Args:
+        job_id: the job. Its result must be stored, as one row of exact tokens.
+        turns: number of its turns. Their tool calls run again in the new sandbox. If a result differs, the
+            samples go on from there.
+    """
+
+    job_id: JobId
+    turns: int = Field(ge=1, le=1000)
+
+
 class GroupRequest(WireModel):
     """Request for `samples` jobs of one task.
 
@@ -134,6 +147,7 @@ class GroupRequest(WireModel):
             waits for its response. None: the jobs run to completion without a client.
         branch_at: number of turns that the samples share. Sample 0 takes them; the others go on from there,
             each in a copy of its sandbox. 0: every sample starts with its own first turn.
+        start: turns of an earlier job that come before those of the samples. None: there are none.
     """
 
     id: JobId
@@ -144,6 +158,7 @@ class GroupRequest(WireModel):
     limits: AgentLimits = AgentLimits()
     lease_s: Lease = None
     branch_at: int = Field(default=0, ge=0, le=1000)
+    start: Start | None = None
     metadata: JsonFields = Field(default_factory=dict)
 
     @property
@@ -246,11 +261,11 @@ class Timings(WireModel):
 
 
 class BranchOrigin(WireModel):
-    """Start of an episode from a checkpoint of another one.
+    """Place where an episode branched off from another one.
 
     Args:
-        job_id: the other job, the trunk.
-        turns: number of turns that the trunk took.
+        job_id: the other job.
+        turns: number of turns that the other job took.
         lost: what its sandbox had and this one has not, such as background processes.
     """
 
@@ -281,7 +296,8 @@ class Result(WireModel):
             model server reported them. The turn's `finish_reason` is abort. They are not part of `rows`: the
             trainer decides whether to train on them.
         tools: the available tools, in OpenAI's function format.
-        branch: where the episode branched off from another job's (`GroupRequest.branch_at`), or None.
+        branch: where the episode branched off from another job's (`GroupRequest.branch_at`, `start`), or
+            None.
         attempts: number of attempts; 0 if the job was cancelled before the first attempt.
     """
 

@@ -16,7 +16,7 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.agent import tracing
-from prorl_envs.rollout.api.errors import Unavailable
+from prorl_envs.rollout.api.errors import NotFound, Unavailable
 from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
 from prorl_envs.rollout.episode.job import Job
@@ -239,6 +239,12 @@ class Engine:
                 await self._persist(
                     partial(self.store.started, job.id, job.attempts, failures, at_once=at_once)
                 )
+                if (start := job.request.start) is not None and job.recorded is None:
+                    try:
+                        found = await self._persist(partial(self.store.result, start.job_id))
+                    except NotFound as error:
+                        return Failure(kind=FailureKind.ENVIRONMENT, stage=stage, message=error.message)
+                    job.recorded = found.trajectory
             failure = await self.executor.perform(job, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)

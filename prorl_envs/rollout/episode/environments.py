@@ -76,16 +76,14 @@ class EnvironmentRegistry:
             InputError: the environment cannot branch, or not at this turn.
         """
         settled = self._defaults_of(request.environment).applied(request)
-        if request.branch_at:
-            family = self._families[request.environment]
-            if not family.takes_checkpoints or harness_of(family) is not None:
+        family, turns = self._families[request.environment], settled.limits.max_turns
+        if request.branch_at or request.start is not None:
+            if harness_of(family) is not None or (request.branch_at and not family.takes_checkpoints):
                 raise InputError(
-                    f"episodes of {request.environment} cannot branch", hint="leave out branch_at"
+                    f"episodes of {request.environment} cannot branch", hint="leave out branch_at and start"
                 )
-            if request.branch_at >= (turns := settled.limits.max_turns):
-                raise InputError(
-                    f"branch_at is {request.branch_at}, and an episode has at most {turns} turns"
-                )
+            if max(request.branch_at, request.start.turns if request.start else 0) >= turns:
+                raise InputError(f"the turns before the branch are not below limits.max_turns, {turns}")
         return settled
 
     def row_of(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:

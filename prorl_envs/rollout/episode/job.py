@@ -95,6 +95,7 @@ class Job:
         readmitted: True if an earlier service accepted the job.
         queued_s: seconds that the job waited for its stages.
         earlier: times of the attempts that failed.
+        recorded: row of the job with whose turns this one starts, or None.
         span: trace span of the job.
         node: node of the current or last attempt.
         started_at: clock time at which the last stage started, in seconds.
@@ -111,6 +112,7 @@ class Job:
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     earlier: Timings = field(default_factory=Timings)
+    recorded: Trajectory | None = None
     span: Span = INVALID_SPAN
     node: str = HERE
     started_at: float = 0.0

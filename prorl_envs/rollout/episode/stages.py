@@ -38,11 +38,13 @@ class BranchPoint:
     Args:
         checkpoint: its environment.
         prompt: the return value of its `init`.
+        origin: where the trunk itself branched off, or None.
         loop: copy of its agent loop, which takes no turns itself.
     """
 
     checkpoint: EpisodeCheckpoint
     prompt: Prompt
+    origin: BranchOrigin | None
     loop: AgentLoop
 
 
@@ -61,6 +63,7 @@ async def init(job: Job, node: Node, families: Mapping[str, Family], points: Bra
     assert isinstance(environment, SandboxedEnvironment)
     await environment.restore(point.checkpoint)
     ledger = point.loop.ledger.copy() if job.is_trunk else point.loop.ledger.branch()
+    attempt.branch = point.origin
     if not job.is_trunk:
         lost = list(point.checkpoint.lost)
         attempt.branch = BranchOrigin(job_id=job.request.job_ids[0], turns=ledger.turns, lost=lost)
@@ -78,18 +81,24 @@ async def run(job: Job, agent: Agent, points: BranchPoints) -> None:
     if isinstance(environment, HarnessedEnvironment):
         attempt.stop_reason = await harness_run.play(agent, environment, prompt, transcript, **settings)
         return
-    if attempt.loop is None:
-        attempt.loop = await agent.begin(environment, prompt, transcript, **settings)
-    else:
-        attempt.loop.wake()
-    loop, branches = attempt.loop, job.is_trunk and job.request.id not in points
+    is_new, start = attempt.loop is None, job.request.start
+    attempt.loop = loop = attempt.loop or await agent.begin(environment, prompt, transcript, **settings)
+    branches = job.is_trunk and job.request.id not in points
+    if not is_new:
+        loop.wake()
     try:
-        attempt.stop_reason = await (loop.until(job.request.branch_at) if branches else loop.finish())
+        if is_new and start is not None and job.recorded is not None:
+            attempt.stop_reason = await loop.replay(job.recorded, start.turns)
+            attempt.branch = BranchOrigin(job_id=start.job_id, turns=loop.ledger.turns, lost=[])
+        if attempt.stop_reason is None:
+            attempt.stop_reason = await (loop.until(job.request.branch_at) if branches else loop.finish())
         if attempt.stop_reason is None:
             assert isinstance(environment, SandboxedEnvironment)
             loop.sleep()
             saved = loop.branch(environment, Transcript(), loop.ledger.copy(), settings)
-            points[job.request.id] = BranchPoint(await environment.checkpoint(), prompt, saved)
+            points[job.request.id] = BranchPoint(
+                await environment.checkpoint(), prompt, attempt.branch, saved
+            )
     finally:
         if attempt.stop_reason is not None or job.request.id not in points:
             agent.forget(loop.session)

@@ -122,6 +122,7 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
         """Submit groups. Idempotent by id: a repeated request has no further effect."""
         groups = body if isinstance(body, list) else [body]
         caller.check_ids(*(group.id for group in groups))
+        caller.check_ids(*(group.start.job_id for group in groups if group.start is not None))
         return GroupList(groups=await service.groups.submit(groups, quota=caller.quota))
 
     @app.get("/v1/groups/{group_id:path}")

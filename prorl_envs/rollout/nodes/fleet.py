@@ -123,8 +123,10 @@ class Fleet:
         node = order.node
         if job.is_trunk:
             self._branch_points.setdefault(job.request.id, set()).add(node)
-        request = job.request if stage is Stage.INIT else None
-        stage_order = StageOrder(order.number, stage, job.sample, request, tracing.carried(), caller, step)
+        request, recorded = (job.request, job.recorded) if stage is Stage.INIT else (None, None)
+        stage_order = StageOrder(
+            order.number, stage, job.sample, request, tracing.carried(), caller, step, recorded
+        )
         performing = asyncio.create_task(node.call(node.handle.perform(stage_order)))
         try:
             try:

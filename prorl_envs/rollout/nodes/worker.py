@@ -186,7 +186,7 @@ class NodeWorker:
         if family is None:
             raise InputError(f"the node has no environment {order.request.environment!r}")
         task: Task = family.load(order.request.task)
-        job = Job(order.request, order.sample, task, self._clock.monotonic())
+        job = Job(order.request, order.sample, task, self._clock.monotonic(), recorded=order.recorded)
         attempt = self._attempts[order.order] = _Attempt(job)
         return attempt
 

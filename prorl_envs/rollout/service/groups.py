@@ -115,13 +115,16 @@ class Groups:
             quota: prefix of ids, and the maximum of unfinished jobs and open episodes with this prefix.
 
         Raises:
-            InputError: an environment is not known, or a task row is wrong.
+            InputError: an environment is not known, a task row is wrong, or a group cannot start as it wants.
+            NotFound: a group starts with the turns of a job without a result.
             Conflict: an id is taken by another request.
             QueueFull: the queue or the quota has no room for all jobs of the groups.
             Unavailable: the service is not serving.
         """
         tasks = [self.environments.load(request) for request in requests]
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
+        for request in requests:
+            await self._check_start(request)
         # If the caller disconnects here, a group that is stored must still be started, so a task of its own
         # does both. The task starts eagerly, because each iteration of a busy event loop takes long.
         accepting = asyncio.Task(
@@ -132,6 +135,17 @@ class Groups:
             self._view(_accepted(group)) if new else await self.group(group.request.id)
             for group, new in zip(groups, fresh, strict=True)
         ]
+
+    async def _check_start(self, request: GroupRequest) -> None:
+        if (start := request.start) is None:
+            return
+        result = await self.store.result(start.job_id)
+        row, is_same = result.trajectory, result.environment == request.environment
+        if not is_same or row is None or result.forks or not row.token_exact or len(row.turns) < start.turns:
+            raise InputError(
+                f"{request.id} cannot start with {start.turns} turns of {start.job_id}",
+                hint="the result must be of the same environment, with one row of exact tokens",
+            )
 
     async def accept(
         self,
@@ -252,7 +266,7 @@ class Groups:
         group_id, sample = split_job_id(job)
         request = (await self.store.group(group_id)).request
         fields = request.model_dump(exclude_unset=True)
-        fields |= {"id": f"{group_id}:retry-{sample}", "samples": 1}
+        fields |= {"id": f"{group_id}:retry-{sample}", "samples": 1, "branch_at": 0}
         fields["metadata"] = {**request.metadata, "retry_of": job}
         if request.sampling.seed is not None:
             fields["sampling"] = {**fields["sampling"], "seed": request.sampling.seed + sample}
