@@ -121,7 +121,7 @@ class AgentLimits(WireModel):
     eval_s: float = Field(default=900.0, gt=0, le=86_400)
 
 
-class Start(WireModel):
+class StartingTurns(WireModel):
     """Turns of a finished job with which the samples of a group start.
 
     Args:
@@ -158,7 +158,7 @@ class GroupRequest(WireModel):
     limits: AgentLimits = AgentLimits()
     lease_s: Lease = None
     branch_at: int = Field(default=0, ge=0, le=1000)
-    start: Start | None = None
+    start: StartingTurns | None = None
     metadata: JsonFields = Field(default_factory=dict)
 
     @property

@@ -15,7 +15,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.dashboard import LimitsRequest
 from prorl_envs.rollout.api.errors import Forbidden, NotFound, QueueFull, Unauthorized
 from prorl_envs.rollout.api.interactive import EpisodeRequest
-from prorl_envs.rollout.api.types import JobState, Selection, Start
+from prorl_envs.rollout.api.types import JobState, Selection, StartingTurns
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.http.auth import JOB_ROUTES, TENANT_ROUTES
@@ -67,7 +67,7 @@ async def test_a_tenant_sees_and_cancels_only_its_own_jobs(bench: Any, connect: 
         with pytest.raises(Forbidden, match="not yours"):
             await alice.submit([bench.group("alice/b"), bench.group(foreign)])
         with pytest.raises((Forbidden, NotFound)):
-            start = Start(job_id=f"{foreign}/0", turns=1)
+            start = StartingTurns(job_id=f"{foreign}/0", turns=1)
             await alice.submit([bench.group("alice/b").model_copy(update={"start": start})])
         with pytest.raises(Forbidden):
             await alice.start_episode(
