@@ -26,7 +26,11 @@ async def web() -> AsyncIterator[int]:
     """Web server on the host's loopback that answers with the first line of the request. Yields its port."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:  # another program of the machine tried the port
+            writer.close()
+            return
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ngot " + head.split(b"\r\n")[0] + b"\n")
         writer.close()
 
