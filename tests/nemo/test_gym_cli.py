@@ -141,7 +141,8 @@ def test_the_environments_are_listed_and_valid_by_name(root: GymRoot) -> None:
     listed = gym(root, "list", "environments", "--json")
     names = {environment["name"] for environment in json.loads(listed.stdout.splitlines()[-1])}
     assert {f"prorl_{name}" for name in FAMILIES} <= names
-    done = gym(root, "env", "validate", "--environment", "prorl_bash", "--model-type", "openai_model")
+    selected = ("--environment", "prorl_bash", "--model-type", "openai_model", *STRICT)
+    done = gym(root, "env", "validate", *selected)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
