@@ -141,7 +141,7 @@ def test_the_datasets_have_licences_and_the_manifest_mirrors_the_configuration(n
     assert manifest["datasets"] == [{key: example[key] for key in ("name", "type", "jsonl_fpath")}]
     assert (manifest["name"], manifest["resources_server"]) == (server_name(name), server_name(name))
     assert manifest["licensing"] in {"Apache-2.0", "Apache-2.0 AND MIT"}
-    assert config["config_paths"] == [main]
+    assert config["config_paths"] == [main.replace(f"{server_name(name)}.yaml", "single_agent_turn.yaml")]
 
 
 def test_the_server_exports_a_fixture_and_has_tests(server: Path, name: str) -> None:
