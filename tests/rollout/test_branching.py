@@ -290,6 +290,20 @@ async def test_an_impossible_start_is_refused(
             await site.run(start=start)
 
 
+async def test_a_known_group_is_accepted_again_without_the_result_it_starts_with(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with running(renderer, tmp_path) as site:
+        await site.run("earlier", samples=1, branch_at=0)
+        start = {"job_id": "earlier/0", "turns": 1}
+        await site.run(samples=1, branch_at=0, start=start)
+        site.service.store._max_results = 2
+        await site.run("later", samples=1, branch_at=0)
+        with pytest.raises(NotFound):
+            await site.client.result("earlier/0")
+        assert (await site.run(samples=1, branch_at=0, start=start))[0].reward == 1
+
+
 async def test_a_start_with_another_prompt_fails(renderer: TemplateRenderer, tmp_path: Path) -> None:
     async with running(renderer, tmp_path) as site:
         await site.run("earlier", samples=1, branch_at=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from prorl_envs.env.base import Task
@@ -81,12 +82,15 @@ class Groups:
             return  # they fit even if all are new, so the store need not be queried for each
         new = 0
         for request in requests:
-            try:
-                await self.store.group(request.id)
-            except NotFound:
-                new += request.samples
+            new += 0 if await self._is_known(request.id) else request.samples
         if new > room:
             raise QueueFull(f"the queue has room for {room} of {new} new jobs", hint="try again later")
+
+    async def _is_known(self, group_id: str) -> bool:
+        with suppress(NotFound):
+            await self.store.group(group_id)
+            return True
+        return False
 
     def check_episode(self, name: str, quota: Quota | None) -> None:
         """Check that the quota has room for an episode of this id.
@@ -137,7 +141,7 @@ class Groups:
         ]
 
     async def _check_start(self, request: GroupRequest) -> None:
-        if (start := request.start) is None:
+        if (start := request.start) is None or await self._is_known(request.id):
             return
         result = await self.store.result(start.job_id)
         row, is_same = result.trajectory, result.environment == request.environment

@@ -28,7 +28,7 @@ async def web() -> AsyncIterator[int]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError:  # another program of the machine tried the port
+        except asyncio.IncompleteReadError:  # the connection sent no request
             writer.close()
             return
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ngot " + head.split(b"\r\n")[0] + b"\n")

@@ -153,8 +153,9 @@ async def test_no_cell_breaks_the_output_of_later_ones(kept: Toolbox, broken: st
     if "hook" not in broken:
         assert result.text.endswith("42\n"), result.text
     code = "print('o')\nprint('e', file=sys.stderr)\nos.system('echo child')\nkept"
-    lines = (await kept.python(code, timeout_s=T)).text.split()
-    assert sorted(lines) == ["5", "child", "e", "o"]
+    text = "".join((await kept.python(code, timeout_s=T)).text.split())
+    # A kernel sends each stream every 0.2 s, so a line of one may stand within a line of the other.
+    assert sorted(text) == sorted("5childeo")
     assert "division by zero" in (await kept.python("1 / 0", timeout_s=T)).text
 
 
