@@ -23,13 +23,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _LastExchange:
-    """Lengths and digests of a session's last exchange: constant memory for any context length. `total` is
-    the prompt followed by the sampled ids."""
+    """Lengths and digests of a session's last exchange. `total` is
+    the prompt followed by the sampled ids; `answered` has the prompts of all exchanges of the session."""
 
     prompt_length: int
     prompt_hash: bytes
     total_length: int
     total_hash: bytes
+    answered: set[bytes]
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class AuditCounts(ScriptedCounts):
     """Counters of the server.
 
     `violations`: prompts that do not start with the session's previous prompt and answer; `restarts`:
-    sessions that started again with their first turn; `repeats`: requests sent a second time;
+    sessions that started again with their first turn; `repeats`: prompts that were answered before;
     `told_to_abort`: requests to abort another request; `refused`: requests over the concurrency limit;
     `emptied`: resets of the prefix cache.
     """
@@ -76,7 +77,7 @@ class Audit:
         last = self._last.get(session)
         if last is None or _digest(prompt_ids[: last.total_length]) == last.total_hash:
             return
-        if len(prompt_ids) == last.prompt_length and _digest(prompt_ids) == last.prompt_hash:
+        if _digest(prompt_ids) in last.answered:
             self._counts.repeats += 1
         elif turn == 0:
             self._counts.restarts += 1
@@ -95,9 +96,11 @@ class Audit:
 
     def record(self, exchange: Exchange) -> None:
         """Record an answered request."""
-        total = (*exchange.prompt_ids, *exchange.sampled_ids)
+        total, prompt = (*exchange.prompt_ids, *exchange.sampled_ids), _digest(exchange.prompt_ids)
+        last = self._last.get(exchange.session)
+        answered = {prompt} | (last.answered if last else set())
         self._last[exchange.session] = _LastExchange(
-            len(exchange.prompt_ids), _digest(exchange.prompt_ids), len(total), _digest(total)
+            len(exchange.prompt_ids), prompt, len(total), _digest(total), answered
         )
         self._last.move_to_end(exchange.session)
         if len(self._last) > self._max_sessions:

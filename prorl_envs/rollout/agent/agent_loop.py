@@ -7,7 +7,7 @@ parses sampled text to find tool calls, and never tokenises this text again.
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypedDict, Unpack
@@ -85,6 +85,20 @@ class Transcript:
     held: HeldTime = field(default_factory=HeldTime)
 
 
+@dataclass(frozen=True, slots=True)
+class TurnJournal:
+    """Journal of the sampled answers of a job. A further attempt takes them from here, as long as the model
+    reads the same tokens, and samples only what follows.
+
+    Args:
+        answers: answers of earlier attempts by `Ledger.history` before the answer.
+        note: stores a new answer under its history.
+    """
+
+    answers: Mapping[bytes, Sampled]
+    note: Callable[[bytes, Sampled], None]
+
+
 class EpisodeSettings(TypedDict):
     """Settings of an episode, for the agent loop and for a harness.
 
@@ -153,7 +167,12 @@ class AgentLoop:
     takes a caller's answer. The time limit starts with the constructor, and stops from `sleep` to `wake`.
 
     Args: those of `Agent.begin`, and `prompt_ids`, the rendered prompt.
+
+    Attributes:
+        journal: journal of the sampled answers, or None.
     """
+
+    journal: TurnJournal | None = None
 
     def __init__(
         self,
@@ -264,13 +283,18 @@ class AgentLoop:
         """Run one model call and its tool calls; return why the loop stops, or None to continue."""
         if reason := self.exhausted():
             return reason
+        history = self.ledger.history() if self.journal else b""
+        if self.journal and (known := self.journal.answers.get(history)):
+            return await self.answer(known)
         sampled = await self._sample()
         if sampled is None:
             return StopReason.TIME_LIMIT
+        if self.journal:
+            self.journal.note(history, sampled)
         return await self._process_answer(sampled)
 
     async def answer(self, sampled: Sampled) -> StopReason | None:
-        """Append an answer that the caller sampled from the current context, and run its tool calls.
+        """Append an answer that was sampled before from the current context, and run its tool calls.
 
         Args:
             sampled: the answer, with at most `room` tokens.

@@ -6,6 +6,8 @@ recorded tokens starts another row.
 """
 
 import copy
+import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -35,6 +37,7 @@ class Ledger:
         self.forks: list[Trajectory] = []
         self._turns: list[_Turn] = []
         self._copied = 0  # number of turns that belong to another ledger
+        self._digest = hashlib.blake2b(digest_size=16)
         self._begin(prompt_ids)
 
     def fork(self, prompt_ids: Sequence[int]) -> None:
@@ -50,12 +53,15 @@ class Ledger:
         self._shared = 0  # length of the prefix that belongs to a row of another ledger
         self._checked = 0  # number of ids that `sent` has compared
         self._drift = 0
+        self._digested = 0  # number of ids of the row that `_digest` has read
+        self._digest.update(b"row")
 
     def copy(self) -> Self:
         """Return a ledger of the same episode, which changes independently."""
         other = copy.copy(self)
         other.forks, other._turns = list(self.forks), list(self._turns)
         other._ids, other._mask, other._logprobs = list(self._ids), list(self._mask), list(self._logprobs)
+        other._digest = self._digest.copy()
         return other
 
     def branch(self) -> Self:
@@ -101,6 +107,12 @@ class Ledger:
     @property
     def tools_s(self) -> float:
         return sum(turn.tools_s for turn in self._turns[self._copied :])
+
+    def history(self) -> bytes:
+        """Return a digest of all ids so far, in all rows. It reads only the ids since the last call."""
+        self._digest.update(array("q", self._ids[self._digested :]))
+        self._digested = len(self._ids)
+        return self._digest.digest()
 
     def sent(self, prompt_ids: Sequence[int]) -> None:
         """Count the drift of a prompt that is about to be sent: positions whose id differs from the recorded

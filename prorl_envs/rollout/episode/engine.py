@@ -16,6 +16,7 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.agent import tracing
+from prorl_envs.rollout.agent.agent_loop import TurnJournal
 from prorl_envs.rollout.api.errors import NotFound, Unavailable
 from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
@@ -239,6 +240,8 @@ class Engine:
                 await self._persist(
                     partial(self.store.started, job.id, job.attempts, failures, at_once=at_once)
                 )
+                answers = await self._persist(partial(self.store.turns, job.id)) if job.attempts > 1 else {}
+                job.journal = TurnJournal(answers, partial(self.store.note_turn, job.id))
                 if (start := job.request.start) is not None and job.recorded is None:
                     try:
                         found = await self._persist(partial(self.store.result, start.job_id))

@@ -8,7 +8,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from prorl_envs.env.base import Environment, Grade, Prompt, Task
 from prorl_envs.model.types import Sampling
-from prorl_envs.rollout.agent.agent_loop import AgentLoop, EpisodeSettings, Transcript
+from prorl_envs.rollout.agent.agent_loop import AgentLoop, EpisodeSettings, Transcript, TurnJournal
 from prorl_envs.rollout.api.interactive import PromptView, StepView
 from prorl_envs.rollout.api.types import (
     BranchOrigin,
@@ -96,6 +96,7 @@ class Job:
         queued_s: seconds that the job waited for its stages.
         earlier: times of the attempts that failed.
         recorded: row of the job with whose turns this one starts, or None.
+        journal: sampled answers of all attempts; None if they are not stored.
         span: trace span of the job.
         node: node of the current or last attempt.
         started_at: clock time at which the last stage started, in seconds.
@@ -113,6 +114,7 @@ class Job:
     queued_s: float = 0.0
     earlier: Timings = field(default_factory=Timings)
     recorded: Trajectory | None = None
+    journal: TurnJournal | None = None
     span: Span = INVALID_SPAN
     node: str = HERE
     started_at: float = 0.0

@@ -83,6 +83,7 @@ async def run(job: Job, agent: Agent, points: BranchPoints) -> None:
         return
     is_new, start = attempt.loop is None, job.request.start
     attempt.loop = loop = attempt.loop or await agent.begin(environment, prompt, transcript, **settings)
+    loop.journal = job.journal
     branches = job.is_trunk and job.request.id not in points
     if not is_new:
         loop.wake()

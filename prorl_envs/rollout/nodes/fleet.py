@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prorl_envs import __version__
 from prorl_envs.clock import Clock, SystemClock
@@ -123,10 +123,10 @@ class Fleet:
         node = order.node
         if job.is_trunk:
             self._branch_points.setdefault(job.request.id, set()).add(node)
-        request, recorded = (job.request, job.recorded) if stage is Stage.INIT else (None, None)
-        stage_order = StageOrder(
-            order.number, stage, job.sample, request, tracing.carried(), caller, step, recorded
-        )
+        stage_order = StageOrder(order.number, stage, job.sample, None, tracing.carried(), caller, step)
+        if stage is Stage.INIT:
+            answers = job.journal.answers if job.journal else {}
+            stage_order = replace(stage_order, request=job.request, recorded=job.recorded, answers=answers)
         performing = asyncio.create_task(node.call(node.handle.perform(stage_order)))
         try:
             try:
@@ -172,7 +172,7 @@ class Fleet:
             self._lose(node, error.message)
             self._pool.forget(job.id)  # a node that is not lost sends `SessionClosed` for this
             closed = True
-        node.orders.discard(order.number)
+        node.orders.pop(order.number, None)
         node.finished += 1
         return closed
 
@@ -340,7 +340,7 @@ class Fleet:
             return None
         self._number += 1
         order = self._orders[id(job)] = _Order(self._number, node)
-        node.orders.add(order.number)
+        node.orders[order.number] = job
         return order
 
     def _get(self, name: str) -> RemoteNode:

@@ -1,17 +1,17 @@
 """`NodeHandle`: the head's interface to a node, and the messages that head and node exchange.
 
 All stages of an attempt run on the same node, where its sandbox is. The head decides which stages a node runs
-and when, and which model server samples each turn. Tokens, prompts and tool output stay on the node until the
-head requests the result. `order` is the number of an attempt on a node, `turn` the number of a model call in
-RUN. All arguments and results can be pickled.
+and when, and which model server samples each turn. Prompts and tool output stay on the node until the head
+requests the result; sampled answers are sent at once, so that they outlive the node. `order` is the number of
+an attempt on a node, `turn` the number of a model call in RUN. All arguments and results can be pickled.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from prorl_envs.errors import ModelError
-from prorl_envs.model.types import FinishReason
+from prorl_envs.model.types import FinishReason, Sampled
 from prorl_envs.rollout.api.interactive import StepRequest
 from prorl_envs.rollout.api.types import Failure, GroupRequest, Result, Stage, Trajectory
 from prorl_envs.rollout.episode.job import StepProgress
@@ -75,6 +75,7 @@ class StageOrder:
         trace: context of the stage's span, as W3C trace headers.
         caller: a caller drives RUN, and this request is for one `step`. Without it, render the prompt.
         recorded: row of the job with whose turns the episode starts, for INIT; else None.
+        answers: sampled answers of earlier attempts, for INIT, see `TurnJournal`.
     """
 
     order: int
@@ -85,6 +86,7 @@ class StageOrder:
     caller: bool = False
     step: StepRequest | None = None
     recorded: Trajectory | None = None
+    answers: Mapping[bytes, Sampled] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,16 @@ class SessionClosed:
     session: str
 
 
-type RoutingRequest = TurnRequested | TurnAbandoned | SessionClosed
+@dataclass(frozen=True, slots=True)
+class TurnSampled:
+    """Answer of a turn, for the journal of the attempt's job, see `TurnJournal`."""
+
+    order: int
+    history: bytes
+    answer: Sampled
+
+
+type NodeMessage = TurnRequested | TurnAbandoned | SessionClosed | TurnSampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +228,8 @@ class NodeHandle(Protocol):
         """Hold the turns of this node while weights change, or release them."""
         ...
 
-    async def routing(self) -> list[RoutingRequest]:
-        """Return the next requests to the router, oldest first. Waits for the first one."""
+    async def messages(self) -> list[NodeMessage]:
+        """Return the node's next messages, oldest first. Waits for the first one."""
         ...
 
     async def sample(self, turn: int, call: int, server: ServerChoice) -> TurnOutcome:

@@ -12,16 +12,18 @@ from prorl_envs.errors import ModelError, NodeLost
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.types import Sampled
 from prorl_envs.rollout.api.types import Failure, Stage
+from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.nodes.handle import (
     Hold,
     NodeHandle,
     NodeInfo,
-    RoutingRequest,
+    NodeMessage,
     ServerChoice,
     SessionClosed,
     Terms,
     TurnAbandoned,
     TurnRequested,
+    TurnSampled,
 )
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class RemoteNode:
     Attributes:
         reason: reason why the node was lost, or "".
         usage: values of the last heartbeat, see `NodeHandle.usage`.
-        orders: numbers of the attempts on the node; `finished`: number of attempts that were closed there.
+        orders: jobs by the numbers of their attempts on the node; `finished`: number of closed attempts.
     """
 
     name: str
@@ -70,7 +72,7 @@ class RemoteNode:
     state: NodeState = NodeState.READY
     reason: str = ""
     usage: dict[str, float] = field(default_factory=dict)
-    orders: set[int] = field(default_factory=set)
+    orders: dict[int, Job] = field(default_factory=dict)
     finished: int = 0
     _turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _calls: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -117,7 +119,7 @@ class RemoteNode:
         Raises:
             NodeLost: always, with the reason.
         """
-        tasks = {asyncio.create_task(self._route_all()), asyncio.create_task(self._heartbeats())}
+        tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._heartbeats())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -164,21 +166,24 @@ class RemoteNode:
             self.usage = await self._in_time(self.call(self.handle.usage()))
             await self.clock.sleep(self.terms.heartbeat_s)
 
-    async def _route_all(self) -> None:
+    async def _receive(self) -> None:
         while True:
-            for request in await self.call(self.handle.routing()):
-                self._handle(request)
+            for message in await self.call(self.handle.messages()):
+                self._handle(message)
 
-    def _handle(self, request: RoutingRequest) -> None:
-        match request:
+    def _handle(self, message: NodeMessage) -> None:
+        match message:
             case TurnRequested(turn):
-                task = self._turns[turn] = asyncio.create_task(self._route_turn(request))
+                task = self._turns[turn] = asyncio.create_task(self._route_turn(message))
                 task.add_done_callback(lambda done: self._turn_ended(turn, done))
             case TurnAbandoned(turn):
                 if abandoned := self._turns.get(turn):
                     abandoned.cancel()
             case SessionClosed(session):
                 self.pool.forget(session)
+            case TurnSampled(order):
+                if (job := self.orders.get(order)) and job.journal:
+                    job.journal.note(message.history, message.answer)
 
     def _turn_ended(self, turn: int, task: asyncio.Task[None]) -> None:
         self._turns.pop(turn, None)

@@ -17,7 +17,7 @@ from prorl_envs.model.routing.resumable_turn import in_parts, sample_on
 from prorl_envs.model.types import ControllableServer, Conversation, ModelClient, OnPartial, Sampled, Sampling
 from prorl_envs.rollout.nodes.handle import (
     Hold,
-    RoutingRequest,
+    NodeMessage,
     ServerChoice,
     SessionClosed,
     TurnAbandoned,
@@ -55,8 +55,8 @@ class RoutedModel:
         self._clients: dict[str, ModelClient] = {}
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count()
-        self._requests: list[RoutingRequest] = []
-        self._requested = asyncio.Event()
+        self._messages: list[NodeMessage] = []
+        self._sent = asyncio.Event()
 
     async def generate(
         self,
@@ -78,8 +78,13 @@ class RoutedModel:
         """See `RoutedModelClient.paused_s`."""
         return self._gate.closed_s()
 
+    def send(self, message: NodeMessage) -> None:
+        """Send a message to the head."""
+        self._messages.append(message)
+        self._sent.set()
+
     def forget(self, session: str) -> None:
-        self._request(SessionClosed(session))
+        self.send(SessionClosed(session))
 
     async def aclose(self) -> None:
         """Close every client."""
@@ -95,11 +100,11 @@ class RoutedModel:
         else:
             self._gate.open()
 
-    async def routing(self) -> list[RoutingRequest]:
-        await self._requested.wait()
-        self._requested.clear()
-        requests, self._requests = self._requests, []
-        return requests
+    async def messages(self) -> list[NodeMessage]:
+        await self._sent.wait()
+        self._sent.clear()
+        messages, self._messages = self._messages, []
+        return messages
 
     async def sample(self, number: int, call: int, server: ServerChoice) -> TurnOutcome:
         """See `NodeHandle.sample`. Completes the turn, unless the head will choose another server for it."""
@@ -132,20 +137,16 @@ class RoutedModel:
 
     # Helpers.
 
-    def _request(self, request: RoutingRequest) -> None:
-        self._requests.append(request)
-        self._requested.set()
-
     async def _route(self, turn: _Turn) -> Sampled:
         number = next(self._numbers)
         self._turns[number] = turn
-        self._request(TurnRequested(number, turn.session, len(turn.ids)))
+        self.send(TurnRequested(number, turn.session, len(turn.ids)))
         try:
             return await turn.answer
         finally:
             del self._turns[number]
             if turn.answer.cancelled():
-                self._request(TurnAbandoned(number))
+                self.send(TurnAbandoned(number))
             if turn.call is not None and not turn.call.done():
                 turn.call.cancel()
                 await asyncio.wait({turn.call})

@@ -18,7 +18,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.errors import FailureKind, InputError, ModelError
 from prorl_envs.model.types import ModelClient, Renderer
 from prorl_envs.rollout.agent import tracing
-from prorl_envs.rollout.agent.agent_loop import Agent
+from prorl_envs.rollout.agent.agent_loop import Agent, TurnJournal
 from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage
 from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.episode.stages import Family
@@ -26,12 +26,13 @@ from prorl_envs.rollout.episode.worker import Worker
 from prorl_envs.rollout.nodes.handle import (
     Hold,
     NodeInfo,
-    RoutingRequest,
+    NodeMessage,
     ServerChoice,
     StageOrder,
     StageOutcome,
     Terms,
     TurnOutcome,
+    TurnSampled,
 )
 from prorl_envs.rollout.nodes.remote_sampling import RoutedModel
 from prorl_envs.rollout.scheduling.placement import StageLimits
@@ -154,8 +155,8 @@ class NodeWorker:
     async def hold(self, hold: Hold) -> None:
         self._model.hold(hold)
 
-    async def routing(self) -> list[RoutingRequest]:
-        return await self._model.routing()
+    async def messages(self) -> list[NodeMessage]:
+        return await self._model.messages()
 
     async def sample(self, turn: int, call: int, server: ServerChoice) -> TurnOutcome:
         return await self._model.sample(turn, call, server)
@@ -187,6 +188,9 @@ class NodeWorker:
             raise InputError(f"the node has no environment {order.request.environment!r}")
         task: Task = family.load(order.request.task)
         job = Job(order.request, order.sample, task, self._clock.monotonic(), recorded=order.recorded)
+        job.journal = TurnJournal(
+            order.answers, lambda *turn: self._model.send(TurnSampled(order.order, *turn))
+        )
         attempt = self._attempts[order.order] = _Attempt(job)
         return attempt
 

@@ -1,7 +1,7 @@
 """Records of the store of groups and results, pages of results, and statistics of groups.
 
 The store contains the requests, the number of attempts of each job, and the results. The state of a running
-job is not stored, so a job takes three writes, independent of its number of turns.
+job is not stored, apart from its sampled answers, see `TurnJournal`. These are written with the other writes.
 """
 
 import math

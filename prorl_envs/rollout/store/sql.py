@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from pydantic import TypeAdapter
 
 from prorl_envs.errors import FailureKind, InputError
+from prorl_envs.model.types import Sampled
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
 from prorl_envs.rollout.api.dashboard import SearchPage
 from prorl_envs.rollout.api.errors import Conflict, CursorExpired, NotFound
@@ -59,6 +61,9 @@ _FORGET_EVERY = 1_000
 _ACKNOWLEDGED_AT_ONCE = 500
 #: Approximate maximum of bytes that one step of a search reads.
 STEP = 16 << 20
+
+
+_ANSWER = TypeAdapter(Sampled)
 
 
 class _JobId(msgspec.Struct):
@@ -197,6 +202,27 @@ class SqlStore(Database):
         if changed.rowcount == 0:
             raise NotFound(f"no job {job_id!r}")
 
+    def note_turn(self, job_id: str, history: bytes, answer: Sampled) -> None:
+        """Store a sampled answer of an unfinished job soon, with the next write, until the job's result is
+        recorded. See `TurnJournal`."""
+        self._write_with_others(partial(self._note_turn, job_id, history, answer))
+
+    def _note_turn(self, job_id: str, history: bytes, answer: Sampled) -> None:
+        self._db.execute(
+            "INSERT INTO turns SELECT number, sample, ?, ? FROM groups JOIN jobs USING (number)"
+            " WHERE id = ? AND sample = ? AND cursor IS NULL ON CONFLICT DO NOTHING",
+            (history, deflate(_ANSWER.dump_json(answer)), *split_job_id(job_id)),
+        )
+
+    @reads
+    def turns(self, job_id: str) -> dict[bytes, Sampled]:
+        """Return the sampled answers of an unfinished job by their histories, see `note_turn`."""
+        rows = self._view.execute(
+            "SELECT history, answer FROM turns JOIN groups USING (number) WHERE id = ? AND sample = ?",
+            split_job_id(job_id),
+        ).fetchall()
+        return {bytes(history): _ANSWER.validate_json(zlib.decompress(answer)) for history, answer in rows}
+
     @reads
     def group(self, group_id: str) -> StoredGroup:
         """Return a group. Raises NotFound if there is no such group."""
@@ -260,6 +286,7 @@ class SqlStore(Database):
         if row is None:
             return self._earlier_record(result)
         self._db.execute("UPDATE groups SET missing = missing - 1 WHERE number = ?", row)
+        self._db.execute("DELETE FROM turns WHERE number = ? AND sample = ?", (*row, result.sample))
         tokens = token_count(result)
         total += tokens
         self._db.execute(

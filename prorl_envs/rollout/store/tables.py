@@ -16,7 +16,7 @@ from prorl_envs.rollout.api.summary import ARRAYS, body_of
 from prorl_envs.rollout.api.types import ALL, Result, Selection
 
 #: Format of the tables. A store of another format is refused.
-FORMAT = 7
+FORMAT = 8
 #: The names in braces are types and options, which each database spells differently.
 # - groups.missing: number of jobs without a result.
 # - jobs.cursor: cursor of the result, which may have been dropped.
@@ -24,6 +24,7 @@ FORMAT = 7
 #   of tokens in a range of rows is a difference of two totals.
 # - results.body: the result without its arrays, which are in ids, loss_mask and logprobs.
 # - results.at: time of the recording, in seconds since 1970.
+# - turns: sampled answers of jobs without a result, by what the model had read.
 # - kept: state that a restarted service needs.
 # - read_results: results that a reader has acknowledged; all others are unread.
 # - dropped_results: dropped results, so that readers get an error instead of a gap. A row without a group
@@ -39,6 +40,10 @@ CREATE TABLE jobs (
     number {integer}, sample {integer}, attempts {integer} NOT NULL DEFAULT 0,
     failures {integer} NOT NULL DEFAULT 0, cursor {integer}, state TEXT, reward {real}, failure TEXT,
     PRIMARY KEY (number, sample)
+) {clustered};
+CREATE TABLE turns (
+    number {integer}, sample {integer}, history {bytes}, answer {bytes} NOT NULL,
+    PRIMARY KEY (number, sample, history)
 ) {clustered};
 CREATE TABLE results (
     cursor {integer} PRIMARY KEY, number {integer} NOT NULL, tokens {integer} NOT NULL,

@@ -55,6 +55,22 @@ def test_a_fork_starts_without_the_drift_of_the_row_before() -> None:
     assert [row.drift for row in (*ledger.forks, ledger.trajectory())] == [1, 0]
 
 
+def test_the_history_tells_every_conversation_apart() -> None:
+    ledger = Ledger([1, 2])
+    histories = [ledger.history()]
+    ledger.sampled(sampled(3), 0.0)
+    other = ledger.copy()
+    ledger.fork([1, 2, 3])
+    histories += [ledger.history(), other.history()]
+    other.observed([4])
+    histories += [other.history(), ledger.branch().history()]
+    assert len(set(histories)) == len(histories)
+    same = Ledger([1, 2])
+    same.sampled(sampled(3), 0.0)
+    same.observed([4])
+    assert same.history() == other.history() == same.history(), "also if it was asked less often"
+
+
 def test_only_exact_answers_are_trained_on() -> None:
     ledger = Ledger([1])
     ledger.sampled(sampled(2, 3), 0.5)

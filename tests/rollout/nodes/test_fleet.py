@@ -354,11 +354,11 @@ async def test_a_call_that_was_stopped_before_it_arrived_does_not_sample(rendere
     routed = RoutedModel(lambda url: model, FakeClock())
     prompt = renderer.prompt([{"role": "user", "content": "Do it."}], ())
     turn = asyncio.create_task(routed.generate(prompt, Sampling(), session="s"))
-    [request] = cast(list[TurnRequested], await routed.routing())
+    [request] = cast(list[TurnRequested], await routed.messages())
     server = ServerChoice("http://model", "http://model", "1")
     await routed.stop_turn(request.turn, 1, None)
     assert (await routed.sample(request.turn, 1, server)).finish_reason == "abort"
-    [request] = cast(list[TurnRequested], await routed.routing())  # the turn is routed again
+    [request] = cast(list[TurnRequested], await routed.messages())  # the turn is routed again
     assert (await routed.sample(request.turn, 1, server)).finish_reason == "stop"
     assert (await turn).ids and len(model.prompts["s"]) == 1
 

@@ -3,11 +3,13 @@
 import asyncio
 import random
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from prorl_envs.errors import InputError
+from prorl_envs.model.types import Sampled, VersionSpan
 from prorl_envs.rollout.api.errors import CursorExpired, NotFound, Unavailable
 from prorl_envs.rollout.api.types import JobState, Result, Trajectory, TurnRecord
 from prorl_envs.rollout.store.base import UnreadResults
@@ -38,6 +40,25 @@ async def test_everything_survives_a_restart(opened: OpenStore) -> None:
         [unfinished] = await store.unfinished()
         assert (unfinished.request.id, attempts_of(unfinished)) == ("b", (0, 1))
         assert (await store.record(result("b"))).cursor > kept[-1].cursor
+
+
+async def test_turns_are_kept_until_the_result_of_their_job(opened: OpenStore) -> None:
+    span = VersionSpan(version="6", start=0, end=1)
+    answer = Sampled((5, 2**17), (-0.1, -1e-9), "length", "6", "http://s", (span,), cached_tokens=3)
+    async with opened() as store:
+        await store.submit([group("a"), group("b")])
+        for history in (b"\0first", b"second"):
+            store.note_turn("a/0", history, answer)
+        store.note_turn("a/0", b"second", replace(answer, ids=(1,)))  # the first answer counts
+        store.note_turn("a/1", b"other", answer)
+        store.note_turn("unknown/0", b"first", answer)
+    async with opened() as store:
+        assert await store.turns("a/0") == {b"\0first": answer, b"second": answer}
+        await store.record(result("a", 0))
+        store.note_turn("a/0", b"late", answer)
+        await store.record(result("b", 0))
+        assert (await store.turns("a/0"), await store.turns("b/0")) == ({}, {})
+        assert list(await store.turns("a/1")) == [b"other"]
 
 
 async def test_a_start_that_may_wait_is_written_with_the_next_write(opened: OpenStore) -> None:
