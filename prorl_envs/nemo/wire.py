@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_gym import base_resources_server
-from nemo_gym.base_resources_server import (
-    BaseResourcesServerConfig,
-    BaseVerifyRequest,
-    BaseVerifyResponse,
-)
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, BaseVerifyRequest, BaseVerifyResponse
 from nemo_gym.openai_utils import NeMoGymResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 

@@ -59,12 +59,7 @@ from prorl_envs.images.unpack import UnpackLimits
 from prorl_envs.sandbox.base import Driver, Mount, Network, SandboxLimits
 from prorl_envs.sandbox.filesystem.directories import node_local_base, remove_tree
 from prorl_envs.sandbox.filesystem.layer_leases import LAYERS
-from prorl_envs.sandbox.filesystem.layered import (
-    LAYER_LIMIT,
-    ImageConfig,
-    LayeredImage,
-    LayerTree,
-)
+from prorl_envs.sandbox.filesystem.layered import LAYER_LIMIT, ImageConfig, LayeredImage, LayerTree
 
 #: Part of the keys of layers: raise it if instructions are executed differently.
 _FORMAT = 2

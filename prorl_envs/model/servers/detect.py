@@ -19,14 +19,7 @@ from prorl_envs.model.servers.llamacpp import LlamaCppClient
 from prorl_envs.model.servers.sglang import SglangClient, read_info
 from prorl_envs.model.servers.vllm import VllmClient
 from prorl_envs.model.tokens.rendering import TemplateRenderer
-from prorl_envs.model.types import (
-    InFlight,
-    ModelClient,
-    OnPartial,
-    Sampled,
-    Sampling,
-    ServerNews,
-)
+from prorl_envs.model.types import InFlight, ModelClient, OnPartial, Sampled, Sampling, ServerNews
 
 Protocol = Literal["auto", "vllm", "sglang", "llamacpp", "openai"]
 PROTOCOLS: tuple[str, ...] = get_args(Protocol)

@@ -16,13 +16,7 @@ from prorl_envs.model.answer_checks import Refusal, RequestContract
 from prorl_envs.model.http.client import first_model, session_headers
 from prorl_envs.model.http.event_stream import Events
 from prorl_envs.model.servers.base import TokenClient, TokenOptions
-from prorl_envs.model.servers.vllm_wire import (
-    CompletionEvents,
-    encode_generate,
-    encode_request,
-    read_answer,
-    read_version,
-)
+from prorl_envs.model.servers.vllm_wire import CompletionEvents, encode_request, read_answer, read_version
 from prorl_envs.model.types import InFlight, OnPartial, Sampled, Sampling, ServerNews
 
 _COMPLETIONS = "/v1/completions"
@@ -52,10 +46,9 @@ class VllmClient(TokenClient):
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str, events: Events | None = None
     ) -> bytes:
         model = await self.model_name()
-        path, encode = _COMPLETIONS, encode_request
-        if await self._supports_generate():
-            path, encode = _GENERATE, encode_generate
-        body = encode(model, prompt_ids, sampling, self._stop_ids, stream=events is not None)
+        form = {"generate": await self._supports_generate(), "stream": events is not None}
+        body = encode_request(model, prompt_ids, sampling, self._stop_ids, **form)
+        path = _GENERATE if form["generate"] else _COMPLETIONS
         return await self._link.request("POST", path, body, session_headers(session), events)
 
     def _read(self, answer: bytes, expected: RequestContract) -> Sampled:

@@ -70,52 +70,22 @@ def encode_request(
     sampling: Sampling,
     stop_ids: Sequence[int],
     *,
+    generate: bool = False,
     stream: bool = False,
 ) -> bytes:
-    """Return the body of one completion request."""
-    body: dict[str, object] = {
-        "model": model,
-        "prompt": list(prompt_ids),
-        "max_tokens": sampling.max_tokens,
-        **neutral_sampling(sampling),
-        "stream": stream,
-        "logprobs": 1,
-        "stop_token_ids": list(stop_ids),
-        "skip_special_tokens": False,
-        "return_token_ids": True,
-    }
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
-    if stream:
-        body["stream_options"] = {"include_usage": True}
-    return msgspec.json.encode(body)
-
-
-def encode_generate(
-    model: str,
-    prompt_ids: Sequence[int],
-    sampling: Sampling,
-    stop_ids: Sequence[int],
-    *,
-    stream: bool = False,
-) -> bytes:
-    """Return the body of one request to the route that reports versions."""
-    params: dict[str, object] = {
+    """Return the body of one completion request; with `generate`, for the route that reports versions."""
+    params = {
         **neutral_sampling(sampling),
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": list(stop_ids),
-        "logprobs": 0,  # for the sampled token only
-        "detokenize": False,
+        **({} if sampling.seed is None else {"seed": sampling.seed}),
     }
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
-    body: dict[str, object] = {
-        "model": model,
-        "token_ids": list(prompt_ids),
-        "sampling_params": params,
-        "return_token_ids": True,
-        "stream": stream,
-    }
+    body: dict[str, object] = {"model": model, "return_token_ids": True, "stream": stream}
+    if generate:
+        params |= {"logprobs": 0, "detokenize": False}  # log-probabilities of the sampled tokens only
+        body |= {"token_ids": list(prompt_ids), "sampling_params": params}
+    else:
+        body |= {"prompt": list(prompt_ids), **params, "logprobs": 1, "skip_special_tokens": False}
     if stream:
         body["stream_options"] = {"include_usage": True}
     return msgspec.json.encode(body)

@@ -3,13 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    FiniteFloat,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, FiniteFloat, Tag, model_validator
 
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.types import (

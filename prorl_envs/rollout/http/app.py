@@ -15,13 +15,7 @@ from starlette.exceptions import HTTPException
 from prorl_envs import __version__
 from prorl_envs.config import ServerSettings
 from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.rollout.api.errors import (
-    WIRE_ERRORS,
-    NotFound,
-    ServerFault,
-    TooLarge,
-    WrongMethod,
-)
+from prorl_envs.rollout.api.errors import WIRE_ERRORS, NotFound, ServerFault, TooLarge, WrongMethod
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.api.views import (
     EnvironmentList,

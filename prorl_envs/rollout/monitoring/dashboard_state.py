@@ -15,13 +15,7 @@ from typing import Any
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import MemoryUse, NodeUse
-from prorl_envs.rollout.api.dashboard import (
-    Bucket,
-    DashboardView,
-    GroupLine,
-    Percentiles,
-    SandboxesView,
-)
+from prorl_envs.rollout.api.dashboard import Bucket, DashboardView, GroupLine, Percentiles, SandboxesView
 from prorl_envs.rollout.api.errors import QueueFull
 from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import JobState, Result

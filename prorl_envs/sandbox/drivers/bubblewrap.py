@@ -40,11 +40,7 @@ from prorl_envs.sandbox.filesystem.rootfs import (
 )
 from prorl_envs.sandbox.filesystem.tree_copy import copy_tree
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
-from prorl_envs.sandbox.linux.kernel_settings import (
-    ROOT_SETTINGS,
-    Setting,
-    namespace_settings,
-)
+from prorl_envs.sandbox.linux.kernel_settings import ROOT_SETTINGS, Setting, namespace_settings
 from prorl_envs.sandbox.linux.pidfd import Process, not_in_forks, receive
 from prorl_envs.sandbox.template.process import CHECKPOINT, ForkRequest, ToolServerProcess
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec

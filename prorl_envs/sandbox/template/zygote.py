@@ -41,11 +41,7 @@ from typing import Any, NoReturn
 
 from prorl_envs.sandbox.filesystem.disk_usage import measure
 from prorl_envs.sandbox.linux.children import kill_children
-from prorl_envs.sandbox.linux.descriptors import (
-    close_all_but,
-    note_library_descriptors,
-    receive_descriptors,
-)
+from prorl_envs.sandbox.linux.descriptors import close_all_but, note_library_descriptors, receive_descriptors
 from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_limit
 from prorl_envs.sandbox.linux.seccomp import install_filter, own_program
 from prorl_envs.sandbox.linux.syscall_wrappers import (

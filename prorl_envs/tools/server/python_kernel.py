@@ -31,14 +31,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from prorl_envs.tools.protocol.messages import (
-    ERROR_NAME_LIMIT,
-    CellDone,
-    Framer,
-    Python,
-    decode_cell,
-    encode,
-)
+from prorl_envs.tools.protocol.messages import ERROR_NAME_LIMIT, CellDone, Framer, Python, decode_cell, encode
 from prorl_envs.tools.protocol.output import DisplayBuffer
 from prorl_envs.tools.server.cell_streams import CellStreams, copy_descriptors
 from prorl_envs.tools.server.interrupts import interrupt_kept, run_coroutine

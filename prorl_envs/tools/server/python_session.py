@@ -6,14 +6,7 @@ running cell.
 
 import os
 
-from prorl_envs.tools.protocol.messages import (
-    Python,
-    PythonDone,
-    Setup,
-    WireError,
-    decode_cell_done,
-    encode,
-)
+from prorl_envs.tools.protocol.messages import Python, PythonDone, Setup, WireError, decode_cell_done, encode
 from prorl_envs.tools.server.fork import Kernel
 from prorl_envs.tools.server.loop import EventLoop
 from prorl_envs.tools.server.session import Cause, RequestSession, Running

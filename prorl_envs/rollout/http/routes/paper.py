@@ -22,14 +22,7 @@ from starlette.requests import Request
 from prorl_envs.errors import FailureKind, InputError, ProrlError
 from prorl_envs.model.types import Sampling, ServerHealth
 from prorl_envs.rollout.api.errors import WIRE_ERRORS, Unavailable, to_wire
-from prorl_envs.rollout.api.types import (
-    ID_PART,
-    AgentLimits,
-    GroupRequest,
-    Result,
-    StopReason,
-    job_id,
-)
+from prorl_envs.rollout.api.types import ID_PART, AgentLimits, GroupRequest, Result, StopReason, job_id
 from prorl_envs.rollout.api.views import ErrorBody, ModelServerRequest
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.service.state import ServiceState

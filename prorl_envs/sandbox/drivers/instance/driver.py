@@ -31,11 +31,7 @@ from prorl_envs.sandbox.drivers.instance.runtime import CODE, Runtime, copy_runt
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.filesystem.directories import write_error
 from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
-from prorl_envs.sandbox.filesystem.mount_plan import (
-    HOME,
-    default_environment,
-    shared_memory_bytes,
-)
+from prorl_envs.sandbox.filesystem.mount_plan import HOME, default_environment, shared_memory_bytes
 from prorl_envs.sandbox.filesystem.sif import system_partition
 from prorl_envs.sandbox.filesystem.sif_mounts import mount_places
 from prorl_envs.sandbox.filesystem.tree_copy import copy_files
