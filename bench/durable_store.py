@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.cli.run_loop import run
+from prorl_envs.model.types import Sampled
+from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import (
     GroupRequest,
     JobState,
@@ -94,6 +96,23 @@ async def measure(name: str, store: SqlStore, tokens: int, count: int) -> None:
     print(f"{name:16}" + "".join(f"{cell:12,.0f}" for cell in cells))
 
 
+async def journal(store: SqlStore, answers: int = 2000, tokens: int = 400) -> float:
+    """Return the milliseconds of CPU time, in all threads, that the journal of turns costs per turn."""
+    chance = random.Random(5)
+    [group] = groups(1, "journal-")
+    await store.submit([group])
+    ids = tuple(min(int(chance.paretovariate(0.3)), VOCABULARY) for _ in range(tokens))
+    logprobs = tuple(array("f", (-chance.expovariate(3) for _ in ids)))
+    answer, ledger = Sampled(ids, logprobs, "stop", "7", "http://model:8000"), Ledger([1])
+    started = time.process_time()
+    for _ in range(answers):
+        store.note_turn(job_id(group.request.id, 0), ledger.history(), answer)
+        ledger.sampled(answer, 0.0)
+        await asyncio.sleep(0)
+    await store.submit(groups(1, "last-"))  # written after all turns
+    return 1000 * (time.process_time() - started) / answers
+
+
 def flushes(folder: Path, count: int = 200) -> float:
     """Return the rate of page appends with a flush each, per second: the floor for one caller."""
     with (folder / "floor").open("wb") as file:
@@ -126,9 +145,11 @@ async def bench(folder: Path, tokens: int, count: int) -> None:
     store = SqliteStore(path)
     await measure("memory", MemoryStore(), tokens, count)
     await measure("sqlite", store, tokens, count)
+    turn_ms = await journal(store)
     await store.aclose()
     recorded = 2 * (count // SAMPLES) * SAMPLES
     print(f"\n{path.stat().st_size / (recorded * tokens):.2f} bytes of file per token")
+    print(f"journal of a turn of 400 tokens: {turn_ms:.2f} ms of CPU time")
     await restart(folder / "restart.db", 10_000)
 
 
