@@ -159,7 +159,8 @@ async def full_disk(world: World) -> None:
         world.model("solve=1") as model,
         RolloutClient(f"http://127.0.0.1:{port}", **_PATIENT) as client,
     ):
-        with service_on_a_small_disk(model.url, port, world.run_dir, disk, "2m") as process:
+        # SQLite's write-ahead log alone may take 4 MB.
+        with service_on_a_small_disk(model.url, port, world.run_dir, disk, "8m") as process:
             await client.submit(world.groups(3 * world.scale))
             reading = asyncio.create_task(world.read(client))
             await model.until(partial(_asked, 2))
