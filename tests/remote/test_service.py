@@ -255,7 +255,7 @@ async def test_an_interrupted_tool_call_fails_the_attempt_and_is_not_repeated(
 
 async def test_an_unreachable_tool_server_fails_the_attempt(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("add", answers("", 502))
-    (result,) = await roll(desk_row(), lambda session, turn: count_to_three(session, max(turn - 1, 0)))
+    (result,) = await roll(desk_row(), count_to_three)
     assert (result.reward, result.attempts) == (1.0, 2)
 
 
