@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -48,16 +47,6 @@ def same(found: object, promised: object) -> None:
     """Raise PromiseBroken if two values differ."""
     if found != promised:
         raise PromiseBroken(f"found {str(found)[:500]!r}, promised {str(promised)[:500]!r}")
-
-
-@contextmanager
-def raises(kind: type[Exception], violation: str) -> Iterator[None]:
-    """Raise PromiseBroken with the message `violation` unless the block raises an error of this kind."""
-    try:
-        yield
-    except kind:
-        return
-    raise PromiseBroken(violation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ def test_each_promise_is_kept_by_some_driver(image: Callable[[str], Path | None]
 
 def test_there_are_enough_promises_with_unique_ids_that_are_never_reused() -> None:
     ids = [promise.id for promise in PROMISES]
-    assert len(ids) >= 200
+    assert len(ids) >= 170
     assert len(set(ids)) == len(ids)
     assert not RETIRED & set(ids)
     for theme in THEMES:
@@ -98,7 +98,7 @@ def test_the_promises_are_listed_without_tests(capsys: pytest.CaptureFixture[str
 
 def test_promises_are_chosen_by_id_or_prefix() -> None:
     assert chosen(()) == PROMISES
-    assert [promise.id for promise in chosen(["RUN-001", "LIM"])][:2] == ["RUN-001", "LIM-001"]
+    assert [promise.id for promise in chosen(["BASH-001", "LIM"])][:2] == ["BASH-001", "LIM-001"]
     with pytest.raises(InputError, match="no promise"):
         chosen(["ABC"])
 
@@ -110,8 +110,9 @@ NOTICED = [
         "PROC": (1, 3, 16, 17),
         "FS": (6, 7, 8, 9, 10, 18, 22, 27),
         "ENV": (1, 6, 9, 10),
-        "NET": (4, 6, 7, 8, 10),
+        "NET": (4, 6, 7, 8),
         "PRIV": (1, 2, 11, 15, 17, 27),
+        "KERN": (5,),
         "WAY": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11),
         "SRV": (9,),
     }.items()

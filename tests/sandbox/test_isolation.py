@@ -77,8 +77,10 @@ async def test_the_hosts_environment_is_not_passed_on(sandbox: Sandbox) -> None:
 
 
 async def test_the_specs_environment_is_passed_on(shell_driver: BubblewrapDriver) -> None:
-    spec = SandboxSpec(env={"GREETING": "hällo\nworld", "HOME": "/tmp"})
-    assert await run_with(shell_driver, spec, 'echo "$GREETING $HOME"') == "hällo\nworld /tmp\n"
+    text = "a b\n'\"$(x)`y`\\ \t☃ * \u00e9" + "x" * 20_000
+    spec = SandboxSpec(env={"TEXT": text, "EMPTY": "", "HOME": "/tmp", "TERM": "vt100"})
+    script = 'printf "%s|%s|%s|%s" "$TEXT" "${EMPTY-unset}" "$HOME" "$TERM"'
+    assert await run_with(shell_driver, spec, script) == f"{text}||/tmp|vt100"
 
 
 async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox) -> None:

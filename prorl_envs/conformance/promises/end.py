@@ -10,44 +10,13 @@ from pathlib import Path
 
 from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.host import SECRET, eventually, marked, showing
-from prorl_envs.conformance.promise import Promises, expect, raises, same
+from prorl_envs.conformance.promise import Promises, expect, same
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError, ToolError
-from prorl_envs.tools.client.connection import ENTRY
 
 promises = Promises("end")
 
 _NO_PID_NAMESPACE = {"local": "has no pid namespace that ends with the service"}
-
-
-@promises.add("END-001", "Closing is idempotent, even several times at once.")
-async def idempotent(world: PromiseContext) -> None:
-    sandbox = await world.driver.start(world.spec())
-    await asyncio.gather(*(sandbox.close() for _ in range(5)))
-    await sandbox.close()
-
-
-@promises.add(
-    "END-002", "A closed sandbox is not alive, its files are gone, and nothing can be spawned in it."
-)
-async def closed(world: PromiseContext) -> None:
-    sandbox = await world.driver.start(world.spec())
-    await sandbox.close()
-    expect(not sandbox.alive, "it says that it is alive")
-    expect(not sandbox.workspace.exists(), "its workspace is there")
-    with raises(SandboxError, "a process was spawned in it"):
-        (await sandbox.spawn(ENTRY)).close()
-
-
-@promises.add("END-003", "Closing continues if its caller is cancelled.")
-async def cancelled_close(world: PromiseContext) -> None:
-    sandbox = await world.driver.start(world.spec())
-    closing = asyncio.ensure_future(sandbox.close())
-    await asyncio.wait([closing], timeout=0)
-    closing.cancel()
-    await asyncio.gather(closing, return_exceptions=True)
-    gone = await eventually(lambda: not sandbox.workspace.exists())
-    expect(gone and not sandbox.alive, "it was not closed")
 
 
 @promises.fresh(
@@ -59,13 +28,6 @@ async def call_under_way(box: Probe) -> None:
     await box.sandbox.close()
     (outcome,) = await asyncio.gather(call, return_exceptions=True)
     expect(isinstance(outcome, SandboxError | ToolError), f"it ended with {outcome!r}")
-
-
-@promises.fresh("END-005", "A call on a closed sandbox raises SandboxError.")
-async def call_after(box: Probe) -> None:
-    await box.sandbox.close()
-    with raises(SandboxError, "a command ran"):
-        await box.run("true")
 
 
 async def check_none_survives(world: PromiseContext, script: str, count: int) -> None:

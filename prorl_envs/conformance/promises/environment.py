@@ -27,29 +27,6 @@ async def exact(box: Probe) -> None:
     same(set((await box.sh(_EXPORTED)).split()) - CUSTOMARY, {"GIVEN"})
 
 
-@promises.add("ENV-002", "Values with any text arrive unchanged.")
-async def any_text(world: PromiseContext) -> None:
-    value = "a b\n'\"$(x)`y`\\ \t☃ * \u00e9" + "x" * 20_000
-    async with world.fresh(env={"VALUE": value, "EMPTY": ""}) as box:
-        done = await box.run('printf "%s|%s" "$VALUE" "${EMPTY-unset}"')
-        same(done.output.decode(), f"{value}|")
-
-
-@promises.fresh(
-    "ENV-003",
-    "The spec's variables override the defaults.",
-    fields={"env": {"HOME": "/tmp", "TERM": "vt100", "PAGER": "less"}},
-)
-async def defaults(box: Probe) -> None:
-    same(await box.sh("echo $HOME $TERM $PAGER"), "/tmp vt100 less")
-
-
-@promises.add("ENV-004", "A call's own variables exist only during that call.")
-async def one_call(world: PromiseContext) -> None:
-    same((await world.box.run('echo "$ONCE"', env={"ONCE": "here"})).output, b"here\n")
-    same((await world.box.run('echo "$ONCE"')).output, b"\n")
-
-
 @promises.add("ENV-005", "No process inside has a variable of the service's environment.", exempt=NOT_LOCAL)
 async def secret_in_environments(world: PromiseContext) -> None:
     look = (

@@ -23,7 +23,6 @@ from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import SandboxSpec
 
 promises = Promises("file systems", exempt=NOT_LOCAL)
-transfers = Promises("files", exempt=NOT_LOCAL)
 
 #: `w PATH` prints PATH if it can be opened for writing. It writes nothing.
 WRITE = 'w() { ( : >> "$1" ) 2>/dev/null && echo "$1 can be written"; }'
@@ -61,19 +60,6 @@ promises.script(
     needs=(NO_IMAGE,),
     harmful=True,
 )
-
-
-@transfers.add(
-    "FILE-010",
-    "The system, and files without write permission, cannot be written.",
-    harmful=True,
-    needs=(NO_IMAGE,),
-)
-async def not_writable(world: PromiseContext) -> None:
-    for path in ("/usr/bin/env", "/etc/passwd", "/proc/self/comm-x", "/x"):
-        with contextlib.suppress(OSError):
-            await world.box.tools.write(path, b"x")
-            expect(False, f"{path} was written")
 
 
 @promises.add(

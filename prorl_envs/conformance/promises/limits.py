@@ -1,8 +1,7 @@
 """Promises about limits: resources that a sandbox cannot exhaust."""
 
 from prorl_envs.conformance.box import Probe
-from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, PromiseBroken, Promises, expect, same
-from prorl_envs.errors import SandboxLimit
+from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, Promises, expect, same
 from prorl_envs.sandbox.base import SandboxLimits
 
 promises = Promises("limits")
@@ -36,15 +35,6 @@ async def open_files(box: Probe) -> None:
     count = (await box.sh(f"bash -c '{script}' 2>/dev/null")).split()
     expect(bool(count) and int(count[-1]) < 5000, f"{count} files could be opened")
     same(await box.sh("echo on"), "on")
-
-
-@promises.shell(
-    "LIM-003", "The number of shell sessions is limited; at the limit, existing ones keep working."
-)
-async def sessions(box: Probe) -> None:
-    results = [await box.bash(f"x={number}", session=str(number)) for number in range(20)]
-    expect(not results[-1].ok and bool(results[-1].text), "twenty sessions could be opened")
-    same((await box.bash("echo $x", session="0")).text, "0\n")
 
 
 def _add(id_: str, text: str, command: str, notice: str, needs: tuple[str, ...]) -> None:
@@ -85,18 +75,3 @@ _add(
     "disk limit of 20 MB was reached",
     ("head", "sleep"),
 )
-
-
-@promises.fresh(
-    "LIM-007",
-    "A sandbox over its lifetime is killed, and its users receive the reason.",
-    needs=("sleep",),
-    fields={"limits": SandboxLimits(lifetime_s=1.0)},
-)
-async def age(box: Probe) -> None:
-    try:
-        await box.run("sleep 20")
-    except SandboxLimit as ended:
-        expect("lifetime of 1 s" in str(ended), f"the reason is {ended}")
-        return
-    raise PromiseBroken("it lived on")

@@ -151,23 +151,6 @@ for family, kind, protocol in ((17, 3, 0x300), (17, 2, 0x300), (2, 3, 1), (2, 3,
 
 
 promises.probe(
-    "NET-010",
-    "Rare address families are refused, vsock (to the hypervisor) among them.",
-    """
-import socket
-for family in range(1, 50):
-    for kind in (1, 2, 3, 5):
-        try:
-            socket.socket(family, kind, 0).close()
-        except OSError:
-            continue
-        if family not in (1, 2, 10, 16, 17):
-            print(family, kind)
-""",
-)
-
-
-promises.probe(
     "NET-011",
     "Interfaces, addresses and routes cannot be changed.",
     """

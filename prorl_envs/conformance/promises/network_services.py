@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from prorl_envs.conformance.box import TIMEOUT_S, Probe
-from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, raises, same
+from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
 from prorl_envs.conformance.promises.network import CONNECT, no_connection
 from prorl_envs.conformance.world import PromiseContext
-from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, Network
 
 promises = Promises("network", exempt=NOT_LOCAL)
@@ -58,44 +57,6 @@ for answer in (ask("GET http://127.0.0.1:{port}/ HTTP/1.1"), ask("CONNECT 127.0.
     if not answer.endswith(b"from outside"):
         print(answer)
 """)
-
-
-async def _refuses_localhost(world: PromiseContext, port: int, *allow: str) -> None:
-    async with world.fresh(python=True, network=Network(allow=allow)) as box:
-        await box.nothing_in_python(f"""{_ASK_PROXY}
-answer = ask("CONNECT localhost:{port} HTTP/1.1")
-if b" 403 " not in answer[:20]:
-    print(answer)
-""")
-
-
-@promises.add(
-    "NET-014", "The proxy refuses a host that is not on the allowlist with status 403.", needs=(PYTHON,)
-)
-async def unlisted(world: PromiseContext) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        async with world.fresh(python=True, network=Network(allow=("example.com", "127.0.0.1:1"))) as box:
-            await box.nothing_in_python(f"""{_ASK_PROXY}
-for host in ("127.0.0.1", "127.1", "localhost", "example.com.", "[::1]", "[::ffff:127.0.0.1]", "u@a.org"):
-    for first in (f"GET http://{{host}}:{port}/ HTTP/1.1", f"CONNECT {{host}}:{port} HTTP/1.1"):
-        answer = ask(first)
-        if b" 403 " not in answer[:20]:
-            print(first, answer)
-""")
-        # An unlisted name of a listed address is refused because of the name.
-        await _refuses_localhost(world, port, f"127.0.0.1:{port}", f"[::1]:{port}")
-        expect(no_connection(server), "a connection was accepted")
-
-
-@promises.add(
-    "NET-015", "An allowed name that leads to an address of the host's is refused.", needs=(PYTHON,)
-)
-async def rebound(world: PromiseContext) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        await _refuses_localhost(world, port, f"localhost:{port}")
-        expect(no_connection(server), "a connection was accepted")
 
 
 @promises.add(
@@ -194,17 +155,3 @@ async def service_alone(world: PromiseContext) -> None:
                 f"connect(socket.AF_INET6, ('2001:db8::1', {port}))"
             )
         expect(no_connection(server), "a connection was accepted")
-
-
-@promises.add(
-    "NET-020",
-    "A stopped sandbox has no loopback to listen on, and an earlier listener receives no connection.",
-    exempt={},
-)
-async def service_of_the_dead(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        sandbox, listener = box.sandbox, await box.sandbox.listen_loopback()
-    with listener:
-        expect(no_connection(listener), "a connection was accepted")
-    with raises(SandboxError, "it listens on something"):
-        (await sandbox.listen_loopback()).close()

@@ -145,15 +145,6 @@ async def steal(box: Probe) -> None:
     await box.nothing_in_python(_STEAL)
 
 
-@promises.fresh(
-    "PROC-011", "A signal to a command's own group ends the command but not the tools.", exempt={}
-)
-async def own_group(box: Probe) -> None:
-    done = await box.run("kill -9 0")
-    same(done.exit_code, -9)
-    same(await box.sh("echo on"), "on")
-
-
 @promises.add("PROC-012", "Orphans are reaped, and their exit does not stop the sandbox.")
 async def orphans(world: PromiseContext) -> None:
     zombies = """
@@ -170,14 +161,6 @@ done
     async with world.fresh() as box:
         await box.nothing(zombies)
         expect(box.sandbox.alive, "the sandbox ended")
-
-
-@promises.add(
-    "PROC-015", "A call of a program that stops itself returns at its deadline.", needs=("sleep",), exempt={}
-)
-async def stopped(world: PromiseContext) -> None:
-    done = await world.box.tools.run(["/bin/sh", "-c", "kill -STOP $$; echo on"], timeout_s=1.0)
-    expect(done.timed_out, "a stopped process answered")
 
 
 @promises.add("PROC-016", "Processes are in mount, pid, network, ipc and uts namespaces of their own.")

@@ -3,7 +3,7 @@
 import secrets
 import sysconfig
 
-from prorl_envs.conformance.host import eventually, marked
+from prorl_envs.conformance.host import marked
 from prorl_envs.conformance.promise import NOT_LOCAL, Promises, expect, same
 from prorl_envs.conformance.state import PLANTED
 from prorl_envs.conformance.ways import tool_server
@@ -12,15 +12,6 @@ from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Mount
 
 promises = Promises("tool server")
-
-
-@promises.add("SRV-003", "Closing a toolbox ends its shells and its commands.", needs=("bash", "sleep"))
-async def close_ends(world: PromiseContext) -> None:
-    async with world.fresh() as box:
-        async with world.lingering(box, "sleep 600; :") as mark:
-            await box.tools.aclose()
-            expect(await eventually(lambda: not marked(mark)), "a command lives on")
-        expect(box.sandbox.alive, "the sandbox ended with it")
 
 
 @promises.add(

@@ -82,27 +82,6 @@ MOUNTS = (
         "",
         ("LIM-001",),
     ),
-    Patch(
-        "paths inside checked",
-        "sandbox/filesystem/mount_plan.py",
-        'if not path.is_absolute() or ".." in path.parts or path == PurePosixPath("/") or "\\0" in target:',
-        "if False:",
-        ("START-010",),
-    ),
-    Patch(
-        "host names checked",
-        "sandbox/filesystem/mount_plan.py",
-        "if not _HOSTNAME.fullmatch(spec.hostname):",
-        "if False:",
-        ("START-011",),
-    ),
-    Patch(
-        "an overlay that is writable refused",
-        "sandbox/filesystem/mount_plan.py",
-        "if mount.overlay and mount.writable:",
-        "if False:",
-        ("START-012",),
-    ),
 )
 
 #: `sandbox/linux/seccomp.py`: each rule of the system call filter.
@@ -232,7 +211,7 @@ FILTER = (
         _RULES,
         "    Rule(argument=0, code=errno.EAFNOSUPPORT, allowed=(_AF_UNIX, *_INTERNET, _AF_NETLINK)),\n",
         "",
-        ("NET-010", "KERN-005"),
+        ("KERN-005",),
     ),
     Patch(
         "rule for protocols of the Internet",
@@ -507,14 +486,6 @@ TOOL_SERVERS = (
         no_effect="the template that starts bubblewrap has restored them",
         checked_by=("WAY-003",),
     ),
-    Patch(
-        "only listed entries",
-        "sandbox/template/zygote.py",
-        'prepared.entries[request["entry"]]',
-        'prepared.entries.get(request["entry"]) or _load(request["entry"])',
-        no_effect="the host has refused it before",
-        checked_by=("START-013",),
-    ),
 )
 
 #: `tools/`: the processes that a tool server starts.
@@ -571,38 +542,16 @@ TOOLS = (
         "            env={**os.environ, **request.env, 'LEAKED': '1'},\n",
         ("WAY-006", "WAY-007"),
     ),
-    Patch(
-        "number of shell sessions",
-        "tools/server/server.py",
-        "SESSION_LIMIT = 16",
-        "SESSION_LIMIT = 1600",
-        ("LIM-003",),
-    ),
-    Patch(
-        "a command's group ends with it",
-        "tools/server/process.py",
-        "            # Kill the group before its process is reaped: until then, its id cannot be reused.\n"
-        "            self._kill()\n",
-        "            pass\n",
-        ("RUN-008",),
-    ),
 )
 
 #: Limits, directories, and the network's exits.
 REST = (
     Patch(
-        "age watched",
-        "sandbox/limits/watchdog.py",
-        "if lifetime_s is not None and now >= watch.started + lifetime_s:",
-        "if False:",
-        ("LIM-007",),
-    ),
-    Patch(
         "the watchdog",
         "sandbox/limits/enforcement.py",
         "        enforced.watch = self._watchdog.add(sandbox, enforced.limits, enforced.group)\n",
         "",
-        ("LIM-006", "LIM-007"),
+        ("LIM-006",),
     ),
     Patch(
         "files in flight counted",
@@ -683,29 +632,6 @@ REST = (
         "        if _is_abandoned(path):\n",
         "        if False:\n",
         ("END-018",),
-    ),
-    Patch(
-        "the proxy's allowlist",
-        "sandbox/network/proxy.py",
-        "        if reason := self._policy.refusal(request.target):\n"
-        "            raise ProxyRefused(403, reason)\n",
-        "",
-        ("NET-014",),
-    ),
-    Patch(
-        "the proxy's check of addresses",
-        "sandbox/network/proxy.py",
-        "            if reason := self._policy.address_refusal(target, address, local=_is_local(address)):\n",
-        '            if reason := "":\n',
-        ("NET-015",),
-    ),
-    Patch(
-        "ports of the allowlist",
-        "sandbox/network/policy.py",
-        "        if port not in DEFAULT_PORTS if self.port is None else port != self.port:\n"
-        "            return False\n",
-        "",
-        ("NET-014",),
     ),
     Patch(
         "processes of a local sandbox found by their mark",

@@ -9,20 +9,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
+from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.sandbox.drivers.probe import find_bwrap
+from prorl_envs.sandbox.drivers.select import DRIVERS, make_driver
+from tests.conftest import existing_driver
 from tests.places import drivers_directory
 from tests.support.leaks import OpenResources, leaks_since
-from tests.support.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
+from tests.support.sandbox_entry import FAIL, RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 
 pytestmark = pytest.mark.anyio
+#: Tests of `any_driver`: one of the drivers warns.
+ANY_DRIVER = pytest.mark.filterwarnings("ignore::prorl_envs.sandbox.drivers.local.NoIsolationWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,20 +38,36 @@ def run_dir() -> Iterator[Path]:
     yield from drivers_directory(in_memory=True)
 
 
-async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: BubblewrapDriver) -> None:
-    assert isinstance(shell_driver, Driver)
-    sandbox = await shell_driver.start(SandboxSpec())
-    assert isinstance(sandbox, Sandbox)
-    assert sandbox.alive
-    await sandbox.close()
-    assert not sandbox.alive
+@pytest.fixture(params=[name for name in DRIVERS if name != "auto"])
+async def any_driver(run_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[NodeDriver[Any]]:
+    """Driver of each kind for a single test."""
+    driver = make_driver(existing_driver(request.param), templates=SCRIPT_TEMPLATES)
+    yield driver
+    await driver.aclose()
 
 
-async def test_closing_is_idempotent_and_concurrent(shell_driver: BubblewrapDriver) -> None:
-    sandbox = await shell_driver.start(SandboxSpec())
+@ANY_DRIVER
+async def test_the_driver_and_its_sandboxes_keep_the_contract(any_driver: NodeDriver[Any]) -> None:
+    assert isinstance(any_driver, Driver)
+    spec = SandboxSpec(env={"A": "b"})
+    first, second = await asyncio.gather(any_driver.start(spec), any_driver.start(spec))
+    assert isinstance(first, Sandbox)
+    assert first.alive and second.alive
+    assert first.id != second.id
+    assert first.spec.limits is not None
+    assert replace(first.spec, limits=None) == spec
+    await first.close()
+    assert not first.alive and second.alive
+
+
+@ANY_DRIVER
+async def test_closing_is_idempotent_and_concurrent(any_driver: NodeDriver[Any]) -> None:
+    sandbox = await any_driver.start(SandboxSpec())
     await asyncio.gather(*(sandbox.close() for _ in range(5)))
     await sandbox.close()
     assert not sandbox.workspace.exists()
+    with pytest.raises(SandboxError, match="ended"):
+        await sandbox.spawn(RUN_SCRIPTS)
 
 
 async def test_a_sandbox_with_a_tool_server_takes_four_descriptors(shell_driver: BubblewrapDriver) -> None:
@@ -61,8 +84,9 @@ async def test_a_sandbox_with_a_tool_server_takes_four_descriptors(shell_driver:
     assert await descriptors_with(3) == first + 2 * 4
 
 
-async def test_closing_continues_when_the_caller_is_cancelled(shell_driver: BubblewrapDriver) -> None:
-    sandbox = await shell_driver.start(SandboxSpec())
+@ANY_DRIVER
+async def test_closing_continues_when_the_caller_is_cancelled(any_driver: NodeDriver[Any]) -> None:
+    sandbox = await any_driver.start(SandboxSpec())
     closing = asyncio.create_task(sandbox.close())
     await asyncio.sleep(0)
     closing.cancel()
@@ -83,16 +107,17 @@ async def test_closing_kills_busy_and_detached_processes(shell_driver: Bubblewra
             await ask(sock, "true")
 
 
-async def test_closing_the_driver_closes_everything(own_driver: BubblewrapDriver, run_dir: Path) -> None:
-    sandboxes = [await own_driver.start(SandboxSpec()) for _ in range(3)]
+@ANY_DRIVER
+async def test_closing_the_driver_closes_everything(any_driver: NodeDriver[Any]) -> None:
+    sandboxes = [await any_driver.start(SandboxSpec()) for _ in range(3)]
     socks = [await sandbox.spawn(RUN_SCRIPTS) for sandbox in sandboxes]
-    await own_driver.aclose()
-    await own_driver.aclose()
+    await any_driver.aclose()
+    await any_driver.aclose()
     assert not any(sandbox.alive for sandbox in sandboxes)
     for sock in socks:
         sock.close()
     with pytest.raises(SandboxError, match="closed"):
-        await own_driver.start(SandboxSpec())
+        await any_driver.start(SandboxSpec())
 
 
 async def test_closing_the_driver_cancels_starts(own_driver: BubblewrapDriver) -> None:
@@ -147,12 +172,24 @@ async def test_a_spawn_cancelled_at_any_moment_leaks_nothing(
     await sandbox.close()
 
 
-async def test_a_failed_start_leaks_nothing(own_driver: BubblewrapDriver, tmp_path: Path) -> None:
-    absent = SandboxSpec(mounts=(Mount(source=tmp_path / "absent", target="/x"),))
-    for _ in range(3):
-        with pytest.raises(SandboxError):
-            await own_driver.start(absent)
-    assert not own_driver.sandboxes
+@ANY_DRIVER
+async def test_a_failed_start_leaks_nothing_and_the_next_one_works(
+    any_driver: NodeDriver[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no image")
+    for spec in (
+        SandboxSpec(mounts=(Mount(source=tmp_path / "absent", target="/x"),)),
+        SandboxSpec(image=tmp_path / "absent.sif"),
+        SandboxSpec(image=tmp_path / "file"),
+    ):
+        with pytest.raises(SandboxError) as caught:
+            await any_driver.start(spec)
+        assert caught.value.message
+        assert spec.image is None or spec.image.name in str(caught.value)
+    assert not any_driver.sandboxes
+    sandbox = await any_driver.start(SandboxSpec())
+    assert await run_script(sandbox, "echo works") == "works\n"
+    await sandbox.close()
 
 
 async def test_a_sandbox_that_exits_by_itself_is_reported_as_ended(shell_driver: BubblewrapDriver) -> None:
@@ -213,10 +250,11 @@ async def test_a_failing_entry_closes_the_socket_and_is_logged(
     ("entry", "template", "word"),
     [("os:abort", "base", "no entry"), (RUN_SCRIPTS, "absent", "no template")],
 )
+@ANY_DRIVER
 async def test_an_unlisted_entry_cannot_be_spawned(
-    shell_driver: BubblewrapDriver, entry: str, template: str, word: str
+    any_driver: NodeDriver[Any], entry: str, template: str, word: str
 ) -> None:
-    sandbox = await shell_driver.start(SandboxSpec())
+    sandbox = await any_driver.start(SandboxSpec())
     with pytest.raises(SandboxError, match=word):
         await sandbox.spawn(entry, template=template)
     await sandbox.close()

@@ -7,6 +7,7 @@ import pytest
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.filesystem.mount_plan import check
 from tests.support.sandbox_entry import run_script
 
 pytestmark = pytest.mark.anyio
@@ -91,11 +92,19 @@ async def test_a_mask_is_an_empty_read_only_directory(shell_driver: BubblewrapDr
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
-        (SandboxSpec(workdir="relative"), "absolute"),
-        (SandboxSpec(workdir="/"), "absolute"),
-        (SandboxSpec(masks=("/usr/../etc",)), "absolute"),
-        (SandboxSpec(hostname=""), "host name"),
-        (SandboxSpec(hostname="a\nb"), "host name"),
+        *(
+            (spec, "absolute")
+            for path in ("work", "/work/../etc", "/", "/a\0b")
+            for spec in (
+                SandboxSpec(workdir=path),
+                SandboxSpec(masks=(path,)),
+                SandboxSpec(mounts=(Mount(source=Path("/usr"), target=path),)),
+            )
+        ),
+        *(
+            (SandboxSpec(hostname=name), "host name")
+            for name in ("", "-a", "a b", "a\nb", "x" * 200, "--bind")
+        ),
         (SandboxSpec(mounts=(Mount(source=Path("/usr"), target="/o", writable=True, overlay=True),)), "both"),
     ],
 )
@@ -104,6 +113,10 @@ async def test_an_impossible_spec_is_refused(
 ) -> None:
     with pytest.raises(SandboxError, match=word):
         await shell_driver.start(spec)
+
+
+def test_an_emulated_root_may_work_in_the_root_directory() -> None:
+    check(SandboxSpec(workdir="/", emulate_root=True, uid=0, image=Path("/image")))
 
 
 async def test_a_missing_source_is_named_with_a_remedy(

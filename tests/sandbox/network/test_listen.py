@@ -57,7 +57,11 @@ async def test_two_listeners_have_different_ports(shared_driver: BubblewrapDrive
 
 async def test_a_closed_sandbox_has_no_loopback(shared_driver: BubblewrapDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
-    await sandbox.close()
+    with await sandbox.listen_loopback() as listener:
+        await sandbox.close()
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
     with pytest.raises(SandboxError):
         await sandbox.listen_loopback()
 

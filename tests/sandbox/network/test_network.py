@@ -72,6 +72,14 @@ async def test_an_unlisted_host_is_refused_with_a_reason(shell_driver: Bubblewra
     assert shell_driver.gateway.refused == refused + 2
 
 
+async def test_an_unlisted_name_of_a_listed_address_is_refused(shell_driver: BubblewrapDriver) -> None:
+    async with web() as port, started(shell_driver, f"127.0.0.1:{port}", f"[::1]:{port}") as sandbox:
+        for host in ("localhost", "127.1", "[::ffff:127.0.0.1]", "u@127.0.0.1"):
+            for target in (f"GET http://{host}:{port}/", f"CONNECT {host}:{port}"):
+                answer = await run_script(sandbox, through_proxy(f"{target} HTTP/1.1", ""))
+                assert " 403 " in answer[:20], (target, answer)
+
+
 async def test_a_tunnel_carries_bytes_both_ways(shell_driver: BubblewrapDriver) -> None:
     async with web() as port, started(shell_driver, f"127.0.0.1:{port}") as sandbox:
         output = await run_script(

@@ -49,6 +49,8 @@ async def test_output_value_state_and_traceback(kernel_box: Toolbox) -> None:
     result = await kernel_box.python("x = 20\nprint('out')\nx + 1", timeout_s=T)
     assert result.text == "out\n21\n"
     assert result.data == {"error": None, "timed_out": False}
+    await kernel_box.python("import os\nos.chdir('/tmp')", timeout_s=T)
+    assert (await kernel_box.python("os.getcwd()", timeout_s=T)).text == "'/tmp'\n"
     result = await kernel_box.python("x / 0", timeout_s=T)
     assert result.ok
     assert result.data["error"] == "ZeroDivisionError"

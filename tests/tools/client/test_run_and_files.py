@@ -27,6 +27,7 @@ async def test_a_process_gets_arguments_input_directory_and_environment(box: Too
     assert done.output == b"in\na  b y\n/tmp\nerr\n"
     assert done.exit_code == 5
     assert not done.timed_out
+    assert (await box.run(["sh", "-c", "echo ${X-unset}"], timeout_s=T)).output == b"unset\n"
 
 
 async def test_the_workspace_is_the_default_directory_and_input_is_empty(box: Toolbox) -> None:
@@ -42,6 +43,16 @@ async def test_a_signal_is_a_negative_status(box: Toolbox) -> None:
     assert (await box.run(["sh", "-c", "kill -9 $$"], timeout_s=T)).exit_code == -9
 
 
+async def test_a_signal_to_its_own_group_ends_a_command_but_not_the_tools(box: Toolbox) -> None:
+    assert (await box.run(["sh", "-c", "kill -9 0"], timeout_s=T)).exit_code == -9
+    assert (await box.run(["echo", "on"], timeout_s=T)).output == b"on\n"
+
+
+async def test_a_program_that_stops_itself_ends_at_its_deadline(box: Toolbox) -> None:
+    done = await box.run(["sh", "-c", "kill -STOP $$; echo on"], timeout_s=0.5)
+    assert done.timed_out and done.output == b""
+
+
 async def test_at_the_deadline_the_whole_group_is_killed_and_the_output_kept(box: Toolbox) -> None:
     done = await run_at_deadline(box, "sleep 100 & echo begun; sleep 100")
     assert done.exit_code is None
@@ -50,7 +61,8 @@ async def test_at_the_deadline_the_whole_group_is_killed_and_the_output_kept(box
 
 
 async def test_a_process_that_holds_the_output_does_not_block_the_call_and_is_killed(box: Toolbox) -> None:
-    done = await box.run(["sh", "-c", "sleep 100 & echo done"], timeout_s=T)
+    script = "sleep 100 & until grep -qx sleep /proc/$!/comm; do :; done; echo done"
+    done = await box.run(["sh", "-c", script], timeout_s=T)
     assert done.output == b"done\n"
     assert done.duration_s < 10
     await wait_until_gone(box, "sleep")
@@ -100,7 +112,7 @@ async def test_output_is_complete_and_bounded(box: Toolbox) -> None:
 
 async def test_unread_input_does_no_harm(box: Toolbox) -> None:
     assert (await box.run(["true"], stdin=b"x" * 5_000_000, timeout_s=T)).exit_code == 0
-    done = await box.run(["wc", "-c"], stdin=b"x" * 5_000_000, timeout_s=T)
+    done = await box.run(["wc", "-c"], stdin=bytes(5_000_000), timeout_s=T)
     assert done.output == b"5000000\n"
 
 
@@ -201,7 +213,7 @@ async def test_a_failed_read_raises_the_same_error_as_locally(
         await box.read(path)
 
 
-@pytest.mark.parametrize("path", ["/usr/x", "/workspace", "/proc/x", "/a\0b", "relative"])
+@pytest.mark.parametrize("path", ["/usr/x", "/usr/bin/env", "/workspace", "/proc/x", "/a\0b", "relative"])
 async def test_a_failed_write_raises_and_leaves_no_file(box: Toolbox, path: str) -> None:
     with pytest.raises(OSError):
         await box.write(path, b"x")

@@ -175,6 +175,8 @@ async def test_without_its_sandbox_every_call_is_a_sandbox_error(shared_driver: 
     with pytest.raises(SandboxError):
         await toolbox.bash("true", timeout_s=T)
     with pytest.raises(SandboxError):
+        await toolbox.run(["true"], timeout_s=T)
+    with pytest.raises(SandboxError):
         await toolbox.read("/etc/passwd")
     await toolbox.aclose()
     with pytest.raises(SandboxError):
@@ -196,6 +198,30 @@ async def test_a_closed_toolbox_refuses_calls_and_closes_again(shared_driver: No
     await asyncio.sleep(0)
     await starting.aclose()
     assert "closed" in str(await asyncio.gather(call, return_exceptions=True))
+    await sandbox.close()
+
+
+async def test_variables_of_the_spec_override_those_of_the_tools(shared_driver: NodeDriver[Any]) -> None:
+    sandbox = await shared_driver.start(SandboxSpec(env={"TERM": "vt100", "PAGER": "less"}))
+    toolbox = await Toolbox.open(sandbox)
+    done = await toolbox.run(["sh", "-c", "echo $TERM $PAGER $MANPAGER"], timeout_s=T)
+    assert done.output == b"vt100 less cat\n"
+    await toolbox.aclose()
+    await sandbox.close()
+
+
+async def test_closing_a_toolbox_kills_its_shells_and_commands(shared_driver: NodeDriver[Any]) -> None:
+    sandbox = await shared_driver.start(SandboxSpec())
+    toolbox, other = await Toolbox.open(sandbox), await Toolbox.open(sandbox)
+    await toolbox.bash("true", timeout_s=T)
+    call = asyncio.create_task(toolbox.run(["sh", "-c", "touch begun; sleep 100"], timeout_s=T))
+    await other.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
+    await toolbox.aclose()
+    await asyncio.gather(call, return_exceptions=True)
+    gone = "while grep -qsxE 'bash|sleep' /proc/[0-9]*/comm; do :; done"
+    assert (await other.run(["sh", "-c", gone], timeout_s=T)).exit_code == 0
+    assert sandbox.alive
+    await other.aclose()
     await sandbox.close()
 
 

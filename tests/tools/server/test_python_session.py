@@ -22,6 +22,8 @@ async def test_output_value_and_state(python_box: Toolbox) -> None:
     assert result.ok
     assert result.data == {"error": None, "timed_out": False}
     assert (await python_box.python("x * _", timeout_s=T)).text == "420\n"
+    await python_box.python("import os\nos.chdir('/tmp')", timeout_s=T)
+    assert (await python_box.python("os.getcwd()", timeout_s=T)).text == "'/tmp'\n"
 
 
 @pytest.mark.parametrize("code", ["x = 1", "None", "1;", "", "# nothing"])

@@ -274,10 +274,11 @@ async def test_the_model_uses_the_shell_by_its_schema(box: Toolbox) -> None:
 
 async def test_too_many_sessions_are_the_models_error(box: Toolbox) -> None:
     for n in range(16):
-        assert (await box.bash("true", timeout_s=T, session=str(n))).ok
+        assert (await box.bash(f"x={n}", timeout_s=T, session=str(n))).ok
     refused = await box.bash("true", timeout_s=T, session="one more")
     assert not refused.ok
     assert refused.text == "[not run: 16 sessions are open already; use one of them]"
+    assert (await box.bash("echo $x", timeout_s=T, session="0")).text == "0\n"
 
 
 async def test_a_waiting_command_is_detected_without_isolation_too(run_dir: Path) -> None:
