@@ -27,11 +27,9 @@ from prorl_envs.rollout.store.read_only import StoredEpisodes
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.viewer.episodes import EpisodeSource
 from prorl_envs.viewer.index import Index
-from prorl_envs.viewer.offline import offline_app, reading_ahead
+from prorl_envs.viewer.offline import offline_app
 
 SAMPLES, TURNS = 8, 10
-#: Seconds until a user opens the printed link.
-FOLLOWED_S = 1.5
 #: Bytes of text in a turn.
 SAID = 700
 NEEDLE = "the needle in the last one"
@@ -115,8 +113,7 @@ async def measured(found: Callable[[], EpisodeSource], count: int) -> dict[str, 
         took[step] = time.perf_counter() - began
 
     async with (
-        reading_ahead(episodes, offline_app(episodes, "secret")) as app,
-        answering(app, last_requests_s=1, log_level="critical") as url,
+        answering(offline_app(episodes, "secret"), last_requests_s=1, log_level="critical") as url,
         httpx.AsyncClient(base_url=f"{url}/secret/api/", timeout=60) as http,
     ):
         known, more = 0, True
@@ -161,29 +158,23 @@ async def chromium() -> AsyncIterator[Any]:
 
 
 async def seen(browser: Any, found: Callable[[], EpisodeSource], count: int) -> dict[str, float]:
-    """Return the seconds until a browser shows the list and, after a click, an episode. The browser opens the
-    page when the server starts, and for "later" after `FOLLOWED_S`."""
+    """Return the seconds until a browser shows the list and, after a click, an episode."""
     took = {}
-    for waits_s, when in ((0.0, ""), (FOLLOWED_S, ", later")):
-        page = await browser.new_page()
-        episodes = found()
-        async with (
-            reading_ahead(episodes, offline_app(episodes, "secret")) as app,
-            answering(app, last_requests_s=1, log_level="critical") as url,
-        ):
-            await asyncio.sleep(waits_s)
-            began = time.perf_counter()
-            await page.goto(f"{url}/secret/")
-            await page.locator(".list .row").first.wait_for()
-            took[f"rows in Chromium{when}"] = time.perf_counter() - began
-            await page.get_by_text(f"{count:,} episodes").wait_for()
-            took[f"all in Chromium{when}"] = time.perf_counter() - began
-            began = time.perf_counter()
-            await page.get_by_role("link", name="/3").first.click()
-            await page.get_by_role("region", name="Turn 1", exact=True).wait_for()
-            took["one in Chromium"] = time.perf_counter() - began
-            await page.close()
-        episodes.close()
+    page = await browser.new_page()
+    episodes = found()
+    async with answering(offline_app(episodes, "secret"), last_requests_s=1, log_level="critical") as url:
+        began = time.perf_counter()
+        await page.goto(f"{url}/secret/")
+        await page.locator(".list .row").first.wait_for()
+        took["rows in Chromium"] = time.perf_counter() - began
+        await page.get_by_text(f"{count:,} episodes").wait_for()
+        took["all in Chromium"] = time.perf_counter() - began
+        began = time.perf_counter()
+        await page.get_by_role("link", name="/3").first.click()
+        await page.get_by_role("region", name="Turn 1", exact=True).wait_for()
+        took["one in Chromium"] = time.perf_counter() - began
+        await page.close()
+    episodes.close()
     return took
 
 

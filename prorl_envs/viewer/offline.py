@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import fields
 from operator import attrgetter
@@ -24,45 +23,8 @@ from prorl_envs.viewer.markdown import markdown_of
 
 #: Bytes to read or search per request, and to read for the first request.
 STEP, FIRST = 64 << 20, 8 << 20
-#: Interval after which the reading thread releases the interpreter to a waiting request handler, in seconds.
-_SWITCH_S = 0.0005
 _NAMES = tuple(field.name for field in fields(Summary))
 _VALUES = attrgetter(*_NAMES)
-
-
-@contextlib.asynccontextmanager
-async def reading_ahead(results: EpisodeSource, app: ASGIApp) -> AsyncIterator[ASGIApp]:
-    """Read results until the first request, so that most are ready when the user opens the link. The requests
-    read the remaining results.
-
-    Args:
-        results: results to read.
-        app: application that shows the results.
-
-    Yields:
-        The application to serve.
-    """
-    stopped = False
-
-    async def read() -> None:
-        with contextlib.suppress(InputError):  # a request reports the error
-            while not stopped and await asyncio.to_thread(results.extend, FIRST):
-                pass
-
-    async def stop_and_answer(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal stopped
-        stopped = True
-        await app(scope, receive, send)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-    task = asyncio.create_task(read())
-    try:
-        yield stop_and_answer
-    finally:
-        stopped = True
-        await task
-        sys.setswitchinterval(interval)
 
 
 def offline_app(
@@ -87,7 +49,7 @@ def offline_app(
         """Return the summaries from number `after` on, after reading further results."""
         known = _number(request.query_params.get("after", "0"))
         more = results.read < results.size
-        if known or not results.summaries:  # the first request gets what has been read ahead
+        if known or not results.summaries:  # a page that is opened again gets what has been read
             more = await asyncio.to_thread(results.extend, STEP if known else FIRST)
         generation = results.generation
         same = request.query_params.get("generation", str(generation)) == str(generation)

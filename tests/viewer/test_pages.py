@@ -18,7 +18,7 @@ from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.viewer.assets import POLICY
 from prorl_envs.viewer.export import export_html
 from prorl_envs.viewer.index import Index
-from prorl_envs.viewer.offline import offline_app, reading_ahead
+from prorl_envs.viewer.offline import offline_app
 from tests.viewer.conftest import PICTURE, call, result, written
 
 pytestmark = pytest.mark.anyio
@@ -99,10 +99,7 @@ async def offline(path: Path) -> AsyncIterator[str]:
     index = Index(path)
     app = offline_app(index, "secret", partial(token_texts, builtin_renderer().decode))
     try:
-        async with (
-            reading_ahead(index, app) as served,
-            answering(served, last_requests_s=1, log_level="critical") as url,
-        ):
+        async with answering(app, last_requests_s=1, log_level="critical") as url:
             yield f"{url}/secret/"
     finally:
         index.close()

@@ -135,11 +135,10 @@ async def _serve(
 ) -> None:
     import secrets
 
-    from prorl_envs.viewer.offline import offline_app, reading_ahead
+    from prorl_envs.viewer.offline import offline_app
 
     token = secrets.token_urlsafe(24)
-    async with reading_ahead(episodes, offline_app(episodes, token, texts, run)) as app:
-        await _answer(app, token, episodes.name, port, browser)
+    await _answer(offline_app(episodes, token, texts, run), token, episodes.name, port, browser)
 
 
 async def _serve_runs(folder: Path, texts: "Texts | None", port: int, browser: bool) -> None:
