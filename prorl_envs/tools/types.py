@@ -65,6 +65,11 @@ class ToolResult:
     duration_s: float = 0.0
     truncated_bytes: int = 0
 
+    @property
+    def failed(self) -> bool:
+        """True if the tool failed, or the command or cell that it ran."""
+        return not self.ok or any(map(self.data.get, ("exit_code", "error", "timed_out")))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:

@@ -23,9 +23,11 @@ from prorl_envs.loggers.base import LoggedRun, RunLogger
 from prorl_envs.loggers.reporting import RunReport
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.rollout.api.summary import summarise
+from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.testing.scripted import Call
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolCall
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, pages, parametrize
@@ -168,6 +170,13 @@ async def use_steps(made: dict[str, Any], url: str) -> None:
     assert len(seen) == 2
 
 
+async def use_pivots(made: dict[str, Any], url: str) -> None:
+    async with RolloutClient(url) as client:
+        await client.submit([GroupRequest(id="profiled", environment="bash", task=ROWS[0], samples=1)])
+        [profiled] = [result async for result in client.follow(["profiled"])]
+        assert await made["pivots"](client, profiled.job_id) == [1]
+
+
 async def use_episode(made: dict[str, Any], url: str) -> None:
     rows, reward = await made["episode"](ROWS[0])
     assert rows == [] or reward is not None
@@ -233,6 +242,7 @@ USES: dict[str, Callable[[dict[str, Any], str], Awaitable[None]]] = {
     "rollouts": use_rollouts,
     "steps": use_steps,
     "episode": use_episode,
+    "pivots": use_pivots,
     "update": use_update,
     "rewards": use_rewards,
     "NotesEnvironment": use_notes,
@@ -242,8 +252,14 @@ USES: dict[str, Callable[[dict[str, Any], str], Awaitable[None]]] = {
 
 @pytest.fixture(scope="module")
 async def service() -> AsyncIterator[str]:
-    """A service whose environment `bash` runs commands without delay."""
-    pool = ModelPool(lambda _: ToyModel(builtin_renderer(), lambda *_: [{"tool": "finish", "arguments": {}}]))
+    """A service whose environment `bash` runs commands without delay. Every second branch of a job fails."""
+
+    def play(session: str, turn: int) -> list[Call]:
+        fails = ":branch" in session and session.split("/")[-1] in ("1", "3")
+        finish = {"tool": "finish", "arguments": {"reward": 0.0} if fails else {}}
+        return [{"tool": "say", "arguments": {}}] if ":" not in session and turn == 0 else [finish]
+
+    pool = ModelPool(lambda _: ToyModel(builtin_renderer(), play))
     pool.add("http://127.0.0.1:8000")  # no request is sent to it
     served = RolloutService(empty_node(), {"bash": ToyWorld().family()}, builtin_renderer(), pool)
     async with serving(served) as url:

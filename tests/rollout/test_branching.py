@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.errors import NotFound
-from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, Stage, StopReason
+from prorl_envs.rollout.api.types import BranchRequest, GroupRequest, JobState, Result, Stage, StopReason
+from prorl_envs.rollout.client.token_files import LocalToken
 from prorl_envs.tools.types import ToolCall, ToolResult
 from tests.docs.blocks import BLOCKS
 from tests.support.rollout_site import RANDOM_TASK, TASK, TURNS, running
@@ -171,21 +174,85 @@ async def test_a_start_with_another_prompt_fails(renderer: TemplateRenderer, tmp
         assert result.failure is not None and "another prompt" in result.failure.message
 
 
+async def test_a_running_job_is_branched_and_goes_on(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    async with running(renderer, tmp_path, tokens_per_s=50.0) as site:
+        await site.client.submit([site.group(samples=1, branch_at=0)])
+        while len(await site.service.store.turns("g/0")) < 2:  # noqa: ASYNC110 - the store has no event for it
+            await asyncio.sleep(0.01)
+        request = BranchRequest(turns=[1, 2], samples=2)
+        groups = await site.client.branch_job("g/0", request)
+        assert not (await site.client.job("g/0")).state.final
+        assert [group.id for group in groups] == ["g:branch-0-1", "g:branch-0-2"]
+        assert await site.client.branch_job("g/0", request) != [], "a repeated request has no further effect"
+        branches = [result async for result in site.client.follow([group.id for group in groups])]
+        trunk = await site.client.result("g/0")
+        assert trunk.reward == 1 and trunk.branch is None and trunk.trajectory is not None
+        assert len(branches) == 4
+        for result in branches:
+            assert result.branch is not None and result.trajectory is not None and result.reward == 1
+            turns = int(result.group_id[-1])
+            assert (result.branch.job_id, result.branch.turns) == ("g/0", turns)
+            shared = result.trajectory.shared_prefix_len
+            assert shared == trunk.trajectory.turns[turns].start
+            assert result.trajectory.ids[:shared] == trunk.trajectory.ids[:shared]
+        assert site.server.counts.requests == 4 + 2 * 3 + 2 * 2
+
+
+async def test_a_branch_is_branched_at_turns_of_its_trunk_and_at_its_own(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with running(renderer, tmp_path) as site:
+        await site.run(samples=2, branch_at=2)
+        asked = site.server.counts.requests
+        groups = await site.client.branch_job("g/1", BranchRequest(turns=[1, 3]))
+        results = [result async for result in site.client.follow([group.id for group in groups])]
+        assert sorted(result.branch.turns for result in results if result.branch) == [1, 3]
+        assert [result.reward for result in results] == [1, 1]
+        assert site.server.counts.requests == asked + 3 + 1
+
+
+async def test_a_rewound_job_is_cancelled_and_goes_on_from_an_earlier_turn(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with running(renderer, tmp_path, tokens_per_s=50.0) as site:
+        await site.client.submit([site.group(samples=1, branch_at=0)])
+        while len(await site.service.store.turns("g/0")) < 2:  # noqa: ASYNC110 - the store has no event for it
+            await asyncio.sleep(0.01)
+        with pytest.raises(InputError):
+            await site.client.rewind_job("g/0", 4)
+        assert not (await site.client.job("g/0")).state.final
+        group = await site.client.rewind_job("g/0", 1)
+        assert group.id == "g:rewind-0-1"
+        [result] = [result async for result in site.client.follow([group.id])]
+        assert (await site.client.job("g/0")).state is JobState.CANCELLED
+        assert result.reward == 1 and result.branch is not None
+        assert (result.branch.job_id, result.branch.turns) == ("g/0", 1)
+        again = await site.client.rewind_job(result.job_id, 3)  # turns count from the start of the episode
+        [result] = [result async for result in site.client.follow([again.id])]
+        assert result.reward == 1 and result.branch is not None and result.branch.turns == 3
+
+
 async def test_the_requests_of_the_page_are_answered(renderer: TemplateRenderer, tmp_path: Path) -> None:
     page = [block for block in BLOCKS if block.page == "docs/branching.md"]
     requests = [block.body for block in page if block.language == "http"]
-    assert len(requests) == 2
-    async with running(renderer, tmp_path) as site:
+    branches: Counter[int] = Counter()
+    async with (
+        running(renderer, tmp_path) as site,
+        httpx.AsyncClient(base_url=site.client.url, auth=LocalToken()) as http,
+    ):
         for request in requests:
-            body, answer = request.removeprefix("POST /v1/groups\n").split("\n\n200\n")
-            group = GroupRequest.model_validate_json(body)
-            assert json.loads(answer)["groups"] == [{"id": group.id}]
-            await site.client.submit([group])
-            results = [result async for result in site.client.follow([group.id])]
-            assert [result.reward for result in results] == [1] * group.samples
-            turns = group.start.turns if group.start else group.branch_at
-            shared = [result.branch.turns for result in results if result.branch]
-            assert shared == [turns] * (group.samples - (group.start is None))
+            asked, answer = request.split("\n\n200\n")
+            line, _, body = asked.partition("\n")
+            method, path = line.split()
+            got = await http.request(method, path, content=body, headers={"content-type": "application/json"})
+            assert got.status_code == 200, got.text
+            expected, given = json.loads(answer), got.json()
+            names = [group["id"] for group in given.get("groups", [given])]
+            assert names == [group["id"] for group in expected.get("groups", [expected])]
+            results = [result async for result in site.client.follow(names)]
+            assert [result.reward for result in results] == [1] * len(results)
+            branches.update(result.branch.turns for result in results if result.branch)
+    assert branches == {3: 7 + 4, 2: 4 + 4 + 1}
 
 
 async def test_a_cancelled_group_leaves_no_checkpoint(renderer: TemplateRenderer, tmp_path: Path) -> None:

@@ -250,9 +250,12 @@ class AgentLoop:
             pass
         return reason
 
-    async def replay(self, recorded: Trajectory, turns: int) -> StopReason | None:
-        """Take over the first `turns` turns of another episode, as long as the tool calls have the recorded
+    async def replay(self, answers: Mapping[bytes, Sampled], turns: int) -> StopReason | None:
+        """Take over the first `turns` turns of another episode, as long as the tool calls have the same
         results. Its ids are not trained on.
+
+        Args:
+            answers: its answers by `Ledger.history`.
 
         Returns:
             The reason why the loop stops, or None to continue.
@@ -261,12 +264,10 @@ class AgentLoop:
             EnvironmentFault: the other episode has another prompt.
         """
         reason = None
-        for turn in recorded.turns[:turns]:
-            if reason is not None or self.context != recorded.ids[: turn.start]:
+        while reason is None and self.ledger.turns < turns:
+            if (answer := answers.get(self.ledger.history())) is None:
                 break
-            ids, logprobs = (values[turn.start : turn.end] for values in (recorded.ids, recorded.logprobs))
-            model = (turn.finish_reason, turn.weight_version, turn.server)
-            reason = await self.answer(Sampled(tuple(ids), tuple(logprobs), *model))  # type: ignore[arg-type]
+            reason = await self.answer(answer)
         if not self.ledger.turns:
             raise EnvironmentFault("the episode with whose turns this one starts has another prompt")
         self.ledger = self.transcript.ledger = self.ledger.branch()
@@ -406,7 +407,7 @@ class AgentLoop:
             with tracing.tool_call(call, known=call.name in self.tool_names) as span:
                 result = await self.environment.call(call, timeout_s=timeout_s)
                 tracing.note_tool(span, result)
-            self.ledger.tools_took(self.agent.clock.monotonic() - started)
+            self.ledger.tools_took(self.agent.clock.monotonic() - started, failed=result.failed)
             if call.name == self.environment.finish_tool and result.ok:
                 return StopReason.FINISHED
             text = encodable(

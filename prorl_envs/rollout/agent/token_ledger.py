@@ -22,6 +22,7 @@ class _Turn:
     sampled: Sampled
     model_s: float
     tools_s: float = 0.0
+    failed_calls: int = 0
 
 
 class Ledger:
@@ -38,11 +39,15 @@ class Ledger:
         self._turns: list[_Turn] = []
         self._copied = 0  # number of turns that belong to another ledger
         self._digest = hashlib.blake2b(digest_size=16)
+        self._digested = 0  # number of ids of the row that `_digest` has read
         self._begin(prompt_ids)
 
     def fork(self, prompt_ids: Sequence[int]) -> None:
         """Start another row with these ids: a prompt that rewrites the history of the conversation."""
         self.forks.append(self.trajectory())
+        self.history()
+        self._digest.update(b"row")
+        self._digested = 0
         self._begin(prompt_ids)
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
@@ -53,8 +58,6 @@ class Ledger:
         self._shared = 0  # length of the prefix that belongs to a row of another ledger
         self._checked = 0  # number of ids that `sent` has compared
         self._drift = 0
-        self._digested = 0  # number of ids of the row that `_digest` has read
-        self._digest.update(b"row")
 
     def copy(self) -> Self:
         """Return a ledger of the same episode, which changes independently."""
@@ -109,7 +112,8 @@ class Ledger:
         return sum(turn.tools_s for turn in self._turns[self._copied :])
 
     def history(self) -> bytes:
-        """Return a digest of all ids so far, in all rows. It reads only the ids since the last call."""
+        """Return a digest of all ids so far, in all rows, also of those of the ledger that this one branched
+        off from. It reads only the ids since the last call."""
         self._digest.update(array("q", self._ids[self._digested :]))
         self._digested = len(self._ids)
         return self._digest.digest()
@@ -132,10 +136,11 @@ class Ledger:
         """Append ids that the model reads next."""
         self._append(ids, 0, [0.0] * len(ids))
 
-    def tools_took(self, seconds: float) -> None:
-        """Add to the tool time of the last turn, if there was one."""
+    def tools_took(self, seconds: float, *, failed: bool = False) -> None:
+        """Add tool time, and whether a call failed, to the last turn, if there was one."""
         if self._turns:
             self._turns[-1].tools_s += seconds
+            self._turns[-1].failed_calls += failed
 
     def trajectory(self) -> Trajectory:
         """Return the current row in the result format."""
@@ -155,6 +160,26 @@ class Ledger:
         self._logprobs.extend(logprobs)
 
 
+def answers_of(row: Trajectory) -> dict[bytes, Sampled]:
+    """Return the answers of an episode with one row by their `Ledger.history`."""
+    answers, ledger = {}, Ledger(())
+    for turn in row.turns:
+        ledger.observed(row.ids[len(ledger) : turn.start])
+        answer = Sampled(
+            tuple(row.ids[turn.start : turn.end]),
+            tuple(row.logprobs[turn.start : turn.end]),
+            turn.finish_reason,  # type: ignore[arg-type]
+            turn.weight_version,
+            turn.server,
+            tuple(turn.version_spans),
+            turn.cached_tokens,
+            turn.token_exact,
+        )
+        answers[ledger.history()] = answer
+        ledger.sampled(answer, turn.model_s)
+    return answers
+
+
 def _record(turn: _Turn) -> TurnRecord:
     answer = turn.sampled
     return TurnRecord(
@@ -167,5 +192,6 @@ def _record(turn: _Turn) -> TurnRecord:
         tools_s=turn.tools_s,
         version_spans=list(answer.version_spans),
         cached_tokens=answer.cached_tokens,
+        failed_calls=turn.failed_calls,
         token_exact=answer.exact,
     )

@@ -6,9 +6,9 @@ the line format of stored trajectories.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.model.types import Sampling, VersionSpan
@@ -122,10 +122,10 @@ class AgentLimits(WireModel):
 
 
 class StartingTurns(WireModel):
-    """Turns of a finished job with which the samples of a group start.
+    """Turns of another job with which the samples of a group start.
 
     Args:
-        job_id: the job. Its result must be stored, as one row of exact tokens.
+        job_id: the job, which may still run. Its turns must be in one row of exact tokens.
         turns: number of its turns. Their tool calls run again in the new sandbox. If a result differs, the
             samples go on from there.
     """
@@ -166,6 +166,28 @@ class GroupRequest(WireModel):
         return [job_id(self.id, sample) for sample in range(self.samples)]
 
 
+class BranchRequest(WireModel):
+    """Request for groups that start with the first turns of a job, one group for each place.
+
+    Args:
+        turns: numbers of turns to start with; or `policy`, to choose `points` places in a finished job:
+            `evenly`, `after_failure` of a tool call, or `high_entropy`, before the turns whose tokens had the
+            lowest mean log-probability.
+        samples: number of jobs of each group.
+    """
+
+    turns: list[Annotated[int, Field(ge=1, le=1000)]] = Field(default=[], max_length=1000)
+    policy: Literal["evenly", "after_failure", "high_entropy"] | None = None
+    points: int = Field(default=1, ge=1, le=1000)
+    samples: int = Field(default=1, ge=1, le=1024)
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        if bool(self.turns) == (self.policy is not None):
+            raise ValueError("give either turns or policy")
+        return self
+
+
 class Failure(WireModel):
     """Reason why there is no reward.
 
@@ -198,6 +220,7 @@ class TurnRecord(WireModel):
         version_spans: if several versions sampled the turn, the span of each version, as indices relative to
             `start`.
         cached_tokens: prompt tokens that the server found in its cache; None if it does not report them.
+        failed_calls: number of tool calls that followed and failed, or whose command or cell failed.
         token_exact: False if the server returned text, so that the ids are only a tokenisation of this text.
     """
 
@@ -210,6 +233,7 @@ class TurnRecord(WireModel):
     tools_s: float
     version_spans: list[VersionSpan] = Field(default_factory=list)
     cached_tokens: int | None = None
+    failed_calls: int = 0
     token_exact: bool = True
 
 

@@ -39,7 +39,7 @@ from prorl_envs.rollout.api.interactive import (
     EpisodeView,
     TokenStep,
 )
-from prorl_envs.rollout.api.types import ALL, GroupRequest, Result, Selection, split_job_id
+from prorl_envs.rollout.api.types import ALL, BranchRequest, GroupRequest, Result, Selection, split_job_id
 from prorl_envs.rollout.api.views import (
     EnvironmentList,
     EnvironmentView,
@@ -488,6 +488,21 @@ class RolloutClient:
             NotFound: no such job; Conflict: the job is not finished.
         """
         return await self._call(GroupView, "POST", f"/v1/jobs/{_segment(job_id)}/retry")
+
+    async def branch_job(self, job_id: str, request: BranchRequest) -> list[GroupView]:
+        """Start groups with the first turns of a job.
+
+        Raises:
+            NotFound: no such job, or no result for a policy; InputError: the job has no such turns.
+        """
+        body = request.model_dump(exclude_defaults=True)
+        return (await self._call(GroupList, "POST", f"/v1/jobs/{_segment(job_id)}/branch", json=body)).groups
+
+    async def rewind_job(self, job_id: str, turns: int) -> GroupView:
+        """Cancel a job, if it still runs, and go on after its first turns, as a new group. Raises as
+        `branch_job`."""
+        path = f"/v1/jobs/{_segment(job_id)}/rewind?turns={turns}"
+        return await self._call(GroupView, "POST", path)
 
     async def set_limits(self, limits: LimitsRequest) -> StatusView:
         """Change the limits of the service's own machine until the service stops."""

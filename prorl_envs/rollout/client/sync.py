@@ -152,6 +152,8 @@ class SyncRolloutClient:
     login_link = _waiting(RolloutClient.login_link)
     jobs = _waiting(RolloutClient.jobs)
     retry_job = _waiting(RolloutClient.retry_job)
+    branch_job = _waiting(RolloutClient.branch_job)
+    rewind_job = _waiting(RolloutClient.rewind_job)
     set_limits = _waiting(RolloutClient.set_limits)
     nodes = _waiting(RolloutClient.nodes)
     drain_node = _waiting(RolloutClient.drain_node)

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
+from prorl_envs.model.types import Sampled
 from prorl_envs.rollout.agent import tracing
 from prorl_envs.rollout.agent.agent_loop import TurnJournal
 from prorl_envs.rollout.api.errors import NotFound, Unavailable
 from prorl_envs.rollout.api.interactive import StepRequest
-from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage
+from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage, split_job_id
 from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
 from prorl_envs.rollout.scheduling.scheduler import (
@@ -242,16 +243,32 @@ class Engine:
                 )
                 answers = await self._persist(partial(self.store.turns, job.id)) if job.attempts > 1 else {}
                 job.journal = TurnJournal(answers, partial(self.store.note_turn, job.id))
-                if (start := job.request.start) is not None and job.recorded is None:
+                if (start := job.request.start) is not None and not job.recorded:
                     try:
-                        found = await self._persist(partial(self.store.result, start.job_id))
+                        job.recorded = await self.answers(start.job_id)
                     except NotFound as error:
                         return Failure(kind=FailureKind.ENVIRONMENT, stage=stage, message=error.message)
-                    job.recorded = found.trajectory
             failure = await self.executor.perform(job, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)
             return failure
+
+    async def answers(self, job_id: str | None) -> dict[bytes, Sampled]:
+        """Return the answers of a job, finished or not, and of the jobs with whose turns it starts.
+
+        Raises:
+            NotFound: one of the jobs is not stored.
+        """
+        answers: dict[bytes, Sampled] = {}
+        while job_id is not None:
+            answers |= await self._persist(partial(self.store.turns, job_id))
+            group_id, sample = split_job_id(job_id)
+            request = (await self._persist(partial(self.store.group, group_id))).request
+            if sample > 0 and request.branch_at > 0:
+                job_id = request.job_ids[0]
+            else:
+                job_id = request.start.job_id if request.start else None
+        return answers
 
     def _stage_ended(self, job: Job, stage: Stage, task: asyncio.Task[Failure | None]) -> None:
         """Report the outcome of a stage to the scheduler."""

@@ -1,13 +1,13 @@
 """One job in the service: its attempts, times and result."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from prorl_envs.env.base import Environment, Grade, Prompt, Task
-from prorl_envs.model.types import Sampling
+from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.agent.agent_loop import AgentLoop, EpisodeSettings, Transcript, TurnJournal
 from prorl_envs.rollout.api.interactive import PromptView, StepView
 from prorl_envs.rollout.api.types import (
@@ -95,7 +95,7 @@ class Job:
         readmitted: True if an earlier service accepted the job.
         queued_s: seconds that the job waited for its stages.
         earlier: times of the attempts that failed.
-        recorded: row of the job with whose turns this one starts, or None.
+        recorded: answers of the jobs with whose turns this one starts, by `Ledger.history`.
         journal: sampled answers of all attempts; None if they are not stored.
         span: trace span of the job.
         node: node of the current or last attempt.
@@ -113,7 +113,7 @@ class Job:
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     earlier: Timings = field(default_factory=Timings)
-    recorded: Trajectory | None = None
+    recorded: Mapping[bytes, Sampled] = field(default_factory=dict)
     journal: TurnJournal | None = None
     span: Span = INVALID_SPAN
     node: str = HERE

@@ -88,7 +88,7 @@ async def run(job: Job, agent: Agent, points: BranchPoints) -> None:
     if not is_new:
         loop.wake()
     try:
-        if is_new and start is not None and job.recorded is not None:
+        if is_new and start is not None:
             attempt.stop_reason = await loop.replay(job.recorded, start.turns)
             attempt.branch = BranchOrigin(job_id=start.job_id, turns=loop.ledger.turns, lost=[])
         if attempt.stop_reason is None:

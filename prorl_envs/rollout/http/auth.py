@@ -36,6 +36,8 @@ TENANT_ROUTES = frozenset(
         "/v1/jobs/{job_id:path}/markdown",
         "/v1/jobs/{job_id:path}/request",
         "/v1/jobs/{job_id:path}/retry",
+        "/v1/jobs/{job_id:path}/branch",
+        "/v1/jobs/{job_id:path}/rewind",
         "/v1/search",
         "/v1/summaries",
         "/v1/results",

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from prorl_envs.errors import ModelError
 from prorl_envs.model.types import FinishReason, Sampled
 from prorl_envs.rollout.api.interactive import StepRequest
-from prorl_envs.rollout.api.types import Failure, GroupRequest, Result, Stage, Trajectory
+from prorl_envs.rollout.api.types import Failure, GroupRequest, Result, Stage
 from prorl_envs.rollout.episode.job import StepProgress
 from prorl_envs.rollout.scheduling.placement import StageLimits
 
@@ -74,8 +74,8 @@ class StageOrder:
         request: the group, for INIT; else None. `sample`: index of the job in the group.
         trace: context of the stage's span, as W3C trace headers.
         caller: a caller drives RUN, and this request is for one `step`. Without it, render the prompt.
-        recorded: row of the job with whose turns the episode starts, for INIT; else None.
-        answers: sampled answers of earlier attempts, for INIT, see `TurnJournal`.
+        recorded: answers of the jobs with whose turns the episode starts, for INIT.
+        answers: answers of earlier attempts, for INIT, see `TurnJournal`.
     """
 
     order: int
@@ -85,7 +85,7 @@ class StageOrder:
     trace: Mapping[str, str]
     caller: bool = False
     step: StepRequest | None = None
-    recorded: Trajectory | None = None
+    recorded: Mapping[bytes, Sampled] = field(default_factory=dict)
     answers: Mapping[bytes, Sampled] = field(default_factory=dict)
 
 

@@ -8,11 +8,19 @@ from dataclasses import dataclass, field, replace
 from prorl_envs.env.base import Task
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull
-from prorl_envs.rollout.api.types import GroupRequest, JobState, job_id, split_job_id
+from prorl_envs.rollout.api.types import (
+    BranchRequest,
+    GroupRequest,
+    JobState,
+    StartingTurns,
+    job_id,
+    split_job_id,
+)
 from prorl_envs.rollout.api.views import GroupView, JobView
 from prorl_envs.rollout.episode.engine import Engine
 from prorl_envs.rollout.episode.environments import EnvironmentRegistry
 from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
+from prorl_envs.rollout.service.branch_points import branch_points
 from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.leases import Leases
 from prorl_envs.rollout.service.result_feed import Notifier
@@ -143,12 +151,13 @@ class Groups:
     async def _check_start(self, request: GroupRequest) -> None:
         if (start := request.start) is None or await self._is_known(request.id):
             return
-        result = await self.store.result(start.job_id)
-        row, is_same = result.trajectory, result.environment == request.environment
-        if not is_same or row is None or result.forks or not row.token_exact or len(row.turns) < start.turns:
+        earlier = await self.store.group(split_job_id(start.job_id)[0])
+        answers = (await self.engine.answers(start.job_id)).values()
+        is_same = earlier.request.environment == request.environment
+        if not is_same or len(answers) < start.turns or not all(answer.exact for answer in answers):
             raise InputError(
                 f"{request.id} cannot start with {start.turns} turns of {start.job_id}",
-                hint="the result must be of the same environment, with one row of exact tokens",
+                hint="the job must be of the same environment, with these turns in one row of exact tokens",
             )
 
     async def accept(
@@ -267,18 +276,40 @@ class Groups:
         view = await self.job(job)
         if not view.state.final:
             raise Conflict(f"job {job!r} is not finished", hint="cancel it first")
-        group_id, sample = split_job_id(job)
-        request = (await self.store.group(group_id)).request
-        fields = request.model_dump(exclude_unset=True)
-        fields |= {"id": f"{group_id}:retry-{sample}", "samples": 1, "branch_at": 0}
-        fields["metadata"] = {**request.metadata, "retry_of": job}
-        if request.sampling.seed is not None:
-            fields["sampling"] = {**fields["sampling"], "seed": request.sampling.seed + sample}
-        try:
-            retry = GroupRequest.model_validate(fields)
-        except ValueError as error:  # each retry of a retry makes the id longer
-            raise InputError(f"job {job!r} cannot be retried: the new id would be too long") from error
-        return (await self.submit([retry], quota=quota))[0]
+        earlier = (await self.store.group(view.group_id)).request
+        return (await self.submit([_derived(earlier, job, "retry")], quota=quota))[0]
+
+    async def branch(
+        self, job: str, request: BranchRequest, *, quota: Quota | None = None
+    ) -> list[GroupView]:
+        """Start groups with the first turns of a job, which goes on itself. Idempotent.
+
+        Args:
+            job: id of the job; for a `policy` it must be finished.
+            quota: see `submit`.
+
+        Raises:
+            NotFound: there is no such job, or no stored result for a policy.
+            InputError: the job has no such turns, or the id of a new group would be too long.
+            QueueFull, Unavailable: see `submit`.
+        """
+        earlier = (await self.store.group((await self.job(job)).group_id)).request
+        turns = request.turns or branch_points(await self.store.result(job), request)
+        starts = [StartingTurns(job_id=job, turns=count) for count in turns]
+        groups = [_derived(earlier, job, "branch", request.samples, start) for start in starts]
+        return await self.submit(groups, quota=quota)
+
+    async def rewind(self, job: str, turns: int, *, quota: Quota | None = None) -> GroupView:
+        """Cancel a job, if it still runs, and go on from an earlier turn, as a new group. Idempotent.
+
+        Raises:
+            NotFound, InputError, QueueFull, Unavailable: see `branch`; then the job goes on.
+        """
+        earlier = (await self.store.group((await self.job(job)).group_id)).request
+        start = StartingTurns(job_id=job, turns=turns)
+        [group] = await self.submit([_derived(earlier, job, "rewind", start=start)], quota=quota)
+        await self.engine.cancel([job])
+        return group
 
     def _view(self, group: StoredGroup) -> GroupView:
         return GroupView(
@@ -298,6 +329,27 @@ class Groups:
         state, running = self.engine.scheduler.state(job.id), self.engine.jobs.get(job.id)
         attempts = running.attempts if running else 0
         return job.model_copy(update={"state": state or JobState.QUEUED, "attempts": attempts})
+
+
+def _derived(
+    earlier: GroupRequest, job: str, kind: str, samples: int = 1, start: StartingTurns | None = None
+) -> GroupRequest:
+    """Return the request of a group that runs the task of a job again, with the job's limits and sampling.
+
+    Raises:
+        InputError: its id would be too long.
+    """
+    sample = split_job_id(job)[1]
+    fields = earlier.model_dump(exclude_unset=True)
+    name = f"{earlier.id}:{kind}-{sample}" + (f"-{start.turns}" if start else "")
+    fields |= {"id": name, "samples": samples, "branch_at": 0, "start": start or earlier.start}
+    fields["metadata"] = {**earlier.metadata, f"{kind}_of": job}
+    if earlier.sampling.seed is not None:
+        fields["sampling"] = {**fields["sampling"], "seed": earlier.sampling.seed + sample}
+    try:
+        return GroupRequest.model_validate(fields)
+    except ValueError as error:  # each group that is derived from a derived one has a longer id
+        raise InputError(f"the id {name!r} of the new group would be too long") from error
 
 
 def _accepted(group: NewGroup) -> StoredGroup:

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.model.types import Sampled
+from prorl_envs.rollout.agent.token_ledger import answers_of
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
 from prorl_envs.rollout.api.dashboard import SearchPage
 from prorl_envs.rollout.api.errors import Conflict, CursorExpired, NotFound
@@ -216,12 +217,21 @@ class SqlStore(Database):
 
     @reads
     def turns(self, job_id: str) -> dict[bytes, Sampled]:
-        """Return the sampled answers of an unfinished job by their histories, see `note_turn`."""
+        """Return the sampled answers of a job by their histories, see `note_turn`. Those of a finished job
+        are in its result: there are none if that is dropped or has several rows."""
+        job = split_job_id(job_id)
         rows = self._view.execute(
-            "SELECT history, answer FROM turns JOIN groups USING (number) WHERE id = ? AND sample = ?",
-            split_job_id(job_id),
+            "SELECT history, answer FROM turns JOIN groups USING (number) WHERE id = ? AND sample = ?", job
         ).fetchall()
-        return {bytes(history): _ANSWER.validate_json(zlib.decompress(answer)) for history, answer in rows}
+        if rows:
+            return {bytes(key): _ANSWER.validate_json(zlib.decompress(answer)) for key, answer in rows}
+        stored = self._view.execute(
+            f"SELECT {RESULT} FROM results WHERE cursor ="
+            " (SELECT jobs.cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?)",
+            job,
+        ).fetchone()
+        result = unpack(stored) if stored else None
+        return answers_of(result.trajectory) if result and result.trajectory and not result.forks else {}
 
     @reads
     def group(self, group_id: str) -> StoredGroup:

@@ -54,6 +54,8 @@ def make_sense(case: Any) -> None:
             body |= {**BATCH, "id": "b", "carry_from": None}
         elif isinstance(body, dict) and "first" in body:
             body |= {"first": 1, "tasks": []}
+        elif isinstance(body, dict) and {"turns", "policy"} & set(body):
+            body |= {"turns": [1], "policy": None, "samples": 2}
         elif isinstance(body, dict) and "environment" in body:
             body |= {"environment": "toy", "task": TASK}
         elif isinstance(body, dict) and "instance" in body:

@@ -21,8 +21,15 @@ from prorl_envs.rollout.api.dashboard import (
 )
 from prorl_envs.rollout.api.errors import NotFound
 from prorl_envs.rollout.api.summary import MAX_QUERY
-from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, Selection, split_job_id
-from prorl_envs.rollout.api.views import GroupView, LoginView, StatusView
+from prorl_envs.rollout.api.types import (
+    BranchRequest,
+    GroupRequest,
+    JobState,
+    Result,
+    Selection,
+    split_job_id,
+)
+from prorl_envs.rollout.api.views import GroupList, GroupView, LoginView, StatusView
 from prorl_envs.rollout.http.auth import CurrentCaller, Logins, cookie_name
 from prorl_envs.rollout.http.routes.results import json_response
 from prorl_envs.rollout.service.service import RolloutService
@@ -189,6 +196,20 @@ def _add_jobs(app: FastAPI, service: RolloutService) -> None:
         """Run a finished job again, as a new group whose id is the group's id with `:retry-<sample>`
         appended. The existing result stays."""
         return await service.groups.retry(job_id, quota=caller.quota)
+
+    @app.post("/v1/jobs/{job_id:path}/branch")
+    async def branch_job(job_id: str, body: BranchRequest, caller: CurrentCaller) -> GroupList:
+        """Start groups with the first turns of a job, one for each number of turns. The id of a group is that
+        of the job's group with `:branch-<sample>-<turns>` appended."""
+        return GroupList(groups=await service.groups.branch(job_id, body, quota=caller.quota))
+
+    @app.post("/v1/jobs/{job_id:path}/rewind")
+    async def rewind_job(
+        job_id: str, caller: CurrentCaller, turns: Annotated[int, Query(ge=1, le=1000)]
+    ) -> GroupView:
+        """Cancel a job, if it still runs, and go on after its first `turns` turns, as a new group
+        whose id is that of the job's group with `:rewind-<sample>-<turns>` appended."""
+        return await service.groups.rewind(job_id, turns, quota=caller.quota)
 
 
 def _texts(service: RolloutService, result: Result) -> list[list[str]]:
