@@ -2,6 +2,7 @@
 solution must score 1, and a second run of the reference must give the same verdict."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from prorl_envs.env.conversation import MessageLog
 from prorl_envs.env.node import Node
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.tools.types import ToolCall
+
+#: Maximum characters of what a failed check saw, in a problem.
+_EVIDENCE_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +148,10 @@ def judge(untouched: float, grades: Sequence[Grade]) -> list[str]:
     if not grades:
         problems.append("there is no reference solution, so nothing shows that the task can be solved")
     elif grades[0].reward != 1.0:
-        failed = [name for name, value in grades[0].components.items() if value < 1.0]
-        problems.append(f"the reference scores {grades[0].reward:g}, not 1 (failed: {', '.join(failed)})")
+        failed = ", ".join(name for name, value in grades[0].components.items() if value < 1.0)
+        checks = [check for check in grades[0].evidence.get("checks", ()) if not check["passed"]]
+        seen = f": {json.dumps(checks[0])[:_EVIDENCE_CHARS]}" if checks else ""
+        problems.append(f"the reference scores {grades[0].reward:g}, not 1 (failed: {failed}){seen}")
     verdicts = {(grade.reward, tuple(sorted(grade.components.items()))) for grade in grades}
     if len(verdicts) > 1:
         problems.append("the reference scores differently from run to run")

@@ -47,7 +47,10 @@ async def test_the_problem_of_each_task_is_named(node: Node) -> None:
     assert said["good"] == ""
     assert "no reference" in said["no-reference"]
     assert "untouched workspace scores 1" in said["generous"]
-    assert "reference scores 0, not 1 (failed: gone)" in said["wrong-reference"]
+    assert (
+        'reference scores 0, not 1 (failed: gone): {"name": "gone", "passed": false'
+        in said["wrong-reference"]
+    )
     assert "reference call 1 (no_tool) was refused" in said["refused-call"]
     assert said["ungradable"].startswith("grader: grep on f")
     assert said["unpreparable"].startswith("environment: setup failed")
