@@ -7,6 +7,7 @@ python -m bench.branch --rounds 5 --forks 20 --depth 20
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import subprocess
 import tempfile
@@ -80,6 +81,7 @@ async def workspace(node: Node, rounds: int) -> None:
                 began = time.perf_counter()
                 subprocess.run(["cp", "-a", source, Path(scratch) / f"copy{number}"], check=True)
                 took["cp"].append(time.perf_counter() - began)
+                os.sync()  # the copies that are written later would delay the next round
     middle = {name: statistics.median(values) for name, values in took.items()}
     print(f"| a workspace with {FILES:,} files | ms, median | p95 | `cp -a` takes |\n|---|---|---|---|")
     for name, what in (

@@ -182,3 +182,12 @@ def test_no_snapshot_without_an_episode(runner: Runner) -> None:
     with pytest.raises(ResetNeeded):
         env.snapshot()
     env.close()
+
+
+def test_the_end_of_a_snapshots_mounts_does_not_write_out_the_file_system(runner: Runner) -> None:
+    env = TaskEnv("bash", tasks=[BASH_TASK], runner=runner)
+    env.reset()
+    env.snapshot().close()
+    mount = bash(env, "grep ' /workspace overlay ' /proc/mounts")
+    env.close()
+    assert {"volatile", "fsync=volatile"} & set(mount.split()[3].split(",")), mount

@@ -165,7 +165,8 @@ def _prepare_mounts(first: int, request: Mapping[str, Any]) -> list[tuple[str, i
     for tree in request["trees"]:
         layers = f"lowerdir={':'.join(tree['lower'])},upperdir={tree['upper']},workdir={tree['work']}"
         place = tree["upper"]
-        mount("overlay", place, "overlay", _MS_NOSUID | _MS_NODEV, f"{layers},userxattr")
+        # Without `volatile`, the end of a mount would write out the whole file system.
+        mount("overlay", place, "overlay", _MS_NOSUID | _MS_NODEV, f"{layers},userxattr,volatile")
         prepared.append((tree["target"], open_tree(place)))
     return prepared
 
