@@ -253,21 +253,22 @@ class Engine:
                 tracing.note_failure(span, failure)
             return failure
 
-    async def answers(self, job_id: str | None) -> dict[bytes, Sampled]:
+    async def answers(self, job_id: str) -> dict[bytes, Sampled]:
         """Return the answers of a job, finished or not, and of the jobs with whose turns it starts.
 
         Raises:
             NotFound: one of the jobs is not stored.
         """
         answers: dict[bytes, Sampled] = {}
-        while job_id is not None:
-            answers |= await self._persist(partial(self.store.turns, job_id))
-            group_id, sample = split_job_id(job_id)
+        name: str | None = job_id
+        while name is not None:
+            answers |= await self._persist(partial(self.store.turns, name))
+            group_id, sample = split_job_id(name)
             request = (await self._persist(partial(self.store.group, group_id))).request
             if sample > 0 and request.branch_at > 0:
-                job_id = request.job_ids[0]
+                name = request.job_ids[0]
             else:
-                job_id = request.start.job_id if request.start else None
+                name = request.start.job_id if request.start else None
         return answers
 
     def _stage_ended(self, job: Job, stage: Stage, task: asyncio.Task[Failure | None]) -> None:

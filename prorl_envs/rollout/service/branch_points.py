@@ -23,15 +23,14 @@ def branch_points(result: Result, request: BranchRequest) -> list[int]:
         logprobs = row.logprobs[turn.start : turn.end]
         return -fsum(logprobs) / max(1, len(logprobs))
 
-    later = [(first + index, turn) for index, turn in enumerate(row.turns) if first + index > 0]
+    turns = {first + index: turn for index, turn in enumerate(row.turns)}
+    places = [count for count in turns if count > 0]
     if request.policy == "after_failure":
-        failed = [turn.failed_calls > 0 for turn in row.turns]
-        later = [(count, turn) for count, turn in later if count > first and failed[count - first - 1]]
+        places = [count for count in places if count - 1 in turns and turns[count - 1].failed_calls]
     if request.policy == "high_entropy":
-        later.sort(key=lambda place: surprise(place[1]), reverse=True)
-        later = later[: request.points]
-    if not later:
+        places.sort(key=lambda count: surprise(turns[count]), reverse=True)
+        places = sorted(places[: request.points])
+    if not places:
         raise InputError(f"job {result.job_id} has no turn to branch at with {request.policy}")
-    places = sorted(count for count, _ in later)
     step = max(1.0, len(places) / request.points)
     return [places[int(step * number)] for number in range(min(request.points, len(places)))]

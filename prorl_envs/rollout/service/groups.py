@@ -1,12 +1,13 @@
 """Groups and their jobs: admission control, submission, state, cancellation, retry."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from prorl_envs.env.base import Task
 from prorl_envs.errors import InputError
+from prorl_envs.model.types import Sampled
 from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull
 from prorl_envs.rollout.api.types import (
     BranchRequest,
@@ -135,8 +136,7 @@ class Groups:
         """
         tasks = [self.environments.load(request) for request in requests]
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
-        for request in requests:
-            await self._check_start(request)
+        await self._check_starts(requests)
         # If the caller disconnects here, a group that is stored must still be started, so a task of its own
         # does both. The task starts eagerly, because each iteration of a busy event loop takes long.
         accepting = asyncio.Task(
@@ -148,17 +148,22 @@ class Groups:
             for group, new in zip(groups, fresh, strict=True)
         ]
 
-    async def _check_start(self, request: GroupRequest) -> None:
-        if (start := request.start) is None or await self._is_known(request.id):
-            return
-        earlier = await self.store.group(split_job_id(start.job_id)[0])
-        answers = (await self.engine.answers(start.job_id)).values()
-        is_same = earlier.request.environment == request.environment
-        if not is_same or len(answers) < start.turns or not all(answer.exact for answer in answers):
-            raise InputError(
-                f"{request.id} cannot start with {start.turns} turns of {start.job_id}",
-                hint="the job must be of the same environment, with these turns in one row of exact tokens",
-            )
+    async def _check_starts(self, requests: Sequence[GroupRequest]) -> None:
+        found: dict[str, Collection[Sampled]] = {}
+        for request in requests:
+            if (start := request.start) is None or await self._is_known(request.id):
+                continue
+            earlier = await self.store.group(split_job_id(start.job_id)[0])
+            if start.job_id not in found:
+                found[start.job_id] = (await self.engine.answers(start.job_id)).values()
+            answers = found[start.job_id]
+            is_same = earlier.request.environment == request.environment
+            if not is_same or len(answers) < start.turns or not all(answer.exact for answer in answers):
+                raise InputError(
+                    f"{request.id} cannot start with {start.turns} turns of {start.job_id}",
+                    hint="the job must be of the same environment, with these turns in one row of exact"
+                    " tokens",
+                )
 
     async def accept(
         self,
@@ -273,11 +278,10 @@ class Groups:
             InputError: the id of the new group would be too long.
             QueueFull, Unavailable: see `submit`.
         """
-        view = await self.job(job)
-        if not view.state.final:
+        if not (await self.job(job)).state.final:
             raise Conflict(f"job {job!r} is not finished", hint="cancel it first")
-        earlier = (await self.store.group(view.group_id)).request
-        return (await self.submit([_derived(earlier, job, "retry")], quota=quota))[0]
+        [group] = await self._run_again(job, "retry", [None], quota=quota)
+        return group
 
     async def branch(
         self, job: str, request: BranchRequest, *, quota: Quota | None = None
@@ -293,11 +297,8 @@ class Groups:
             InputError: the job has no such turns, or the id of a new group would be too long.
             QueueFull, Unavailable: see `submit`.
         """
-        earlier = (await self.store.group((await self.job(job)).group_id)).request
         turns = request.turns or branch_points(await self.store.result(job), request)
-        starts = [StartingTurns(job_id=job, turns=count) for count in turns]
-        groups = [_derived(earlier, job, "branch", request.samples, start) for start in starts]
-        return await self.submit(groups, quota=quota)
+        return await self._run_again(job, "branch", turns, samples=request.samples, quota=quota)
 
     async def rewind(self, job: str, turns: int, *, quota: Quota | None = None) -> GroupView:
         """Cancel a job, if it still runs, and go on from an earlier turn, as a new group. Idempotent.
@@ -305,11 +306,17 @@ class Groups:
         Raises:
             NotFound, InputError, QueueFull, Unavailable: see `branch`; then the job goes on.
         """
-        earlier = (await self.store.group((await self.job(job)).group_id)).request
-        start = StartingTurns(job_id=job, turns=turns)
-        [group] = await self.submit([_derived(earlier, job, "rewind", start=start)], quota=quota)
+        [group] = await self._run_again(job, "rewind", [turns], quota=quota)
         await self.engine.cancel([job])
         return group
+
+    async def _run_again(
+        self, job: str, kind: str, turns: Sequence[int | None], *, samples: int = 1, quota: Quota | None
+    ) -> list[GroupView]:
+        """Submit a group for each number of the job's turns to start with; None starts as the job did."""
+        earlier = (await self.store.group((await self.job(job)).group_id)).request
+        groups = [_derived(earlier, job, kind, samples, count) for count in turns]
+        return await self.submit(groups, quota=quota)
 
     def _view(self, group: StoredGroup) -> GroupView:
         return GroupView(
@@ -331,9 +338,7 @@ class Groups:
         return job.model_copy(update={"state": state or JobState.QUEUED, "attempts": attempts})
 
 
-def _derived(
-    earlier: GroupRequest, job: str, kind: str, samples: int = 1, start: StartingTurns | None = None
-) -> GroupRequest:
+def _derived(earlier: GroupRequest, job: str, kind: str, samples: int, turns: int | None) -> GroupRequest:
     """Return the request of a group that runs the task of a job again, with the job's limits and sampling.
 
     Raises:
@@ -341,8 +346,9 @@ def _derived(
     """
     sample = split_job_id(job)[1]
     fields = earlier.model_dump(exclude_unset=True)
-    name = f"{earlier.id}:{kind}-{sample}" + (f"-{start.turns}" if start else "")
-    fields |= {"id": name, "samples": samples, "branch_at": 0, "start": start or earlier.start}
+    name = f"{earlier.id}:{kind}-{sample}" + (f"-{turns}" if turns else "")
+    start = StartingTurns(job_id=job, turns=turns) if turns else earlier.start
+    fields |= {"id": name, "samples": samples, "branch_at": 0, "start": start}
     fields["metadata"] = {**earlier.metadata, f"{kind}_of": job}
     if earlier.sampling.seed is not None:
         fields["sampling"] = {**fields["sampling"], "seed": earlier.sampling.seed + sample}

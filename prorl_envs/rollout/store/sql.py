@@ -219,19 +219,17 @@ class SqlStore(Database):
     def turns(self, job_id: str) -> dict[bytes, Sampled]:
         """Return the sampled answers of a job by their histories, see `note_turn`. Those of a finished job
         are in its result: there are none if that is dropped or has several rows."""
-        job = split_job_id(job_id)
         rows = self._view.execute(
-            "SELECT history, answer FROM turns JOIN groups USING (number) WHERE id = ? AND sample = ?", job
+            "SELECT history, answer FROM turns JOIN groups USING (number) WHERE id = ? AND sample = ?",
+            split_job_id(job_id),
         ).fetchall()
         if rows:
             return {bytes(key): _ANSWER.validate_json(zlib.decompress(answer)) for key, answer in rows}
-        stored = self._view.execute(
-            f"SELECT {RESULT} FROM results WHERE cursor ="
-            " (SELECT jobs.cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?)",
-            job,
-        ).fetchone()
-        result = unpack(stored) if stored else None
-        return answers_of(result.trajectory) if result and result.trajectory and not result.forks else {}
+        with contextlib.suppress(NotFound):
+            result = self._result(job_id)
+            if result.trajectory is not None and not result.forks:
+                return answers_of(result.trajectory)
+        return {}
 
     @reads
     def group(self, group_id: str) -> StoredGroup:
@@ -331,6 +329,9 @@ class SqlStore(Database):
     @reads
     def result(self, job_id: str) -> Result:
         """Return the result of a job. Raises NotFound for unknown and unfinished jobs and dropped results."""
+        return self._result(job_id)
+
+    def _result(self, job_id: str) -> Result:
         group_id, sample = split_job_id(job_id)
         job = self._view.execute(
             "SELECT cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
