@@ -199,11 +199,11 @@ async def use_rewards(made: dict[str, Any], url: str) -> None:
     await asyncio.to_thread(made["rewards"], [{**failing, "id": "bad"}])
 
     def first() -> str:
-        stream = made["failures"]()
+        results = made["failures"]()
         try:
-            return str(next(stream).group_id)
+            return str(next(results).group_id)
         finally:
-            stream.close()
+            results.close()
 
     assert await asyncio.to_thread(first) == "eval/bad"
 

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.anyio
         ("/v1/batches/run/a/results", b"after=3", {("batches", "run/a")}),
         ("/v1/batches/run/a", b"", {("batches", "run/a")}),
         ("/v1/results", b"after=1&group=run%2Fa&group=b", {("groups", "run/a"), ("groups", "b")}),
-        ("/v1/results/stream", b"group=b", {("groups", "b")}),
         ("/v1/results", b"after=1", set()),
         ("/v1/groups", b"", set()),
         ("/v1", b"", set()),

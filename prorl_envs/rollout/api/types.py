@@ -303,7 +303,7 @@ class Result(WireModel):
 
     Args:
         version: version of this format.
-        cursor: position in the service's stream of results; strictly increasing.
+        cursor: position in the sequence of the service's results; strictly increasing.
         job_id, group_id, sample, environment, task_id: identify the job.
         batch_id: the batch that started the group, if any; a later batch may have taken the group over.
         state: done, failed or cancelled.

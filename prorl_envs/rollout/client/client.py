@@ -69,12 +69,9 @@ _MAX_DOUBLINGS = 100
 MAX_PAUSE_S = 60.0
 #: Maximum number of groups, and of characters in their ids, for which `follow` uses the service's filter.
 MAX_FILTER, MAX_FILTER_CHARS = 100, 4000
-#: Heartbeat interval of the service's streams in seconds.
-HEARTBEAT_S = 15.0
 #: Maximum seconds for which the service waits for an operation of an episode before it answers.
 WORK_S = 60.0
-STREAM = "/v1/results/stream"
-#: Number of results that `follow` and `stream` acknowledge together; maximum number of groups in one request.
+#: Number of results that `follow` acknowledges together; maximum number of groups in one request.
 ACKNOWLEDGED_AT_ONCE, MAX_ACKNOWLEDGED_GROUPS = 64, 1000
 
 _REQUESTS = TypeAdapter(list[GroupRequest])
@@ -210,8 +207,8 @@ class RolloutClient:
 
     async def acknowledge(self, after: int = 0, up_to: int | None = None, *, only: Selection = ALL) -> None:
         """Mark results as read. A service with a durable store drops only read results. `page` and
-        `batch_results` mark the results of a page when they request the next page; `follow` and `stream` call
-        this method.
+        `batch_results` mark the results of a page when they request the next page; `follow` calls this
+        method.
 
         Args:
             after, up_to: cursors. Marks the results from `after + 1` to `up_to`; None marks up to the newest.
@@ -229,47 +226,6 @@ class RolloutClient:
                 body["up_to"] = up_to
             await self._call(Health, "POST", "/v1/results/acknowledge", json=body)
 
-    async def stream(self, after: int = 0, *, only: Selection = ALL) -> AsyncIterator[Result]:
-        """Yield every result after a cursor as it arrives, over one open connection, which is reopened if it
-        breaks. Stops when the service stops. To resume later, pass the `cursor` of the last result.
-
-        Args:
-            after: a cursor; 0 starts with the oldest stored result.
-            only: filter for results.
-
-        Raises:
-            CursorExpired: some of the following results are no longer stored.
-            Unavailable: the last try failed too.
-        """
-        failures, processed = 0, Processed(self, after, only)
-        while True:
-            try:
-                async for result in self._stream_once(after, only):
-                    failures = 0
-                    yield result
-                    after = result.cursor
-                    await processed.add(result)
-                return
-            except Retryable as error:
-                failures += 1
-                if failures == self._attempts:
-                    raise
-                await self._pause(failures, error)
-
-    async def _stream_once(self, after: int, only: Selection) -> AsyncIterator[Result]:
-        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + HEARTBEAT_S)
-        query: dict[str, Any] = {"after": after, **_filters(only)}
-        try:
-            async with self._http.stream("GET", STREAM, params=query, timeout=timeout) as response:
-                if not response.is_success:
-                    await response.aread()
-                    raise _error(response)
-                async for line in _lines(response):
-                    if line.strip():
-                        yield await asyncio.to_thread(_parse, Result, line)
-        except httpx.TransportError as error:
-            raise self._unreachable(error) from error
-
     async def follow(self, group_ids: Collection[str], after: int = 0) -> AsyncIterator[Result]:
         """Yield the results of these groups as they arrive, until all groups are complete.
 
@@ -279,7 +235,8 @@ class RolloutClient:
 
         Raises:
             NotFound: a group is unknown, or a result of a group is no longer stored.
-            CursorExpired, Unavailable: see `stream`.
+            CursorExpired: some of the following results are no longer stored.
+            Unavailable: the last try failed too.
         """
         only, processed = _of_groups(group_ids), Processed(self, after)
         missing = {job.id for name in group_ids for job in (await self.group(name)).jobs}
@@ -599,14 +556,11 @@ class Processed:
     Args:
         client: client of the service.
         after: a cursor before the first processed result.
-        only: filter that selects the processed results among the results after `after`. None selects all
-            results of their groups.
     """
 
-    def __init__(self, client: RolloutClient, after: int = 0, only: Selection | None = None) -> None:
+    def __init__(self, client: RolloutClient, after: int = 0) -> None:
         self._client = client
         self._after, self._up_to = after, after
-        self._only = only
         self._groups: set[str] = set()
         self._count = 0
 
@@ -621,7 +575,7 @@ class Processed:
     async def acknowledge(self) -> None:
         """Acknowledge the added results. Never raises; if it fails, they stay unread."""
         if self._count:
-            only = self._only or Selection(groups=frozenset(self._groups))
+            only = Selection(groups=frozenset(self._groups))
             try:
                 await self._client.acknowledge(self._after, self._up_to, only=only)
             except ProrlError as error:
@@ -631,20 +585,7 @@ class Processed:
         self._groups.clear()
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the lines of a body. Only line feeds end lines; httpx would also split at U+2028 and other
-    characters that may occur in JSON strings."""
-    partial_line = bytearray()
-    async for chunk in response.aiter_bytes():
-        *lines, last = chunk.split(b"\n")
-        for line in lines:
-            yield bytes(partial_line + line)
-            partial_line.clear()
-        partial_line += last
-    yield bytes(partial_line)
-
-
-def _parse[V: BaseModel](view: type[V], content: bytes | str) -> V:
+def _parse[V: BaseModel](view: type[V], content: bytes) -> V:
     try:
         return view.model_validate_json(content)
     except ValidationError as error:

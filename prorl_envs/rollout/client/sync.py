@@ -129,7 +129,6 @@ class SyncRolloutClient:
     job_token = _waiting(RolloutClient.job_token)
     page = _waiting(RolloutClient.page)
     acknowledge = _waiting(RolloutClient.acknowledge)
-    stream = _iterating(RolloutClient.stream)
     follow = _iterating(RolloutClient.follow)
     start_episode = _waiting(RolloutClient.start_episode)
     episode = _waiting(RolloutClient.episode)

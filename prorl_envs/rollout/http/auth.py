@@ -41,7 +41,6 @@ TENANT_ROUTES = frozenset(
         "/v1/search",
         "/v1/summaries",
         "/v1/results",
-        "/v1/results/stream",
         "/v1/results/acknowledge",
         "/v1/batches",
         "/v1/batches/{batch_id:path}",

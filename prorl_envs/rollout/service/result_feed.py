@@ -1,4 +1,4 @@
-"""Stream of stored results in the order of their cursors: pages for readers, and calls of observers."""
+"""Stored results in the order of their cursors: pages for readers, and calls of observers."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ class Notifier:
 
 @dataclass(eq=False)
 class ResultFeed:
-    """Stream of a service's stored results.
+    """Stored results of a service, in the order of their cursors.
 
     Args:
         store: stores the results.

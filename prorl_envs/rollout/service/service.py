@@ -64,7 +64,7 @@ class RolloutService:
     Attributes:
         guard: state of the service.
         groups: groups and their jobs, with environments, quotas and leases.
-        feed: stream of results.
+        feed: stored results, in the order of their cursors.
         batches: batches of informative groups.
         episodes: episodes that a caller drives step by step.
         model_servers: operations of callers on the model servers.

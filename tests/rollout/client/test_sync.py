@@ -36,7 +36,7 @@ def test_the_synchronous_client_has_every_method_with_the_same_docstring() -> No
             assert inspect.getdoc(getattr(SyncRolloutClient, name)) == inspect.getdoc(method), name
 
 
-async def test_groups_and_streams_from_a_thread_without_a_loop(bench: Any) -> None:
+async def test_groups_and_results_from_a_thread_without_a_loop(bench: Any) -> None:
     def work(url: str) -> None:
         with SyncRolloutClient(url) as client:
             task = {"id": "t", "instruction": "do"}
@@ -46,9 +46,8 @@ async def test_groups_and_streams_from_a_thread_without_a_loop(bench: Any) -> No
             names = [view.id for view in views]
             assert len({result.job_id for result in client.follow(names)}) == 6
             assert client.group("g0", wait_s=5).complete
-            stream = client.stream(only=Selection(groups=frozenset({"g1"})))
-            assert next(stream).group_id == "g1"
-            assert next(stream).group_id == "g1"
+            page = client.page(only=Selection(groups=frozenset({"g1"})))
+            assert [result.group_id for result in page.results] == ["g1", "g1"]
             with pytest.raises(NotFound):
                 client.job("none/0")
             client.start_episode(EpisodeRequest(id="e", environment="toy", task=task))

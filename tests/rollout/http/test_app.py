@@ -102,19 +102,6 @@ async def test_results_by_cursor(client: httpx.AsyncClient, bench: Any) -> None:
     assert [r["cursor"] for r in first["results"] + rest["results"]] == [1, 2, 3, 4, 5]
 
 
-async def test_the_stream_sends_stored_then_new_results_and_stops_with_the_service(
-    client: httpx.AsyncClient, bench: Any
-) -> None:
-    await bench.result(bench.group("before"))
-    streaming = asyncio.create_task(client.get("/v1/results/stream", params={"after": 0}))
-    await bench.result(bench.group("after"))
-    await bench.service.stop()
-    response = await streaming
-    assert response.headers["content-type"].startswith("application/x-ndjson")
-    lines = [json.loads(line) for line in response.text.splitlines() if line]
-    assert [line["group_id"] for line in lines] == ["before", "after"]
-
-
 @pytest.mark.parametrize(
     ("request_body", "status", "kind", "says"),
     [
@@ -282,7 +269,7 @@ async def test_no_id_is_reported_unknown_before_the_store_is_read(
 async def test_every_route_asks_for_the_token(bench: Any) -> None:
     async with http(bench.service, token=SecretStr(TOKEN)) as client:
         wrong = ["", "Bearer", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"]
-        for path in ("/v1/status", "/v1/results/stream", "/openapi.json", "/nowhere"):
+        for path in ("/v1/status", "/v1/results", "/openapi.json", "/nowhere"):
             for header in wrong:
                 response = await client.get(path, headers=[(b"authorization", header.encode())])
                 assert (response.status_code, error_of(response)["type"]) == (401, "unauthorized")
@@ -355,7 +342,6 @@ async def test_the_openapi_document_names_every_route_and_error(client: httpx.As
         *(f"/v1/jobs/{{job_id}}/{what}" for what in ("result", "branch", "rewind", "token")),
         "/v1/results",
         "/v1/results/acknowledge",
-        "/v1/results/stream",
         "/v1/batches",
         "/v1/batches/{batch_id}",
         "/v1/batches/{batch_id}/groups",

@@ -23,7 +23,7 @@ from prorl_envs.rollout.api.errors import (
     Unauthorized,
     Unavailable,
 )
-from prorl_envs.rollout.api.types import GroupRequest, JobState
+from prorl_envs.rollout.api.types import GroupRequest, JobState, Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
@@ -68,15 +68,11 @@ async def test_a_batch_is_followed_until_it_is_complete(renderer: TemplateRender
 async def test_results_continue_after_a_cursor(renderer: TemplateRenderer) -> None:
     async with serving(new_service(renderer, ToyWorld())) as url, RolloutClient(url) as client:
         await client.submit([group("g", samples=6)])
-        seen = []
-        async for result in client.stream():
-            seen.append(result)
-            if len(seen) == 3:
-                break
-        async for result in client.stream(seen[-1].cursor):
-            seen.append(result)
-            if len(seen) == 6:
-                break
+        seen, after = list[Result](), 0
+        while len(seen) < 6:
+            page = await client.page(after, wait_s=20, limit=3)
+            seen += page.results
+            after = page.next
         assert sorted(result.sample for result in seen) == list(range(6))
 
 

@@ -14,7 +14,6 @@ from pydantic import SecretStr
 from prorl_envs.config import RetentionSettings, ServerSettings, TenantSettings
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.errors import NotFound
-from prorl_envs.rollout.api.types import Selection
 from prorl_envs.rollout.client import client as client_module
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.result_router import ResultRouter
@@ -23,7 +22,6 @@ from prorl_envs.rollout.service import read_tracker
 from prorl_envs.rollout.service.read_tracker import WARN_S
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from tests.rollout.batches.batch_bench import PacedModel, batch
-from tests.rollout.http.test_results import EVENTS, lines_of, over_tcp
 from tests.support.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
@@ -156,30 +154,12 @@ async def test_a_tenant_acknowledges_only_its_own_results(bench: Any) -> None:
     assert await unread(bench) == ["a/0"]
 
 
-async def test_a_stream_is_read_up_to_the_cursor_with_which_it_is_resumed(
-    http: httpx.AsyncClient, bench: Any
-) -> None:
-    async with over_tcp(bench) as url, httpx.AsyncClient(base_url=url, headers=EVENTS) as client:
-        async with client.stream("GET", "/v1/results/stream") as response:
-            await lines_of(response, 12)
-        assert await unread(bench) == ["a/0", "b/0", "c/0"]
-        async with client.stream("GET", "/v1/results/stream", headers={"Last-Event-ID": "2"}) as response:
-            await lines_of(response, 4)
-        assert await unread(bench) == ["c/0"]
-
-
-async def test_a_stream_of_the_client_is_acknowledged_some_at_a_time(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
+async def test_groups_that_a_client_follows_are_acknowledged_some_at_a_time(
+    client: RolloutClient, bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "ACKNOWLEDGED_AT_ONCE", 2)
     await done(bench, "a", "b", "c", "d")
-    mine = Selection(groups=frozenset({"a", "b", "d"}))
-    async with over_tcp(bench) as url, RolloutClient(url) as client:
-        seen = []
-        async for result in client.stream(only=mine):
-            seen.append((result.group_id, await unread(bench)))
-            if result.group_id == "d":
-                break
+    seen = [(result.group_id, await unread(bench)) async for result in client.follow(["a", "b", "d"])]
     everything = ["a/0", "b/0", "c/0", "d/0"]
     assert seen == [("a", everything), ("b", everything), ("d", ["c/0", "d/0"])]
 
