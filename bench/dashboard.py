@@ -137,39 +137,40 @@ async def watched(browser: Any, service: RolloutService, url: str, seconds: floa
     await asyncio.sleep(3)
     await page.evaluate(_RECORD)
     received.clear()
-    began, before, ended = time.perf_counter(), await busy_s(), service.dashboard.newest
+    began, before, ended = time.perf_counter(), await busy_s(), service.feed.newest
     await asyncio.sleep(seconds)
     took, spent = time.perf_counter() - began, await busy_s() - before
     frames, long = await page.evaluate("[window.frames_s, window.long_s]")
     nodes = await page.evaluate("document.getElementsByTagName('*').length")
     await page.close()
     return {
-        "results a second": (service.dashboard.newest - ended) / took,
+        "results a second": (service.feed.newest - ended) / took,
         "processor share of the page's thread, %": 100 * spent / took,
         "median frame, ms": 1000 * statistics.median(frames),
         "99th percentile frame, ms": 1000 * (p99(frames) or max(frames)),
         "tasks over 50 ms, a minute": 60 * len(long) / took,
         "longest task, ms": 1000 * max(long, default=0.0),
         "elements in the page": nodes,
-        "kB/s of the stream": received["stream"] / took / 1000,
+        "kB/s of snapshots": received["dashboard"] / took / 1000,
+        "kB/s of summaries": received["summaries"] / took / 1000,
         "kB/s of the list of jobs": received["jobs"] / took / 1000,
     }
 
 
 async def looks(service: RolloutService) -> dict[str, float]:
     """Return the service's processor time for one request of a page, in milliseconds."""
-    took: dict[str, list[float]] = {"the snapshot of the stream": [], "a page of jobs": []}
+    took: dict[str, list[float]] = {"a snapshot": [], "a page of jobs": []}
     for _ in range(LOOKS):
         began = time.process_time()
         size = len(service.dashboard.view(fresh_s=0).model_dump_json())
-        took["the snapshot of the stream"].append(time.process_time() - began)
+        took["a snapshot"].append(time.process_time() - began)
         began = time.process_time()
         service.live_jobs.page(limit=1000).model_dump_json()
         took["a page of jobs"].append(time.process_time() - began)
         await asyncio.sleep(0)
     return {
         **{f"{name}, ms": 1000 * statistics.median(found) for name, found in took.items()},
-        "kB of the snapshot": size / 1000,
+        "kB of a snapshot": size / 1000,
     }
 
 
@@ -180,7 +181,7 @@ async def bench(jobs: int, rate: float, seconds: float) -> None:
 
     print(f"{machine()}\n\n{jobs:,} jobs in flight\n\n| | |\n|---|---|")
     async with chromium() as browser, busy(jobs, rate) as (service, url):
-        while service.dashboard.newest < FIRST or service.status().unfinished < 0.9 * jobs:
+        while service.feed.newest < FIRST or service.status().unfinished < 0.9 * jobs:
             await asyncio.sleep(0.5)
         tell("service", await looks(service))
         if browser is None:

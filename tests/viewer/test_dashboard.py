@@ -1,7 +1,6 @@
 """The pages of a service in a real browser: live updates, controls, and access."""
 
 import asyncio
-import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
@@ -193,7 +192,7 @@ async def test_the_token_is_asked_for_and_stays_in_the_tab(chromium: Any) -> Non
             assert (await http.get("/dashboard/")).headers["content-security-policy"] == POLICY
             assert (await http.get("/dashboard/pages.js")).status_code == 200
             assert (await http.get("/dashboard/secrets")).status_code == 404
-            for path in ("dashboard", "dashboard/stream", "summaries", "jobs", "search?text=a"):
+            for path in ("dashboard", "summaries", "jobs", "search?text=a"):
                 assert (await http.get(f"/v1/{path}")).status_code == 401
         context = await chromium.new_context()
         page = await context.new_page()
@@ -222,26 +221,39 @@ async def test_other_origins_cannot_change_anything(watched: tuple[Watched, str]
         assert (await http.post("/v1/pause", headers={"Origin": url})).status_code == 200
 
 
-async def test_a_stream_sends_changes(watched: tuple[Watched, str]) -> None:
+async def test_the_state_says_that_there_are_new_summaries(watched: tuple[Watched, str]) -> None:
     bench, url = watched
     async with httpx.AsyncClient(base_url=url) as http:
-        async with http.stream("GET", "/v1/dashboard/stream?every_s=0.2") as response:
-            lines = response.aiter_lines()
-            assert await anext(lines) == "event: now"
-            assert json.loads((await anext(lines))[6:])["status"]["state"] == "serving"
-            await bench.submit("g", 2)
-            fresh: list[str] = []
-            async for line in lines:
-                if line.startswith("data: ["):
-                    fresh += [summary["job_id"] for summary in json.loads(line[6:])]
-                if len(fresh) == 2:
-                    break
-        assert sorted(fresh) == ["g/0", "g/1"]
+        status = (await http.get("/v1/dashboard")).json()["status"]
+        assert (status["state"], status["newest_cursor"]) == ("serving", 0)
+        await bench.submit("g", 2)
+        await bench.finish("g")
+        while (await http.get("/v1/dashboard")).json()["status"]["newest_cursor"] < 2:
+            pass  # the last snapshot is returned for half a second
         page = (await http.get("/v1/summaries?limit=1")).json()
         rest = (await http.get("/v1/summaries", params={"after": page["next"]})).json()
-        assert [one["cursor"] for one in page["summaries"] + rest["summaries"]] == [1, 2] and rest[
-            "next"
-        ] == 2
+        fresh = page["summaries"] + rest["summaries"]
+        assert sorted(one["job_id"] for one in fresh) == ["g/0", "g/1"]
+        assert [one["cursor"] for one in fresh] == [1, 2] and rest["next"] == 2
+
+
+async def test_a_lost_service_is_noticed_and_its_successor_is_followed(chromium: Any) -> None:
+    context = await chromium.new_context()
+    page = await context.new_page()
+    light, settings = page.locator("#top .badge"), ServerSettings(port=0, generate_token=False)
+    for first in (True, False):
+        bench = Watched()
+        async with serving(bench.service, settings) as url:
+            settings = settings.model_copy(update={"port": int(url.rpartition(":")[2])})
+            if first:
+                await page.goto(f"{url}/dashboard#/episodes")
+            await light.get_by_text("live").wait_for()
+            name = "before" if first else "after"
+            await bench.submit(name, 2 if first else 1)
+            await page.get_by_role("grid").get_by_text(name).first.wait_for()
+        await light.get_by_text("disconnected").wait_for()
+    assert await page.get_by_text("1 episode,").count() == 1, "the new service has a new store"
+    await context.close()
 
 
 async def test_unfinished_jobs_and_limits(watched: tuple[Watched, str]) -> None:

@@ -22,7 +22,7 @@ from prorl_envs.stop_signals import on_stop
 
 log = logging.getLogger(__name__)
 
-#: Seconds for open requests to finish after the service has stopped. Streams close by themselves then.
+#: Seconds for open requests to finish after the service has stopped. Requests that wait are answered then.
 LAST_REQUESTS_S = 5
 
 

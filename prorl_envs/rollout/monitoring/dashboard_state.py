@@ -8,15 +8,13 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import MemoryUse, NodeUse
 from prorl_envs.rollout.api.dashboard import Bucket, DashboardView, GroupLine, Percentiles, SandboxesView
-from prorl_envs.rollout.api.errors import QueueFull
 from prorl_envs.rollout.api.summary import Summary, summarise
 from prorl_envs.rollout.api.types import JobState, Result
 from prorl_envs.rollout.store.base import deviation
@@ -28,8 +26,6 @@ BUCKET_S, BUCKETS = 10.0, 60
 LAST_RESULTS, LAST_CALLS = 1_000, 5_000
 #: Maximum number of listed groups.
 GROUPS = 24
-#: Maximum number of followers.
-MAX_STREAMS = 64
 #: Minimum seconds between two measurements, and the largest share of time that measuring may take. Slow
 #: measurements are made less often.
 MEASURE_S, MEASURE_SHARE = 2.0, 0.02
@@ -92,9 +88,7 @@ class DashboardState:
         self._buckets: dict[int, Bucket] = {}
         self._calls: deque[float] = deque(maxlen=LAST_CALLS)
         self._tools: deque[float] = deque(maxlen=LAST_CALLS)
-        self._streams = 0
         self._cached: tuple[float, DashboardView] | None = None  # time in seconds, and the view
-        self._closed = asyncio.Event()
 
     async def load(self) -> None:
         """Read the summaries of the last results from before the start."""
@@ -117,22 +111,6 @@ class DashboardState:
             self._calls.append(turn.model_s)
             if turn.tools_s:
                 self._tools.append(turn.tools_s)
-
-    def since(self, after: int, limit: int) -> list[Summary]:
-        """Return the newest summaries after a cursor, oldest first."""
-        fresh: list[Summary] = []
-        for summary in reversed(self._recent):
-            if summary.cursor <= after or len(fresh) == limit:
-                break
-            fresh.append(summary)
-        return fresh[::-1]
-
-    @property
-    def newest(self) -> int:
-        """Cursor of the newest summary."""
-        return self._recent[-1].cursor if self._recent else 0
-
-    # Views.
 
     def view(self, *, fresh_s: float = 0.5) -> DashboardView:
         """Return the state of the service. Calls within `fresh_s` seconds of each other get the same view."""
@@ -168,39 +146,6 @@ class DashboardState:
             "tools": self._tools,
         }
         return {name: found for name, values in measured.items() if (found := percentiles(values))}
-
-    # Following.
-
-    def check_room(self) -> None:
-        """Check that another follower is allowed.
-
-        Raises:
-            QueueFull: the maximum number of followers is reached.
-        """
-        if self._streams >= MAX_STREAMS:
-            raise QueueFull(f"{MAX_STREAMS} clients follow the dashboard already", hint="close a dashboard")
-
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Count one more follower while the block runs."""
-        self._streams += 1
-        try:
-            yield
-        finally:
-            self._streams -= 1
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait for a number of seconds. Return True, or False as soon as the service stops."""
-        try:
-            async with self._clock.timeout(seconds):
-                await self._closed.wait()
-        except TimeoutError:
-            return True
-        return False
-
-    async def aclose(self) -> None:
-        """Close every stream."""
-        self._closed.set()
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:

@@ -301,5 +301,5 @@ class RolloutService:
             unfinished = len(self._engine.scheduler)
             log.error("%d jobs do not stop; closing the node will stop their sandboxes", unfinished)
         self.guard.state = ServiceState.STOPPED
-        for part in (self.dashboard, self._memory, self._notifier):
+        for part in (self._memory, self._notifier):
             await part.aclose()

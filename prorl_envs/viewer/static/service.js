@@ -5,11 +5,11 @@ import { client } from "./client.js";
 import * as control from "./control.js";
 import { emptyState } from "./first_job.js";
 import { jobName, strip } from "./episodes.js";
-import { follow } from "./feed.js";
 import { bytes, count, number, over, percent, plural, seconds } from "./format.js";
 import { VirtualList } from "./list.js";
 
-const REMEMBERED = 300, JOBS_MS = 2000;
+const REMEMBERED = 300, STATE_MS = 1000, JOBS_MS = 2000;
+const LOST_MS = 10_000; // a service that does not answer in this time counts as disconnected
 
 export class Service {
   #now = null;
@@ -17,7 +17,6 @@ export class Service {
   #past = [];
   #source;
   #onNews;
-  #broken = false;
 
   /** `onNews()` is called when the source has new results. */
   constructor(source, onNews) {
@@ -26,34 +25,48 @@ export class Service {
     this.light = el("span", { class: "badge", role: "status" }, "connecting");
   }
 
-  /** Start to read the event stream. Resolves at the first event. */
+  /** Request the state every second, without end. Resolves at the first answer. */
   start() {
     return new Promise((resolve) => {
-      follow("/v1/dashboard/stream", {
-        state: (connected) => {
-          this.light.className = `badge ${connected ? "live" : "bad"}`;
-          fill(this.light, connected ? "live" : "disconnected");
-          if (connected && this.#broken) this.#source.load(this.#onNews).catch((error) => say(error.message)); // results of the interruption
-          this.#broken = !connected;
-        },
-        event: (name, data) => {
-          if (name === "refused") say(data.message);
-          if (name === "results") {
-            this.#source.add(data);
-            this.#onNews();
-          }
-          if (name === "now") this.#look(data);
-          resolve();
-        },
-      });
+      const look = async () => {
+        await this.#ask(resolve);
+        setTimeout(look, STATE_MS);
+      };
+      look();
     });
   }
 
+  async #ask(onAnswer) {
+    try {
+      const response = await client.ask("GET", "/v1/dashboard", { signal: AbortSignal.timeout(LOST_MS) });
+      this.#look(await response.json());
+      this.#connected(true);
+      onAnswer();
+    } catch (error) {
+      this.#connected(false);
+      if (!error.status || error.status === 503 || error.status === 429) return;
+      say(error.message);
+      onAnswer();
+    }
+  }
+
+  #connected(connected) {
+    this.light.className = `badge ${connected ? "live" : "bad"}`;
+    fill(this.light, connected ? "live" : "disconnected");
+  }
+
   #look(view) {
+    if (this.#now) this.#load(view, this.#now);
     this.#now = view;
     this.#past.push(Object.fromEntries(Object.entries(view.status.pools).map(([stage, pool]) => [stage, pool.active])));
     if (this.#past.length > REMEMBERED) this.#past.shift();
     if (document.visibilityState === "visible") this.#page?.update(view, this.#past);
+  }
+
+  /** Load the summaries of new results. A service that has started again may have another store. */
+  #load(view, before) {
+    if (Math.abs(startOf(view) - startOf(before)) > 1) this.#source.clear();
+    if (view.status.newest_cursor > this.#source.next) this.#source.load(this.#onNews).catch((error) => say(error.message));
   }
 
   /** Buttons for one episode. */
@@ -69,6 +82,11 @@ export class Service {
     if (this.#now) page.update(this.#now, this.#past);
     return { node: page.node, title: "Service", started: () => page.started(), end: () => { page.end(); this.#page = null; } };
   }
+}
+
+/** The time at which the service started, in seconds since 1970. */
+function startOf({ time, status }) {
+  return time - status.uptime_s;
 }
 
 function panel(title, ...children) {

@@ -156,35 +156,35 @@ class Embedded extends Source {
   }
 }
 
+const PAGE = 500; // the service returns at most as many summaries
+
 class Live extends Source {
   kind = "live";
   texts = true;
   title = "";
-  #next = 0;
-  #keys = new Set();
-  #loaded = null;
+  next = 0; // cursor of the last loaded summary
+  #loading = null;
 
+  /** Load the summaries after the last loaded one. Calls during a load wait for it. */
   load(onNews) {
-    return (this.#loaded = this.#load(onNews));
+    return (this.#loading ??= this.#load(onNews).finally(() => { this.#loading = null; }));
   }
 
   async #load(onNews) {
-    for (let some = true; some; ) {
-      const page = await client.get(`/v1/summaries?after=${this.#next}&limit=500`);
-      some = page.summaries.length > 0;
-      this.add(page.summaries);
-      this.#next = page.next;
+    for (let more = true; more; ) {
+      const page = await client.get(`/v1/summaries?after=${this.next}&limit=${PAGE}`);
+      more = page.summaries.length === PAGE;
+      for (const entry of page.summaries) this.entries.push({ ...entry, key: entry.job_id });
+      this.next = page.next;
       onNews();
     }
   }
 
-  /** Add summaries; known ones are ignored. */
-  add(summaries) {
-    for (const entry of summaries) {
-      if (this.#keys.has(entry.job_id)) continue;
-      this.#keys.add(entry.job_id);
-      this.entries.push({ ...entry, key: entry.job_id });
-    }
+  /** Forget all summaries. */
+  clear() {
+    this.entries = [];
+    this.next = 0;
+    this.generation += 1;
   }
 
   async episode(key) {
@@ -206,7 +206,7 @@ class Live extends Source {
   }
 
   async look(text, from) {
-    await this.#loaded; // the cursor of the oldest entry is needed
+    await this.#loading; // the cursor of the oldest entry is needed
     const cursors = this.entries.map(({ cursor }) => cursor);
     const first = cursors.reduce((a, b) => Math.min(a, b), Infinity) - 1, last = cursors.reduce((a, b) => Math.max(a, b), 0);
     if (!cursors.length) return { keys: [], next: from, share: 1 };

@@ -1,13 +1,12 @@
 """Routes of the dashboard: its pages, their data, and operations that only the dashboard needs."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Annotated, Literal
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
-from fastapi.responses import RedirectResponse, StreamingResponse
+from fastapi.responses import RedirectResponse
 
 from prorl_envs.model.tokens.token_texts import token_texts
 from prorl_envs.rollout.api.dashboard import (
@@ -36,13 +35,10 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
 from prorl_envs.viewer.markdown import markdown_of
 
-#: Maximum number of summaries in one event. Clients request missing ones from `/v1/summaries`.
-MAX_EVENT_SUMMARIES = 500
 #: Number of newest results that `/v1/summaries` lists, and maximum number of summaries in one response.
 MAX_SUMMARIES, PAGE = 20_000, 500
 #: Maximum number of results that one request searches.
 MAX_SEARCHED = 1000
-_EVENTS = "text/event-stream"
 
 type _Unfinished = Literal["queued", "init", "run", "eval"]
 
@@ -96,26 +92,10 @@ def _file(asset: Asset) -> Response:
 
 
 def _add_state(app: FastAPI, service: RolloutService) -> None:
-    dashboard = service.dashboard
-
-    @app.get("/v1/dashboard")
-    async def get_dashboard() -> DashboardView:
+    @app.get("/v1/dashboard", response_model=DashboardView)
+    async def get_dashboard() -> Response:
         """Return the current state of the service, and its finished jobs of the last ten minutes."""
-        return dashboard.view()
-
-    @app.get(
-        "/v1/dashboard/stream",
-        response_class=StreamingResponse,
-        responses={200: {"content": {_EVENTS: {}}, "description": "Events `now` and `results`."}},
-    )
-    async def stream_dashboard(
-        every_s: Annotated[float, Query(ge=0.2, le=60, allow_inf_nan=False)] = 1.0,
-    ) -> StreamingResponse:
-        """Stream the state every `every_s` seconds as server-sent events, until the service stops. Event
-        `now` contains the state of the service; event `results` contains at most 500 new summaries."""
-        dashboard.check_room()
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(service, every_s), media_type=_EVENTS, headers=headers)
+        return json_response(service.dashboard.view())
 
     @app.get("/v1/summaries", response_model=SummaryPage)
     async def get_summaries(
@@ -137,17 +117,6 @@ def _add_state(app: FastAPI, service: RolloutService) -> None:
         lowered limit run to completion."""
         service.resize(body)
         return service.status()
-
-
-async def _events(service: RolloutService, every_s: float) -> AsyncIterator[bytes]:
-    dashboard, cursor, running = service.dashboard, service.dashboard.newest, True
-    with dashboard.followed():
-        while running:
-            yield b"event: now\ndata: " + dashboard.view().model_dump_json().encode() + b"\n\n"
-            if fresh := dashboard.since(cursor, MAX_EVENT_SUMMARIES):
-                cursor = fresh[-1].cursor
-                yield b"event: results\ndata: " + msgspec.json.encode(fresh) + b"\n\n"
-            running = await dashboard.wait(every_s)
 
 
 def _add_jobs(app: FastAPI, service: RolloutService) -> None:
