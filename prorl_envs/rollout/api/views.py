@@ -28,12 +28,6 @@ class JobView(WireModel):
     cursor: int | None = None
 
 
-class JobToken(WireModel):
-    """Bearer token for one job."""
-
-    token: str
-
-
 class GroupView(WireModel):
     """State of a group.
 

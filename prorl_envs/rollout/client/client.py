@@ -47,7 +47,6 @@ from prorl_envs.rollout.api.views import (
     GroupList,
     GroupView,
     Health,
-    JobToken,
     JobView,
     LoginView,
     ModelServerList,
@@ -165,15 +164,6 @@ class RolloutClient:
     async def result(self, job_id: str) -> Result:
         """Return the result of a job. Raises NotFound for unknown and unfinished jobs and dropped results."""
         return await self._call(Result, "GET", f"/v1/jobs/{_segment(job_id)}/result")
-
-    async def job_token(self, job_id: str) -> str:
-        """Return a bearer token that only permits reading and cancelling this job.
-
-        Raises:
-            NotFound: no such job.
-            Conflict: the service has no token of its own.
-        """
-        return (await self._call(JobToken, "POST", f"/v1/jobs/{_segment(job_id)}/token")).token
 
     async def page(
         self,

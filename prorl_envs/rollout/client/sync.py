@@ -126,7 +126,6 @@ class SyncRolloutClient:
     job = _waiting(RolloutClient.job)
     cancel_job = _waiting(RolloutClient.cancel_job)
     result = _waiting(RolloutClient.result)
-    job_token = _waiting(RolloutClient.job_token)
     page = _waiting(RolloutClient.page)
     acknowledge = _waiting(RolloutClient.acknowledge)
     follow = _iterating(RolloutClient.follow)

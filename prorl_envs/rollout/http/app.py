@@ -23,7 +23,6 @@ from prorl_envs.rollout.api.views import (
     GroupList,
     GroupView,
     Health,
-    JobToken,
     JobView,
     StatusView,
 )
@@ -85,7 +84,7 @@ def create_app(service: RolloutService, settings: ServerSettings, logins: Logins
     )
     _add_errors(app)
     add_dashboard(app, service, tokens.logins)
-    _add_groups(app, service, settings, tokens)
+    _add_groups(app, service, settings)
     add_results(app, service, settings)
     add_batches(app, service, settings)
     add_episodes(app, service, settings)
@@ -108,7 +107,7 @@ def _error_responses() -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": ", ".join(found)} for status, found in names.items()}
 
 
-def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings, tokens: TokenStore) -> None:
+def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
     type Wait = Annotated[float, Query(ge=0, le=settings.max_wait_s, allow_inf_nan=False)]
 
     @app.post("/v1/groups")
@@ -138,12 +137,6 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
         """Return the result of a finished job."""
         result = await service.store.result(job_id)
         return json_response(result, BackgroundTask(service.feed.mark_read, result) if acknowledge else None)
-
-    @app.post("/v1/jobs/{job_id:path}/token")
-    async def make_job_token(job_id: str) -> JobToken:
-        """Create a token that permits reading and cancelling this job, and nothing else."""
-        await service.groups.job(job_id)
-        return JobToken(token=tokens.job_token(job_id))
 
     @app.get("/v1/jobs/{job_id:path}")
     async def get_job(job_id: str, wait_s: Wait = 0.0) -> JobView:

@@ -2,12 +2,9 @@
 
 The operator's token permits everything. A tenant's token is limited to ids that start with the tenant's name
 and a slash: `alice` owns `alice/step7/a` and its jobs. So the id itself names the owner: ownership survives
-restarts and needs no table, and a tenant can neither use another tenant's id nor find out that it exists. A
-job's token permits reading and cancelling this job.
+restarts and needs no table, and a tenant can neither use another tenant's id nor find out that it exists.
 """
 
-import base64
-import binascii
 import hmac
 import secrets
 from collections.abc import Mapping
@@ -19,7 +16,7 @@ from fastapi import Depends, Request
 
 from prorl_envs.config import ServerSettings, TenantSettings
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.errors import Conflict, Forbidden, NotFound
+from prorl_envs.rollout.api.errors import Forbidden, NotFound
 
 #: Routes that tenants may use, for ids of their own. All other routes are for the operator only, so a new
 #: route is closed to tenants until it is listed here.
@@ -30,7 +27,6 @@ TENANT_ROUTES = frozenset(
         "/v1/jobs/{job_id:path}",
         "/v1/jobs/{job_id:path}/result",
         "/v1/jobs",
-        "/v1/jobs/{job_id:path}/token",
         "/v1/jobs/{job_id:path}/partial",
         "/v1/jobs/{job_id:path}/tokens",
         "/v1/jobs/{job_id:path}/markdown",
@@ -58,22 +54,7 @@ TENANT_ROUTES = frozenset(
         "/ready",
     }
 )
-#: Routes that callers with a job token may use, for this job.
-JOB_ROUTES = frozenset(
-    {
-        "/v1/jobs/{job_id:path}",
-        "/v1/jobs/{job_id:path}/result",
-        "/v1/jobs/{job_id:path}/partial",
-        "/v1/jobs/{job_id:path}/tokens",
-        "/v1/jobs/{job_id:path}/markdown",
-        "/v1/jobs/{job_id:path}/request",
-        "/v1/environments",
-        "/health",
-        "/ready",
-    }
-)
 _NAMES = ("group_id", "job_id", "batch_id", "episode_id")
-_JOB_TOKEN = "prorl-job"
 #: Maximum numbers of unused codes and of sessions. The oldest are dropped first.
 MAX_CODES, MAX_SESSIONS = 16, 64
 
@@ -99,13 +80,11 @@ class Caller:
         tenant: name of a tenant, "" for the operator.
         max_jobs: quota of unfinished jobs; None means no limit.
         max_batches: quota of running batches; None means no limit.
-        job: the only job that the caller may access; "" if the caller is not restricted to one job.
     """
 
     tenant: str = ""
     max_jobs: int | None = None
     max_batches: int | None = None
-    job: str = ""
 
     @property
     def prefix(self) -> str:
@@ -124,12 +103,7 @@ class Caller:
 
     def owns(self, name: str) -> bool:
         """Return True if a group, job, batch or episode belongs to the caller."""
-        return name == self.job if self.job else name.startswith(self.prefix)
-
-    def owns_all(self, name: str) -> bool:
-        """Return True if a group or batch with all its jobs belongs to the caller. A caller that is
-        restricted to one job owns no group."""
-        return not self.job and self.owns(name)
+        return name.startswith(self.prefix)
 
     def check_ids(self, *names: str) -> None:
         """Check that the caller may use these new ids.
@@ -203,7 +177,6 @@ class TokenStore:
         ]
         if token is not None:
             self._callers.append((token, OPERATOR))
-        self._key = hmac.digest(token, b"jobs", sha256) if token is not None else None
 
     @property
     def locked(self) -> bool:
@@ -217,34 +190,7 @@ class TokenStore:
         for known, caller in self._callers:
             if hmac.compare_digest(known, token):
                 found = caller
-        return found or self._job_caller(token)
-
-    def job_token(self, job: str) -> str:
-        """Return a token to read and cancel one job. It is valid until the operator's token changes.
-
-        Raises:
-            Conflict: the operator has no token, from which job tokens are derived.
-        """
-        if self._key is None:
-            raise Conflict("the service has no token of its own", hint="set server.token")
-        name = base64.urlsafe_b64encode(job.encode()).decode().rstrip("=")
-        return f"{_JOB_TOKEN}.{name}.{self._sign(self._key, job)}"
-
-    def _job_caller(self, token: bytes) -> Caller | None:
-        kind, _, rest = token.decode("latin-1").partition(".")
-        name, _, signature = rest.partition(".")
-        if kind != _JOB_TOKEN or self._key is None:
-            return None
-        try:
-            job = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
-        except (binascii.Error, ValueError):  # ValueError includes UnicodeDecodeError
-            return None
-        valid = hmac.compare_digest(self._sign(self._key, job).encode(), signature.encode("latin-1"))
-        return Caller(job=job) if valid and job else None
-
-    @staticmethod
-    def _sign(key: bytes, job: str) -> str:
-        return hmac.digest(key, job.encode(), sha256).hex()
+        return found
 
 
 def _caller(name: str, tenant: TenantSettings) -> Caller:
@@ -275,7 +221,7 @@ async def authorize(request: Request) -> None:
     if caller == OPERATOR:
         return
     route: str = getattr(request.scope.get("route"), "path", "")
-    if route not in (JOB_ROUTES if caller.job else TENANT_ROUTES):
+    if route not in TENANT_ROUTES:
         raise Forbidden("only the operator may do this", hint="use the service's own token")
     names: Mapping[str, str] = request.path_params
     for kind in _NAMES:

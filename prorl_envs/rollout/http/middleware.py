@@ -37,7 +37,7 @@ _PAGES = "/dashboard"
 #: Suffixes that may follow an id in a path.
 _SUFFIXES = {
     "groups": (),
-    "jobs": ("/result", "/token"),
+    "jobs": ("/result",),
     "batches": ("/groups", "/tasks", "/results"),
 }
 
@@ -174,7 +174,7 @@ class BodyLimit:
 
 class LeaseMiddleware:
     """Middleware that renews the leases of the groups and batches that a request names, if they belong to the
-    caller. A caller with a job token renews no lease, since it does not need the group's other jobs.
+    caller.
 
     Args:
         app: the next application. The caller must be authenticated before this middleware runs.
@@ -191,7 +191,7 @@ class LeaseMiddleware:
             return
         caller: Caller = scope["state"]["caller"]
         items = named_items(scope["path"], scope["query_string"])
-        with self._leases.keep_alive({(kind, name) for kind, name in items if caller.owns_all(name)}):
+        with self._leases.keep_alive({(kind, name) for kind, name in items if caller.owns(name)}):
             await self._app(scope, receive, send)
 
 

@@ -339,7 +339,7 @@ async def test_the_openapi_document_names_every_route_and_error(client: httpx.As
         "/v1/jobs/{job_id}",
         *(f"/v1/jobs/{{job_id}}/{what}" for what in ("partial", "tokens", "markdown", "request", "retry")),
         *("/v1/dashboard", "/v1/summaries", "/v1/search", "/v1/limits"),
-        *(f"/v1/jobs/{{job_id}}/{what}" for what in ("result", "branch", "rewind", "token")),
+        *(f"/v1/jobs/{{job_id}}/{what}" for what in ("result", "branch", "rewind")),
         "/v1/results",
         "/v1/results/acknowledge",
         "/v1/batches",

@@ -134,9 +134,9 @@ async def test_no_generated_request_is_answered_with_a_500(renderer: TemplateRen
     assert world.open == 0
     assert len(answers) > 25
     never = {label for label, answered in answers.items() if not answered[200]}
-    # Reasons: no token to derive it from; a finished job; started already; an episode's model needs a calling
+    # Reasons: a finished job; started already; an episode's model needs a calling
     # client; a service of one machine.
-    excused = {"POST /v1/jobs/{job_id}/token", "GET /v1/jobs/{job_id}/partial", "POST /start"}
+    excused = {"GET /v1/jobs/{job_id}/partial", "POST /start"}
     excused.add("POST /v1/episodes/{episode_id}/endpoint")
     excused |= {f"POST /v1/nodes/{{name}}/{what}" for what in ("drain", "resume")}
     assert never <= excused, "nothing was asked of these in earnest"
