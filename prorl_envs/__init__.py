@@ -8,12 +8,13 @@ neither NeMo Gym, Ray nor torch, and the client loads no service. Integrations h
 TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would slow down each fork
 if TYPE_CHECKING:
     from prorl_envs.env.answers import is_close, parse_number
+    from prorl_envs.env.audit.audit import audit, validate
+    from prorl_envs.env.audit.episodes import play
     from prorl_envs.env.base import Environment, Grade, Prompt, ReferenceCall, Task
     from prorl_envs.env.node import Node
     from prorl_envs.env.registry import example_path, family, load_tasks
     from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
     from prorl_envs.env.scoring import CheckResult, Scoring, score
-    from prorl_envs.env.validate import play, validate
     from prorl_envs.errors import (
         FailureKind,
         InputError,
@@ -65,7 +66,8 @@ MODULES = {
         "env.registry": "example_path family load_tasks",
         "env.sandboxed": "SandboxedEnvironment sandbox_session",
         "env.scoring": "CheckResult Scoring score",
-        "env.validate": "play validate",
+        "env.audit.audit": "audit validate",
+        "env.audit.episodes": "play",
         "errors": "FailureKind InputError ModelError ProrlError SandboxError SandboxLimit ToolError"
         " UnsupportedMachine",
         "images.builder": "ImageBuilder",
@@ -147,6 +149,7 @@ __all__ = [
     "Toolbox",
     "Trajectory",
     "UnsupportedMachine",
+    "audit",
     "example_path",
     "family",
     "is_close",

@@ -11,9 +11,9 @@ import yaml
 from prorl_envs.app.compose import request_defaults
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import Settings, load_settings
+from prorl_envs.env.audit.episodes import play
 from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
-from prorl_envs.env.validate import play
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.tools.types import ToolCall
@@ -114,8 +114,8 @@ async def test_an_agents_tools_run_and_are_graded_like_the_familys(tmp_path: Pat
     offered = Catalog.of(settings(tmp_path, {}, {"bash": {"agent": "codeact"}}))["bash"]
     task = offered.load(ROW)
     async with Node.local() as node:
-        grade, refused = await play(offered, node, task, task.reference)
-        assert (grade.reward, refused) == (1.0, [])
+        played = await play(offered, node, task, task.reference)
+        assert (played.grade.reward, played.refused) == (1.0, ())
         async with offered(node) as environment:
             await environment.init(task)
 

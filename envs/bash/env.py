@@ -26,6 +26,7 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
 
     name = "bash"
     task_type = BashTask
+    hidden_fields = frozenset({"checks"})
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     system_prompt = (

@@ -25,6 +25,7 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
     name = "code"
     repeatable = True
     task_type = CodeTask
+    hidden_fields = frozenset({"tests"})
     python = PythonEngine.FORKED
     sandbox_tools = (BASH, EDITOR, PYTHON)
     finish_spec = FINISH

@@ -45,6 +45,7 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
 
     name = "ipython"
     task_type = IPythonTask
+    hidden_fields = frozenset({"checks"})
     python: ClassVar[PythonEngine] = PythonEngine.FORKED
     sandbox_options = SandboxedEnvironment.sandbox_options | {"image"}
     sandbox_tools = (PYTHON,)

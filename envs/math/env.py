@@ -56,6 +56,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
     needs_isolation = False
     repeatable = True
     task_type = MathTask
+    hidden_fields = frozenset({"answer", "alternatives"})
     python = PythonEngine.FORKED
     sandbox_tools = (PYTHON,)
     finish_spec = ANSWER

@@ -92,6 +92,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
     needs_isolation = False
     repeatable = True
     task_type = StemTask
+    hidden_fields = frozenset({"answer"})
     python = PythonEngine.FORKED
     host_tools = (SEARCH,)
     sandbox_tools = (BASH, PYTHON)

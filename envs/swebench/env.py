@@ -42,6 +42,9 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
 
     name = "swebench"
     task_type = SwebenchTask
+    hidden_fields = frozenset(
+        {"patch", "test_patch", "fail_to_pass", "pass_to_pass", "expected", "eval_script"}
+    )
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0

@@ -97,6 +97,14 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         return reasons
 
     @classmethod
+    def parts(cls, task: TerminalTask) -> tuple[JsonObject, JsonObject]:
+        shown, hidden = super().parts(task)
+        folders = [files for step in task.steps for files in (step.tests, step.solution)]
+        secret = {source for files in folders for source in files.values()}
+        hidden["files"] = {path: shown["files"].pop(path) for path in secret}
+        return shown, hidden
+
+    @classmethod
     async def provision(cls, node: Node, task: TerminalTask, progress: Callable[[str], None]) -> None:
         factor = cls.options.timeout_factor
         machines = [task.machine, *(step.verifier_machine for step in task.steps if step.verifier_machine)]

@@ -211,10 +211,50 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Check a data file without a model: references score 1, untouched workspaces 0, both twice."""
-    from prorl_envs.cli.commands.validate import validate_file
+    from prorl_envs.cli.commands.audit import audit_file
 
     settings = settings_of(config)
-    succeed(validate_file(settings, environment, data, jobs, allow_missing=allow_missing, as_json=as_json))
+    work = audit_file(
+        settings, environment, data, jobs, quick=True, allow_missing=allow_missing, as_json=as_json
+    )
+    succeed(work)
+
+
+@cli.command(rich_help_panel=_ENVIRONMENTS)
+def audit(
+    environment: EnvironmentArgument,
+    data: RowsArgument = None,
+    task: Annotated[list[str] | None, typer.Option(help="Audit only this task. Repeatable.")] = None,
+    probe: Annotated[
+        list[str] | None, typer.Option(help="Play only this probe beside the reference. Repeatable.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Task rows of another set, such as a held-out one, to compare with.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="JSONL file of results; a further audit continues from it.")
+    ] = None,
+    jobs: EpisodesOption = 4,
+    config: ConfigOption = None,
+    allow_missing: AllowMissingOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for tasks that reward wrong solutions, leak the right ones, or are graded by chance."""
+    from prorl_envs.cli.commands.audit import audit_file
+
+    work = audit_file(
+        settings_of(config),
+        environment,
+        data,
+        jobs,
+        task_ids=task or (),
+        probes=probe or (),
+        against=against,
+        record=record,
+        allow_missing=allow_missing,
+        as_json=as_json,
+    )
+    succeed(work)
 
 
 @cli.command(rich_help_panel=_STORED)

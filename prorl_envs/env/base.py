@@ -118,6 +118,8 @@ class Environment[TaskT: Task](ABC):
     takes_checkpoints: ClassVar[bool] = False
     #: Whether the recorded tool calls and answers of an episode are enough to repeat its verdict.
     repeatable: ClassVar[bool] = False
+    #: Fields of a task, besides the reference, that decide the reward and that the agent must not see.
+    hidden_fields: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -141,6 +143,13 @@ class Environment[TaskT: Task](ABC):
         """Return why this machine cannot run `task` (for example, no interpreter), or "" if it can. May
         block."""
         return ""
+
+    @classmethod
+    def parts(cls, task: TaskT) -> tuple[JsonObject, JsonObject]:
+        """Return what the agent is shown of a task or begins with, and what is hidden from it beside the
+        reference. For audits."""
+        shown = task.model_dump(mode="json", exclude={"id", "reference", "reference_answer"})
+        return shown, {name: shown.pop(name) for name in cls.hidden_fields}
 
     @classmethod
     def driver_obstacle(cls, driver: str) -> str:
@@ -205,6 +214,17 @@ class Environment[TaskT: Task](ABC):
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
+
+    async def examine(self, script: str, *, stdin: bytes = b"") -> bytes | None:
+        """Run a shell script in the agent's sandbox, beside the tools. For audits.
+
+        Returns:
+            its output, without errors; None if the episode has no sandbox here.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        return None
 
     def on_transcript(self, messages: Sequence[Message]) -> None:  # noqa: B027 - most families need not know
         """Receive the transcript, once, before `eval`. For families whose grader judges the transcript;

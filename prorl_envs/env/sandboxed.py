@@ -25,6 +25,10 @@ MAX_ANSWER_CHARS = 20_000
 MAX_WORDS = 200_000
 
 
+#: Timeout of a script that examines the sandbox, in seconds, and maximum bytes of its output.
+EXAMINE_S = 60.0
+EXAMINE_BYTES = 8 << 20
+
 #: Fields of an environment that a checkpoint does not have.
 _RESOURCES = ("node", "_session", "_exits")
 
@@ -162,6 +166,20 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             known = ", ".join([*names, self.finish_spec.name])
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
         return await self._here("call").tools.call(call, timeout_s=limit)
+
+    async def examine(self, script: str, *, stdin: bytes = b"") -> bytes | None:
+        run = self._here("examine").tools.run
+        try:
+            done = await run(
+                ["/bin/sh", "-c", script],
+                stdin=stdin,
+                timeout_s=EXAMINE_S,
+                output_limit=EXAMINE_BYTES,
+                apart=True,
+            )
+        except OSError:  # the image has no shell
+            return None
+        return done.output
 
     async def checkpoint(self) -> EpisodeCheckpoint:
         """Save the episode between two calls; it goes on. The caller closes the checkpoint.

@@ -37,6 +37,7 @@ WITHOUT = {
 #: unfinished one, `g/1`.
 OFFLINE = {
     "compare a.jsonl b.jsonl": 0,
+    "audit bash rows.jsonl": 0,
     "conformance --driver local --only START-004": 0,
     "envs": 0,
     "harness list": 0,
@@ -51,7 +52,7 @@ OFFLINE = {
 #: Covered by another test.
 ELSEWHERE = {"check-llm", "doctor"}
 #: Commands that start sandboxes.
-SLOW = {"conformance", "prepare", "replay", "validate"}
+SLOW = {"audit", "conformance", "prepare", "replay", "validate"}
 ON_A_SERVICE = {
     "acknowledge g": 0,
     "cancel g/1": 0,

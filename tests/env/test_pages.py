@@ -9,9 +9,9 @@ import pytest
 
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import load_settings
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, family, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from tests.support.toy import empty_node
 
@@ -62,7 +62,7 @@ async def test_the_example_row_of_a_page_discriminates(
 ) -> None:
     tasks = [family(name).load(row) for row in rows(name)]
     (verdict,) = await validate(family(name), Node(shared_driver, tmp_path), tasks, repeats=1)
-    assert (verdict.untouched, verdict.problems) == (0.0, ()) and set(verdict.reference) == {1.0}
+    assert (verdict.untouched, verdict.findings) == (0.0, ()) and set(verdict.reference) == {1.0}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,8 +9,8 @@ import pytest
 
 from learn.demonstrations import demonstrations
 from learn.tasks import LEVELS, LearnTask, Split, held_out, tasks
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.bash.env import BashEnvironment
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.types import ToolCall
@@ -56,7 +56,7 @@ def test_ids_differ_between_splits_and_seeds() -> None:
 async def test_references_score_1_and_untouched_workspaces_0(node: Node) -> None:
     given = [BashEnvironment.load(task.row) for task in tasks_of("held_out", 9)]
     verdicts = await validate(BashEnvironment, node, given)
-    assert [(verdict.task_id, verdict.problems) for verdict in verdicts if not verdict.ok] == []
+    assert [(verdict.task_id, verdict.findings) for verdict in verdicts if not verdict.ok] == []
 
 
 @pytest.mark.anyio

@@ -15,10 +15,10 @@ import nemo_gym
 
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import ServiceSettings, Settings
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path
 from prorl_envs.env.rows import rows
-from prorl_envs.env.validate import validate
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import blank, nemo_row
 from prorl_envs.remote.servers import OwnServer
@@ -167,7 +167,7 @@ async def test_a_row_with_a_reference_is_validated() -> None:
             family = offered[name]
             task = family.load(example(folder) | more)
             (verdict,) = await validate(family, empty_node(), [task])
-            assert verdict.ok, verdict.problems
+            assert verdict.ok, verdict.findings
             assert (verdict.reference, verdict.untouched) == ((1.0, 1.0), 0.0)
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.bash.env import BashEnvironment
 from prorl_envs.envs.bash.task import BashTask
 
@@ -15,4 +15,4 @@ async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("bash", example_path("bash")) if isinstance(task, BashTask)]
     verdicts = await validate(BashEnvironment, node, tasks)
     assert len(verdicts) == 12
-    assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}
+    assert {verdict.task_id: verdict.findings for verdict in verdicts if not verdict.ok} == {}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.code.env import CodeEnvironment
 from prorl_envs.envs.code.task import CodeTask
 
@@ -16,4 +16,4 @@ async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("code", example_path("code")) if isinstance(task, CodeTask)]
     verdicts = await validate(CodeEnvironment, node, tasks, concurrency=2)
     assert len(verdicts) == 9
-    assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}
+    assert {verdict.task_id: verdict.findings for verdict in verdicts if not verdict.ok} == {}

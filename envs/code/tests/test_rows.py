@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.code.compare import same_output, same_result
 from prorl_envs.envs.code.env import CodeEnvironment
 from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests
@@ -126,7 +126,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
 async def test_public_formats_are_read_and_discriminate(node: Node) -> None:
     tasks = [CodeEnvironment.load(row) for row in PUBLIC.values()]
     verdicts = await validate(CodeEnvironment, node, tasks, concurrency=2)
-    problems = {name: verdict.problems for name, verdict in zip(PUBLIC, verdicts, strict=True)}
+    problems = {name: verdict.findings for name, verdict in zip(PUBLIC, verdicts, strict=True)}
     assert {name: found for name, found in problems.items() if found} == {}
     assert [task.id for task in (*tasks[:2], tasks[-4])] == ["7", "8", "3"]
     assert (tasks[2].limits.time_s, tasks[2].limits.memory_mb) == (2.0, 512)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.ipython.env import IPythonEnvironment
 from prorl_envs.envs.ipython.task import IPythonTask
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
@@ -25,4 +25,4 @@ async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("ipython", example_path("ipython")) if isinstance(task, IPythonTask)]
     verdicts = await validate(IPythonEnvironment, node, tasks, concurrency=2)
     assert len(verdicts) == 12
-    assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}
+    assert {verdict.task_id: verdict.findings for verdict in verdicts if not verdict.ok} == {}

@@ -6,10 +6,10 @@ import pytest
 from latex2sympy2_extended import latex2sympy2, math_normalization
 from math_verify import grader, parser
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.env.words import bare
 from prorl_envs.envs.math import verifier
 from prorl_envs.envs.math.answers import quick
@@ -37,7 +37,7 @@ async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("math", example_path("math")) if isinstance(task, MathTask)]
     verdicts = await validate(MathEnvironment, node, tasks, concurrency=2)
     assert len(verdicts) == 12
-    assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}
+    assert {verdict.task_id: verdict.findings for verdict in verdicts if not verdict.ok} == {}
 
 
 @pytest.mark.parametrize(

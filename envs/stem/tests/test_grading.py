@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.stem.env import MAX_SEARCHES, StemEnvironment
 from prorl_envs.envs.stem.grading import MAX_CHARS, chosen, is_right
 from prorl_envs.envs.stem.task import StemTask
@@ -35,7 +35,7 @@ async def test_every_example_discriminates(node: Node) -> None:
     tasks = [loaded for loaded in load_tasks("stem", example_path("stem")) if isinstance(loaded, StemTask)]
     verdicts = await validate(StemEnvironment, node, tasks, concurrency=2)
     assert len(verdicts) == 10
-    assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}
+    assert {verdict.task_id: verdict.findings for verdict in verdicts if not verdict.ok} == {}
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 from rich.progress import Progress
 
 from prorl_envs.cli.commands.prepare import prepare
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.options import Options, with_options
 from prorl_envs.env.sandboxed import sandbox_session
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
 from prorl_envs.envs.swebench.images import Images
 from prorl_envs.envs.swebench.interpreters import interpreters, mounts_of
@@ -121,7 +121,7 @@ async def test_the_reference_resolves_and_the_untouched_tree_does_not(
     family: type[SwebenchEnvironment], node: Node, task: SwebenchTask
 ) -> None:
     (verdict,) = await validate(family, node, [task])
-    assert verdict.problems == ()
+    assert verdict.findings == ()
     assert (set(verdict.reference), verdict.untouched) == ({1.0}, 0.0)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.swebench.build import Builder
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
 from prorl_envs.envs.swebench.task import SwebenchTask
@@ -85,7 +85,7 @@ async def test_the_reference_resolves_and_the_untouched_tree_does_not(
     node: Node, tasks: Mapping[str, SwebenchTask], instance: str
 ) -> None:
     (verdict,) = await validate(SwebenchEnvironment, node, [tasks[instance]])
-    assert verdict.problems == ()
+    assert verdict.findings == ()
     assert (set(verdict.reference), verdict.untouched) == ({1.0}, 0.0)
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.terminal.env import TerminalEnvironment
 from prorl_envs.envs.terminal.task import TerminalTask
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
-from prorl_envs.env.validate import validate
 from prorl_envs.envs.terminal.env import TerminalEnvironment
 from prorl_envs.envs.terminal.services import health_check
 from prorl_envs.errors import EnvironmentFault

@@ -1,0 +1,138 @@
+"""Episodes that must score no more than an untouched workspace: senseless answers, and cheats.
+
+The cheats are those that public reports name: tests that the agent deletes, empties or skips, files that run
+instead of the tests, and a reward that the agent writes itself. The scripts only need a POSIX shell and find.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prorl_envs.env.audit.findings import FindingKind
+from prorl_envs.env.base import Environment, ReferenceCall, Task
+from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS
+from prorl_envs.tools.types import ToolSpec
+
+#: Script that handles each file of the workspace that looks like a test as `$f`.
+_EACH_TEST = r"""
+find . \( -name .git -o -name node_modules -o -name site-packages -o -name .venv \) -prune -o -type f \( \
+    -name 'test_*' -o -name '*_test.*' -o -name '*.test.*' -o -name '*_spec.*' -o -name '*.spec.*' \
+    -o -name 'test.*' -o -name 'tests.*' -o -name 'run_test*' -o -name 'run-test*' -o -name conftest.py \
+    -o -path '*/test/*' -o -path '*/tests/*' -o -path '*/__tests__/*' \) -print 2>/dev/null |
+while IFS= read -r f; do
+    %s
+    echo changed
+done
+"""
+_DELETE = _EACH_TEST % 'rm -f -- "$f"'
+_EMPTY = _EACH_TEST % ': > "$f"'
+_SKIP = (
+    _EACH_TEST
+    % r"""case $f in
+    *.py) printf 'import unittest\nraise unittest.SkipTest("skipped")\n' > "$f" ;;
+    *.sh) printf '#!/bin/sh\nexit 0\n' > "$f" ;;
+    *.js | *.ts | *.mjs | *.cjs) printf 'test.skip("skipped", () => {});\n' > "$f" ;;
+    esac"""
+    + r"""
+printf 'import pytest\n\n\ndef pytest_collection_modifyitems(items):\n    for item in items:\n        %s\n' \
+    'item.add_marker(pytest.mark.skip)' > conftest.py && echo changed
+"""
+)
+_SHADOW = r"""
+for name in pytest unittest sitecustomize; do
+    printf 'import os\nprint("1 passed in 0.01s", flush=True)\nos._exit(0)\n' > $name.py && echo changed
+done
+printf 'def pytest_sessionfinish(session):\n    session.exitstatus = 0\n' > conftest.py
+mkdir -p bin && printf '#!/bin/sh\nexit 0\n' > bin/pytest && chmod +x bin/pytest
+"""
+_REWARD = r"""
+mkdir -p /logs/verifier 2>/dev/null
+for folder in /logs/verifier .; do
+    for name in reward.txt score.txt result.txt; do echo 1 > $folder/$name && echo changed; done
+    for name in reward.json score.json result.json results.json; do
+        echo '{"reward": 1.0, "score": 1.0, "passed": true}' > $folder/$name
+    done
+done 2>/dev/null
+"""
+#: An answer that no honest grader takes for another one.
+_SENSELESS = "qzx 90817263"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditProbe:
+    """Episode without a solution.
+
+    Args:
+        name: its name.
+        kind: kind of the finding if it scores more than the untouched workspace.
+        what: what was done, for a sentence.
+        script: runs in the agent's sandbox, and prints something if it changed anything.
+        calls, answer: tool calls and last answer, as of a reference.
+    """
+
+    name: str
+    kind: FindingKind
+    what: str
+    script: str = ""
+    calls: tuple[ReferenceCall, ...] = ()
+    answer: str = ""
+
+
+_CHEATS = (
+    AuditProbe(
+        name="deleted-tests",
+        kind=FindingKind.REMOVABLE_TESTS,
+        what="a workspace whose test files were deleted",
+        script=_DELETE,
+    ),
+    AuditProbe(
+        name="emptied-tests",
+        kind=FindingKind.REMOVABLE_TESTS,
+        what="a workspace whose test files were emptied",
+        script=_EMPTY,
+    ),
+    AuditProbe(
+        name="skipped-tests",
+        kind=FindingKind.SKIP_AS_PASS,
+        what="a workspace whose tests are all skipped",
+        script=_SKIP,
+    ),
+    AuditProbe(
+        name="shadowed-tests",
+        kind=FindingKind.SHADOWED_TESTS,
+        what="a workspace with files that run instead of the tests",
+        script=_SHADOW,
+    ),
+    AuditProbe(
+        name="planted-reward",
+        kind=FindingKind.PLANTED_REWARD,
+        what="a workspace with nothing but reward files",
+        script=_REWARD,
+    ),
+)
+
+
+def probes(family: type[Environment[Any]], task: Task, question: str) -> Iterator[AuditProbe]:
+    """Yield the probes of a task.
+
+    Args:
+        question: the text of the task.
+    """
+    finishes = _finishes_with_answer(family, task)
+    for name, answer in {"empty-answer": "", "senseless-answer": _SENSELESS, "own-text": question}.items():
+        what = f"the {name.replace('-', ' ')}"
+        if finishes:
+            call = ReferenceCall(tool=family.finish_tool, arguments={"answer": answer[:MAX_ANSWER_CHARS]})
+            yield AuditProbe(name=name, kind=FindingKind.GUESSABLE, what=what, calls=(call,))
+        elif task.reference_answer and answer:
+            yield AuditProbe(name=name, kind=FindingKind.GUESSABLE, what=what, answer=answer)
+    yield from _CHEATS
+
+
+def _finishes_with_answer(family: type[Environment[Any]], task: Task) -> bool:
+    """Return whether an answer in the finish call is graded, as far as its schema or the reference shows."""
+    spec: ToolSpec | None = getattr(family, "finish_spec", None)
+    required = spec is not None and "answer" in spec.parameters.get("required", ())
+    return required or any(
+        call.tool == family.finish_tool and call.arguments.get("answer") for call in task.reference
+    )
