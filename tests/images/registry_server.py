@@ -91,8 +91,7 @@ def write_layered_layout(folder: Path, rootfs: Path) -> str:
     _repack(layout, bundle)
     run_program(
         "umoci", "config", "--image", f"{layout}:1", "--config.env", "A=b=c", "--config.workingdir", "/data",
-        "--config.user", "1000:1000", "--config.entrypoint", "/bin/sh", "--config.cmd", "-c",
-        "--config.label", "maker=test", "--config.exposedports", "80/tcp",
+        "--config.entrypoint", "/bin/sh", "--config.cmd", "-c",
     )  # fmt: skip
     return f"{layout}:1"
 

@@ -8,7 +8,6 @@ from prorl_envs.errors import InputError
 #: Most characters of an expanded text.
 EXPANDED_LIMIT = 1 << 20
 _NESTING_LIMIT = 20
-_WHITE_SPACE = re.compile(r"\s+")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[*@#?!$-]")
 
 
@@ -28,16 +27,6 @@ def expand(text: str, variables: Mapping[str, str], *, escape: str = "\\", keep_
         ExpansionError: a quote or a brace is not closed, `${x:?message}` fails, or the result is too long.
     """
     return _Expander(text, variables, escape, keep_quotes).text()
-
-
-def expand_words(text: str, variables: Mapping[str, str], *, escape: str = "\\") -> list[str]:
-    """Replace the variables of a text and split it at white space outside quotes, even within values. Drops
-    empty words.
-
-    Raises:
-        ExpansionError: as for `expand`.
-    """
-    return _Expander(text, variables, escape, keep_quotes=False).words()
 
 
 def split_words(text: str, *, escape: str = "\\") -> list[str]:
@@ -80,19 +69,6 @@ class _Expander:
         while self._position < len(self._text):
             parts.append(self._counted(self._next()))
         return "".join(parts)
-
-    def words(self) -> list[str]:
-        words: list[str] = []
-        word: list[str] = []
-        while self._position < len(self._text):
-            splits = self._text[self._position] == "$" or self._text[self._position].isspace()
-            part = self._counted(self._next())
-            first, *more = _WHITE_SPACE.split(part) if splits else (part,)
-            word.append(first)
-            for part in more:
-                words.append("".join(word))
-                word = [part]
-        return list(filter(None, (*words, "".join(word))))
 
     def _counted(self, part: str) -> str:
         self._length += len(part)

@@ -27,7 +27,7 @@ FLAGS = {
     "HEALTHCHECK": {"interval", "timeout", "start-period", "start-interval", "retries"},
 }
 _HEREDOCS = ("ADD", "COPY", "RUN")
-_JSON = {"ADD", "CMD", "COPY", "ENTRYPOINT", "RUN", "SHELL", "VOLUME"}
+_JSON = {"ADD", "CMD", "COPY", "ENTRYPOINT", "RUN", "SHELL"}
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z][A-Za-z0-9]*)\s*=\s*(.+?)\s*")
 _HEREDOC = re.compile(r"\d*<<(-?)\s*(['\"]?)([A-Za-z_][A-Za-z0-9_.-]*)\2")
 _HEREDOC_START = re.compile(r"\d*<<-?")

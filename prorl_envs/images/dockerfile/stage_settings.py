@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from prorl_envs.images.dockerfile.expand import ExpansionError, expand, expand_words, split_words
+from prorl_envs.images.dockerfile.expand import ExpansionError, expand, split_words
 from prorl_envs.images.dockerfile.parser import Dockerfile, Instruction, json_items
 from prorl_envs.images.dockerfile.stages import declared_args
 from prorl_envs.sandbox.filesystem.layered import ImageConfig
@@ -46,12 +46,11 @@ class StageSettings:
         self.variables = {**variables, **config.env}
         self._fields: dict[str, Any] = {}
         self._base = config
-        self.labels = dict(config.labels)
 
     @property
     def config(self) -> ImageConfig:
         """The image's settings."""
-        return replace(self._base, **self._fields, env=dict(self.env), labels=dict(self.labels))
+        return replace(self._base, **self._fields, env=dict(self.env))
 
     @property
     def workdir(self) -> str:
@@ -88,13 +87,6 @@ class StageSettings:
             return [self.expand(instruction, item) for item in instruction.items]
         return [self.expand(instruction, word) for word in split_words(instruction.text, escape=escape)]
 
-    def split(self, instruction: Instruction) -> list[str]:
-        """Return the words of an instruction, after replacing variables: white space in them splits words."""
-        try:
-            return expand_words(instruction.text, self.variables, escape=self._dockerfile.escape)
-        except ExpansionError as error:
-            raise self._dockerfile.error(instruction, error.message) from error
-
     def path_inside(self, path: str) -> str:
         """Resolve a path against the working directory. A `/` at its end stays."""
         joined = posixpath.normpath(posixpath.join(self.workdir, path)).replace("//", "/")
@@ -109,9 +101,11 @@ class StageSettings:
         """
         match instruction.name:
             case "ENV":
-                self.variables |= self._merge(instruction, self.env)
-            case "LABEL":
-                self._merge(instruction, self.labels)
+                pairs = self._pairs(instruction)
+                self.variables |= pairs
+                self.env |= pairs
+                if len(self.env) > _VARIABLES_LIMIT:
+                    raise self._dockerfile.error(instruction, f"more than {_VARIABLES_LIMIT} values")
             case "ARG":
                 self.variables |= declared_args(
                     self._dockerfile, instruction, self.variables, self._given, self._inherited
@@ -119,8 +113,6 @@ class StageSettings:
             case "WORKDIR":
                 path = self.path_inside(self.expand(instruction, instruction.text))
                 self._fields["workdir"] = path.rstrip("/") or "/"
-            case "USER":
-                self._fields["user"] = self.expand(instruction, instruction.text)
             case "SHELL":
                 if not instruction.items:
                     raise self._dockerfile.error(instruction, "needs a JSON list of strings")
@@ -130,33 +122,11 @@ class StageSettings:
                 self._fields.setdefault("command", ())  # a CMD of the base belongs to its own entry point
             case "CMD":
                 self._fields["command"] = self._program(instruction)
-            case "EXPOSE":
-                self._extend(
-                    "ports", tuple(port if "/" in port else f"{port}/tcp" for port in self.split(instruction))
-                )
-            case "VOLUME":
-                volumes = self.words(instruction) if instruction.items else self.split(instruction)
-                self._extend("volumes", tuple(volumes))
-            case "STOPSIGNAL":
-                self._fields["stop_signal"] = self.expand(instruction, instruction.text)
-            case "MAINTAINER":
-                self.labels["maintainer"] = instruction.text
             case "HEALTHCHECK":
                 self._fields["healthcheck"] = self._healthcheck(instruction)
 
     def _program(self, instruction: Instruction) -> tuple[str, ...]:
         return instruction.items if instruction.items is not None else (*self.shell, instruction.text)
-
-    def _extend(self, name: str, values: tuple[str, ...]) -> None:
-        before = self._fields.get(name, getattr(self._base, name))
-        self._fields[name] = tuple(dict.fromkeys((*before, *values)))
-
-    def _merge(self, instruction: Instruction, target: dict[str, str]) -> dict[str, str]:
-        pairs = self._pairs(instruction)
-        target |= pairs
-        if len(target) > _VARIABLES_LIMIT:
-            raise self._dockerfile.error(instruction, f"more than {_VARIABLES_LIMIT} values")
-        return pairs
 
     def _pairs(self, instruction: Instruction) -> dict[str, str]:
         words = split_words(instruction.text, escape=self._dockerfile.escape)

@@ -154,20 +154,16 @@ def parse_config(data: bytes, layers: int) -> tuple[ImageConfig, tuple[str, ...]
 
 def _settings(found: Mapping[str, Any]) -> ImageConfig:
     env = dict(line.split("=", 1) for line in _texts(found.get("Env"), "Env") if "=" in line)
-    health = found.get("Healthcheck")
-    labels = _mapping(found.get("Labels") or {}, "Labels")
+    health, workdir = found.get("Healthcheck"), found.get("WorkingDir") or ""
+    if not isinstance(workdir, str):
+        raise ImageRefused("the image has a damaged part: WorkingDir")
     return ImageConfig(
         env=env,
-        workdir=_text(found, "WorkingDir"),
-        user=_text(found, "User"),
+        workdir=workdir,
         entrypoint=_texts(found.get("Entrypoint"), "Entrypoint"),
         command=_texts(found.get("Cmd"), "Cmd"),
         shell=_texts(found.get("Shell"), "Shell") or ImageConfig().shell,
-        labels={name: str(value) for name, value in labels.items()},
-        ports=tuple(_mapping(found.get("ExposedPorts") or {}, "ExposedPorts")),
-        volumes=tuple(_mapping(found.get("Volumes") or {}, "Volumes")),
         healthcheck=None if health is None else _mapping(health, "Healthcheck"),
-        stop_signal=_text(found, "StopSignal"),
     )
 
 
@@ -191,10 +187,3 @@ def _texts(value: object, name: str) -> tuple[str, ...]:
     if not (value is None or isinstance(value, list)) or not all(isinstance(text, str) for text in found):
         raise ImageRefused(f"the image has a damaged part: {name}")
     return tuple(str(text) for text in found)
-
-
-def _text(found: Mapping[str, Any], name: str) -> str:
-    value = found.get(name)
-    if not isinstance(value, str | None):
-        raise ImageRefused(f"the image has a damaged part: {name}")
-    return value or ""

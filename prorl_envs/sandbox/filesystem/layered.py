@@ -23,7 +23,7 @@ SUFFIX = ".layers.json"
 LAYER_LIMIT = 120
 OPAQUE_ATTRIBUTE = "user.overlay.opaque"
 
-_FORMAT = 1
+_FORMAT = 2
 _FILE_LIMIT = 1 << 20
 _LINK_LIMIT = 40
 #: Held while closed directories are open, so that no other thread restores their modes too early.
@@ -37,27 +37,17 @@ class ImageConfig:
     Args:
         env: variables of every process.
         workdir: absolute path of the initial working directory; "" is `/`.
-        user: user, or user and group, as names or numbers: "", `app`, `1000:1000`.
         entrypoint, command: the default program, and its default arguments.
         shell: program of shell-form instructions.
-        labels: free text by name.
-        ports: such as `80/tcp`.
-        volumes: absolute paths.
         healthcheck: the OCI health check's fields (`Test`, and durations in nanoseconds); None without one.
-        stop_signal: name or number; "" is the default.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = ""
-    user: str = ""
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     shell: tuple[str, ...] = ("/bin/sh", "-c")
-    labels: Mapping[str, str] = field(default_factory=dict)
-    ports: tuple[str, ...] = ()
-    volumes: tuple[str, ...] = ()
     healthcheck: Mapping[str, Any] | None = None
-    stop_signal: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +111,7 @@ def read_layered(path: Path) -> LayeredImage:
 
 
 def _config(record: Mapping[str, Any]) -> ImageConfig:
-    lists = ("entrypoint", "command", "shell", "ports", "volumes")
+    lists = ("entrypoint", "command", "shell")
     fields: dict[str, Any] = {name: tuple(map(str, record[name])) for name in lists if name in record}
     return ImageConfig(**{**record, **fields})
 

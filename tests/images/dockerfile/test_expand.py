@@ -6,7 +6,6 @@ from prorl_envs.images.dockerfile.expand import (
     EXPANDED_LIMIT,
     ExpansionError,
     expand,
-    expand_words,
     split_words,
 )
 
@@ -63,7 +62,6 @@ def test_the_escape_character_can_be_another() -> None:
 
 def test_words() -> None:
     assert split_words("a 'b c'  d\\ e \"f 'g\"") == ["a", "'b c'", "d\\ e", '"f \'g"']
-    assert expand_words("$a '$a b' $none '' x${two}d \"$two\"", VARIABLES) == ["1", "$a b", "xb", "cd", "b c"]
 
 
 def test_growth_and_nesting_are_bounded() -> None:
