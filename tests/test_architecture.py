@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         {
             "errors",
             "clock",
+            "sandbox.drivers.apptainer_probe",  # Apptainer builds images too
             "sandbox.filesystem.sif",
             "sandbox.filesystem.directories",
             "sandbox.filesystem.layer_leases",

@@ -1,14 +1,12 @@
-"""The builder program (Apptainer), the permissions it runs with, and hints for its failures."""
+"""The permissions that a builder (Apptainer) runs with, and hints for its failures."""
 
-import contextlib
 import os
-import pwd
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.drivers.apptainer_probe import subordinate_id_files
 
 #: Parts of a builder's output, and the hint for them. The first match counts.
 _FULL = (("no space left on device",), "free some disk, or set run_dir to a larger local one")
@@ -86,39 +84,10 @@ def rights() -> Rights:
     status = Path("/proc/self/status").read_text()
     permitted = int(next(line for line in status.splitlines() if line.startswith("CapPrm")).split()[1], 16)
     last_capability = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
-    listed = _is_listed(Path("/etc/subuid")) and _is_listed(Path("/etc/subgid"))
     return Rights(
         root=os.geteuid() == 0,
         capable=permitted == (1 << last_capability + 1) - 1,
-        subordinate=listed and shutil.which("newuidmap") is not None,
-    )
-
-
-def _is_listed(path: Path) -> bool:
-    try:
-        names = {
-            line.partition(":")[0] for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
-        }
-    except OSError:
-        return False
-    user_names = {str(os.geteuid())}
-    with contextlib.suppress(KeyError):
-        user_names.add(pwd.getpwuid(os.geteuid()).pw_name)
-    return bool(names & user_names)
-
-
-def find_program(environ: Mapping[str, str]) -> str:
-    """Return the path of the builder program: Apptainer, or Singularity CE, whose commands are the same.
-
-    Raises:
-        SandboxError: neither is installed.
-    """
-    for name in ("apptainer", "singularity"):
-        if found := shutil.which(name, path=environ.get("PATH")):
-            return found
-    raise SandboxError(
-        "neither apptainer nor singularity is installed: one of them is needed to build and pull images",
-        hint="`module load apptainer` on many clusters; or build the image elsewhere, and give the SIF",
+        subordinate=len(subordinate_id_files()) == 2 and shutil.which("newuidmap") is not None,
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prorl_envs.errors import InputError, SandboxError, expand_user
 from prorl_envs.images import digest
-from prorl_envs.images.apptainer import failure, find_program, rights
+from prorl_envs.images.apptainer import failure, rights
 from prorl_envs.images.archive import write_layout
 from prorl_envs.images.definition import BuildStage, render
 from prorl_envs.images.lock import key_lock
@@ -24,6 +24,7 @@ from prorl_envs.images.supervised import BuildLimits, BuildOutcome, environment,
 from prorl_envs.images.supervisor import remove
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.images.threads import in_thread
+from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.filesystem.sif import system_partition
 
@@ -242,13 +243,14 @@ class ImageBuilder:
         await self._apptainer(scratch, str(image), f"{kind}:{plain}")
 
     async def _apptainer(self, scratch: Path, *arguments: str, identity: bool = False) -> None:
-        program = find_program(self._environ)
-        outcome = await self._run(scratch, [program, "build", *arguments], identity=identity, remote=False)
+        program = find_apptainer(environ=self._environ)
+        command = [str(program), "build", *arguments]
+        outcome = await self._run(scratch, command, identity=identity, remote=False)
         if outcome.status:
-            raise failure(f"{Path(program).name} build", outcome.status, outcome.output, remote=False)
+            raise failure(f"{program.name} build", outcome.status, outcome.output, remote=False)
 
     async def _pull(self, scratch: Path, address: str, image: Path) -> None:
-        program = find_program(self._environ)
+        program = str(find_apptainer(environ=self._environ))
         command = [sys.executable, "-I", "-m", "prorl_envs.images.pull", program, address, str(image)]
         outcome = await self._run(scratch, command, identity=False, remote=True)
         if outcome.status or not await in_thread(image.is_file):

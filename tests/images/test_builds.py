@@ -354,7 +354,7 @@ async def test_a_built_image_runs_in_a_sandbox(run_dir: Path, builder: ImageBuil
 
 async def test_a_missing_builder_is_reported(store: ImageStore, rootfs_tar: Path, scratch: Path) -> None:
     builder = ImageBuilder(store, scratch=scratch, environ={"PATH": "/absent"})
-    with pytest.raises(SandboxError, match="neither apptainer nor singularity"):
+    with pytest.raises(SandboxError, match="neither Apptainer nor Singularity"):
         await built(builder, rootfs_tar)
 
 

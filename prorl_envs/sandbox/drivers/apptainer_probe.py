@@ -1,5 +1,6 @@
 """Checks of Apptainer or SingularityCE: installation, version, settings, and requirements of images."""
 
+import contextlib
 import os
 import pwd
 import re
@@ -7,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,19 +60,22 @@ class Installation:
         return self.product in _MINIMUM and self.version >= _MINIMUM[self.product]
 
 
-def find_apptainer(chosen: Path | None = None) -> Path:
+def find_apptainer(chosen: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the program: `chosen`, `$PRORL_APPTAINER`, else `apptainer` or `singularity` in PATH.
+
+    Args:
+        environ: the environment with these variables.
 
     Raises:
         SandboxError: no such program is installed.
     """
-    named = chosen or os.environ.get("PRORL_APPTAINER")
+    named = chosen or environ.get("PRORL_APPTAINER")
     if named:
         if not os.access(named, os.X_OK):
             raise UnsupportedMachine(f"PRORL_APPTAINER is not a program: {named}", hint=_INSTALL_REMEDY)
-        return Path(named)
+        return Path(named).absolute()
     for name in _NAMES:
-        if found := shutil.which(name):
+        if found := shutil.which(name, path=environ.get("PATH")):
             return Path(found)
     raise UnsupportedMachine("neither Apptainer nor Singularity is installed", hint=_INSTALL_REMEDY)
 
@@ -142,8 +146,7 @@ def image_checks() -> Iterator[Check]:
         remedy="install squashfuse, fuse3 and util-linux and make /dev/fuse accessible to this user; image "
         "directories (`apptainer build --sandbox DIRECTORY IMAGE`) work without",
     )
-    user = pwd.getpwuid(os.geteuid()).pw_name if _has_account() else ""
-    entries = [name for name in ("subuid", "subgid") if _has_entry(Path("/etc", name), user)]
+    entries = subordinate_id_files()
     yield Check(
         name="image builds",
         ok=os.geteuid() == 0 or len(entries) == 2,
@@ -152,6 +155,20 @@ def image_checks() -> Iterator[Check]:
         else f"{len(entries)} of 2 entries in /etc/subuid and /etc/subgid",
         remedy="no sandbox needs them; `apptainer build` may, for packages that create users",
     )
+
+
+def subordinate_id_files() -> list[str]:
+    """Return those of `/etc/subuid` and `/etc/subgid` that have an entry of this user."""
+    names = {str(os.geteuid())}
+    with contextlib.suppress(KeyError):
+        names.add(pwd.getpwuid(os.geteuid()).pw_name)
+    found = []
+    for file in ("/etc/subuid", "/etc/subgid"):
+        with contextlib.suppress(OSError):
+            lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+            if any(line.partition(":")[0] in names for line in lines):
+                found.append(file)
+    return found
 
 
 def try_start(program: Path, base: Path, bwrap: Path) -> str:
@@ -215,19 +232,3 @@ def _configured(built: dict[str, str]) -> dict[str, str]:
         return {}
     pairs = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _has_account() -> bool:
-    try:
-        pwd.getpwuid(os.geteuid())
-    except KeyError:
-        return False
-    return True
-
-
-def _has_entry(path: Path, user: str) -> bool:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    return any(line.split(":")[0] in (user, str(os.geteuid())) for line in lines if line)
