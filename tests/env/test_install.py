@@ -57,8 +57,8 @@ async def test_concurrent_installations_wait_and_remove_files_of_killed_ones(
     packages = Install(registry="pypi", packages=(str(wheel(tmp_path)),))
     recipe = Recipe(name="little", command=("python", "-m", "little"), install=packages)
     place = place_of(recipe, tmp_path)
-    killed = place.with_name(f".{place.name}-left")
-    (killed / "lib").mkdir(parents=True)
+    store = place.parent.parent
+    (store / "incoming" / "left" / "lib").mkdir(parents=True)
     said: list[str] = []
 
     places = await asyncio.gather(*(install(recipe, tmp_path, said.append) for _ in range(2)))
@@ -66,6 +66,7 @@ async def test_concurrent_installations_wait_and_remove_files_of_killed_ones(
     assert places == [place, place]
     assert sorted(text.split()[0] for text in said) == ["another", "installing"]
     assert [found.name for found in place.parent.iterdir()] == [place.name]
+    assert list((store / "incoming").iterdir()) == list(store.glob("*.downloads")) == []
     assert list(place.glob("lib/python*/site-packages/little.py"))
 
 
@@ -93,3 +94,4 @@ async def test_a_failed_installation_is_resumed_with_its_downloads(
     files = {path: count for path, count in sent.items() if path.endswith(".whl")}
     assert files == {"/little/little-1.0-py3-none-any.whl": 1, "/late/late-1.0-py3-none-any.whl": 1}
     assert [found.name for found in place.parent.iterdir()] == [place.name]
+    assert list(place.parent.parent.glob("*.downloads")) == []

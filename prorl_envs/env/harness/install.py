@@ -8,7 +8,6 @@ import platform
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -16,8 +15,10 @@ from pathlib import Path
 
 from prorl_envs.env.harness.recipe import INSTALLED, Install, Recipe
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.images.lock import key_lock
+from prorl_envs.images.layers import LayerStore
+from prorl_envs.images.threads import in_thread
 from prorl_envs.sandbox.base import Mount
+from prorl_envs.sandbox.filesystem.layer_leases import LAYERS
 from prorl_envs.sandbox.filesystem.python_runtime import hidden_in
 
 #: Timeout of an installation, in seconds.
@@ -26,6 +27,8 @@ INSTALL_S = 1800.0
 _SHOWN_CHARS = 2000
 _LINE_BYTES = 1 << 20
 _SYSTEM = Path("/usr")
+#: Store of the packages, in the cache.
+_STORE = "harnesses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ def place_of(recipe: Recipe, cache_dir: Path) -> Path:
     install = recipe.install
     packages = [install.registry, *install.packages, *install.bare] if install else []
     key = json.dumps([*packages, sys.version, platform.machine()] if packages else [])
-    return cache_dir / "harnesses" / f"{recipe.name}-{blake2s(key.encode(), digest_size=6).hexdigest()}"
+    name = f"{recipe.name}-{blake2s(key.encode(), digest_size=6).hexdigest()}"
+    return cache_dir / _STORE / LAYERS / name
 
 
 def missing(recipe: Recipe, cache_dir: Path) -> str:
@@ -106,43 +110,23 @@ async def install(
 
     Raises:
         EnvironmentFault: the registry's client failed, or is missing.
+        SandboxError: the cache cannot be written.
     """
     place = place_of(recipe, cache_dir)
-    if recipe.install is None or not missing(recipe, cache_dir):
+    if recipe.install is None or place.is_dir():
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    lock = place.with_name(f".{place.name}.lock")
-    async with key_lock(lock, on_wait=lambda: progress(f"another process installs {recipe.name}: waiting")):
-        if not missing(recipe, cache_dir):
+    store = LayerStore(cache_dir / _STORE)
+    await in_thread(store.sweep)
+    downloads = store.root / f"{place.name}.downloads"
+    waiting = f"another process installs {recipe.name}: waiting"
+    async with store.making(place.name, on_wait=lambda: progress(waiting)) as draft:
+        if draft is None:
             return place
         progress(f"installing {', '.join(recipe.install.packages)}")
-        draft = await asyncio.to_thread(_make_draft, place)
-        downloads = place.with_name(f".{place.name}.downloads")
-        try:
-            for command in _commands(recipe.install, draft):
-                await _run(command, draft, downloads, on_output)
-            await asyncio.to_thread(_publish, draft, place)
-            await asyncio.to_thread(shutil.rmtree, downloads, ignore_errors=True)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)
+        for command in _commands(recipe.install, draft):
+            await _run(command, draft, downloads, on_output)
+    await in_thread(shutil.rmtree, downloads, ignore_errors=True)
     return place
-
-
-def _make_draft(place: Path) -> Path:
-    """Remove the directories of killed installations, and create an empty one beside `place`."""
-    prefix = f".{place.name}-"
-    for stale in place.parent.glob(f"{prefix}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
-
-
-def _publish(draft: Path, place: Path) -> None:
-    draft.chmod(0o755)
-    try:
-        draft.rename(place)
-    except OSError:
-        if not place.is_dir():
-            raise  # else, on a file system without locks, another process was faster
 
 
 def _commands(install: Install, place: Path) -> list[list[str]]:
