@@ -11,7 +11,7 @@ import posixpath
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +20,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.images.digest import of_stream
 from prorl_envs.images.dockerfile.ignore import IgnoreRules, glob_expression, is_glob
 from prorl_envs.sandbox.filesystem.directories import remove_tree
-from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerTree, children, is_opaque
+from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerEntry, LayerTree, children, is_opaque
 
 _CHUNK = 1 << 20
 _DEPTH_LIMIT = 200
@@ -74,7 +74,7 @@ class SourceTree:
     def __init__(
         self, layers: Sequence[Path], *, rules: IgnoreRules | None = None, name: str = "the build context"
     ) -> None:
-        self.tree = LayerTree(layers)
+        self._tree = LayerTree(layers)
         self.name = name
         self._rules = rules or IgnoreRules(())
 
@@ -109,10 +109,8 @@ class SourceTree:
         Raises:
             CopyRefused: there are too many entries, or they are nested too deeply.
         """
-        resolved = self.tree.resolve(f"/{path}")
-        places = self._places(resolved)
         count = 0
-        for below, entry_places in _walk(places, lambda name: self._skips(resolved, name, excluded)):
+        for below, entry_places in self._walk(path, excluded):
             status = entry_places[0].lstat()
             if not _is_plain(status.st_mode):
                 continue
@@ -120,6 +118,22 @@ class SourceTree:
             if count > limits.entries:
                 raise CopyRefused(f"{path} has more than {limits.entries} files", hint="use .dockerignore")
             yield SourceEntry(below, entry_places[0], status)
+
+    def _walk(self, path: str, excluded: IgnoreRules) -> Iterator[tuple[str, list[Path]]]:
+        """Yield the entry at a path and those below it, parents first: relative paths and host paths."""
+        found = self._locate(path)
+        pending = [("", [Path(host) for host in found.hosts])]
+        while pending:
+            below, places = pending.pop()
+            if not places or self._skips(found.path, below, excluded):
+                continue
+            if below.count("/") > _DEPTH_LIMIT:
+                raise CopyRefused(f"directories are nested more than {_DEPTH_LIMIT} deep")
+            yield below, places
+            if stat.S_ISDIR(places[0].lstat().st_mode):
+                entries = children(places)
+                names = sorted(entries, reverse=True)
+                pending += [(posixpath.join(below, name), entries[name]) for name in names]
 
     def _skips(self, root: str, below: str, excluded: IgnoreRules) -> bool:
         """Return True if neither a path nor any path below it can be included."""
@@ -134,19 +148,22 @@ class SourceTree:
 
     def file(self, path: str) -> Path | None:
         """Return the host path of the regular file at a relative path; None if there is none."""
-        found = self.tree.find(self.tree.resolve(f"/{path}"))
-        return found if found is not None and stat.S_ISREG(found.lstat().st_mode) else None
+        found = self._locate(path)
+        return Path(found.hosts[0]) if found.kind == stat.S_IFREG else None
 
     def real_path(self, path: str) -> str:
         """Return a relative path with its links resolved."""
-        return self.tree.resolve(f"/{path}").strip("/")
+        return self._locate(path).path.strip("/")
+
+    def _locate(self, path: str) -> LayerEntry:
+        return self._tree.locate(f"/{path}")
 
     def _exists(self, path: str) -> bool:
-        real = self.real_path(path)
-        found = self.tree.find(f"/{real}")
-        if found is None:
+        found = self._locate(path)
+        if not found.kind:
             return False
-        return self.includes(real) or (found.is_dir() and self._rules.has_exceptions)
+        kept = found.kind == stat.S_IFDIR and self._rules.has_exceptions
+        return kept or self.includes(found.path.strip("/"))
 
     def _matches(self, root: str, parts: Sequence[str], any_depth: bool) -> set[str]:
         """Return the paths that match. Links to directories are followed if further parts come."""
@@ -167,22 +184,12 @@ class SourceTree:
 
     def _directories(self, path: str) -> Iterator[str]:
         """Yield a directory and all directories below it."""
-        resolved = self.tree.resolve(f"/{path}")
-        for below, places in _walk(
-            self._places(resolved), lambda name: self._skips(resolved, name, IgnoreRules(()))
-        ):
+        for below, places in self._walk(path, IgnoreRules(())):
             if stat.S_ISDIR(places[0].lstat().st_mode):
                 yield posixpath.join(path, below).rstrip("/")
 
     def _names(self, path: str) -> list[str]:
-        return sorted(children(self._places(self.tree.resolve(f"/{path}"))))
-
-    def _places(self, resolved: str) -> list[Path]:
-        places = list(reversed(self.tree.layers))
-        for part in resolved.strip("/").split("/"):
-            if part:
-                places = children(places).get(part, [])
-        return places
+        return sorted(children([Path(host) for host in self._locate(path).hosts]))
 
 
 def _relative(source: str) -> str:
@@ -204,22 +211,6 @@ def _is_below(path: str, others: Set[str]) -> bool:
 
 def _is_plain(mode: int) -> bool:
     return stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
-
-
-def _walk(places: list[Path], skips: Callable[[str], bool]) -> Iterator[tuple[str, list[Path]]]:
-    pending = [("", places)]
-    while pending:
-        below, current = pending.pop()
-        if not current or skips(below):
-            continue
-        if below.count("/") > _DEPTH_LIMIT:
-            raise CopyRefused(f"directories are nested more than {_DEPTH_LIMIT} deep")
-        yield below, current
-        if stat.S_ISDIR(current[0].lstat().st_mode):
-            entries = children(current)
-            pending += [
-                (posixpath.join(below, name), entries[name]) for name in sorted(entries, reverse=True)
-            ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,9 +415,9 @@ class LayerWriter:
         os.utime(host, ns=(entry.status.st_mtime_ns, entry.status.st_mtime_ns))
 
     def _write_directory(self, path: str, mode: int) -> None:
-        found = self._tree.find(self._tree.resolve(path))
-        if found is not None and not stat.S_ISDIR(found.lstat().st_mode):
-            parent, name = posixpath.split(self._tree.resolve(path))
+        found = self._tree.locate(path)
+        if found.kind not in (0, stat.S_IFDIR):
+            parent, name = posixpath.split(found.path)
             host = self.make_directory(parent) / name
             host.unlink(missing_ok=True)
             host.mkdir()
