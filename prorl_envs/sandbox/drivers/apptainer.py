@@ -67,11 +67,6 @@ class ApptainerDriver(BubblewrapDriver):
         self._current_run = self._new_run()
         self._choosing = asyncio.Lock()
 
-    @property
-    def apptainer_pid(self) -> int | None:
-        """Pid of the running Apptainer, for operators; None if none was started."""
-        return self._current_run.template.pid
-
     async def _warm_starter(self) -> None:
         await self._current_run.template.start()
 

@@ -37,7 +37,7 @@ class IsolatedDriver[S: "IsolatedSandbox"](NodeDriver[S]):
         super().__init__(root, templates=templates, limits=limits)
         self.system_masks = system_masks()
         self.images = Images(self.directory.path)
-        #: Runs the proxies of sandboxes with an allowlist, and counts for operators.
+        #: Runs the proxies of sandboxes with an allowlist.
         self.gateway = Gateway()
         self._warned: set[str] = set()
 
@@ -53,17 +53,13 @@ class IsolatedDriver[S: "IsolatedSandbox"](NodeDriver[S]):
         finally:
             await self.images.release(use)
 
-    def warn_once(self, text: str) -> None:
-        """Log a warning for users of this driver, once per text."""
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.warning(text)
-
     def check_network(self, spec: SandboxSpec) -> None:
-        """Warn if a sandbox uses the host's network."""
+        """Warn if a sandbox uses the host's network, once per reason."""
         if spec.network.open:
             reason = f": {spec.network.reason}" if spec.network.reason else ""
-            self.warn_once(f"a sandbox starts with access to the host's whole network{reason}")
+            if reason not in self._warned:
+                self._warned.add(reason)
+                logger.warning("a sandbox starts with access to the host's whole network%s", reason)
 
     async def _release(self) -> None:
         await self.images.aclose()

@@ -126,11 +126,6 @@ class LimitEnforcer:
         groups = self._detect()
         return groups is not None and "cpu" in groups.controllers
 
-    @property
-    def checking_s(self) -> float:
-        """Seconds the watchdog has spent checking processes; for operators."""
-        return self._watchdog.checking_s
-
     def complete(self, spec: SandboxSpec) -> SandboxSpec:
         """Return the spec with default limits if it has none."""
         return spec if spec.limits is not None else replace(spec, limits=self._limits.per_sandbox)

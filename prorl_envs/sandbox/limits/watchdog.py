@@ -85,7 +85,6 @@ class Watchdog:
         #: When it gave up, and why; None if it works.
         self._given_up: tuple[float, str] | None = None
         self._closed = False
-        self.checking_s = 0.0
 
     def check(self) -> None:
         """Raise SandboxError if limits are no longer enforced."""
@@ -258,7 +257,6 @@ class Watchdog:
                 except OSError as error:  # the sandbox is stopping; if it does not, see UNREADABLE_LIMIT
                     watch.unreadable, watch.unreadable_why = watch.unreadable + 1, str(error)
             took = time.thread_time() - started
-            self.checking_s += took
             now = time.monotonic()
             pause_s = next_check_s(*remaining, took_s=took)
             may_wait = watch.idle and not watch.descriptors_outdated and pause_s > DISK_S

@@ -69,8 +69,6 @@ class Gateway:
 
     def __init__(self, limits: ProxyLimits = ProxyLimits(), resolve: Resolver | None = None) -> None:
         self.limits = limits
-        #: Accepted connections, and requests answered with an error, by the policy or as malformed.
-        self.connections = self.refused = 0
         self._resolve = resolve or self._ask_host
         # Two descriptors per connection, and at most a quarter of all descriptors.
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -148,7 +146,6 @@ class Proxy:
             await self._slots.acquire()
             client = await self._next_client()
             client.setblocking(False)
-            self._gateway.connections += 1
             task = asyncio.create_task(self._serve(client))
             self._serving.add(task)
             task.add_done_callback(functools.partial(self._served, client))
@@ -262,8 +259,6 @@ class Proxy:
             await _pump_both(client, server, moved, body)
 
     def _record_refusal(self, refused: ProxyRefused) -> None:
-        if refused.status not in (502, 504):
-            self._gateway.refused += 1
         # Log each reason once, and a bounded number of reasons: clients could fill the log.
         if refused.reason not in self._logged and len(self._logged) < _LOGGED_REFUSALS:
             self._logged.add(refused.reason)

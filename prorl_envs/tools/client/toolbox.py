@@ -305,9 +305,7 @@ class Toolbox:
             await self._server.ask(lambda id_: Read(id_, inner, limit), Content, timeout_s=timeout_s)
         ).data
 
-    async def upload(
-        self, source: Path, target: str, *, timeout_s: float, limits: TreeLimits | None = None
-    ) -> Transferred:
+    async def upload(self, source: Path, target: str, *, timeout_s: float) -> Transferred:
         """Copy a file or a tree of the host into the sandbox, with the sandbox's own rights.
 
         A file is created or replaced. A tree is merged into an existing one: its files and links are created
@@ -318,7 +316,6 @@ class Toolbox:
             source: path on the host.
             target: absolute path inside; missing directories are created.
             timeout_s: seconds the copy may take.
-            limits: maximum size of the tree.
 
         Raises:
             TransferRefused: the tree holds an unsupported kind of file, or is too large.
@@ -327,7 +324,7 @@ class Toolbox:
         """
         _check_timeout(timeout_s)
         inner = self.sandbox.path_inside(target, write=True)
-        return await transfer.upload(self.sandbox, source, inner, limits or TreeLimits(), timeout_s)
+        return await transfer.upload(self.sandbox, source, inner, timeout_s)
 
     async def download(
         self,

@@ -19,10 +19,9 @@ from prorl_envs.tools.protocol.unpack import unpack
 ENTRY = "prorl_envs.tools.server.transfer:serve"
 
 
-async def upload(
-    sandbox: Sandbox, source: Path, target: str, limits: TreeLimits, timeout_s: float
-) -> Transferred:
+async def upload(sandbox: Sandbox, source: Path, target: str, timeout_s: float) -> Transferred:
     """Upload a file or tree: see `Toolbox.upload`."""
+    limits = TreeLimits()
 
     def work(sock: socket.socket) -> Transferred:
         channel = TransferChannel(sock)

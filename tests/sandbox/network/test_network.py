@@ -63,13 +63,11 @@ async def test_a_listed_host_is_reached_through_the_proxy(shell_driver: Bubblewr
 
 
 async def test_an_unlisted_host_is_refused_with_a_reason(shell_driver: BubblewrapDriver) -> None:
-    refused = shell_driver.gateway.refused
     async with web() as port, started(shell_driver, "example.com") as sandbox:
         for request in (f"GET http://127.0.0.1:{port}/ HTTP/1.1", f"CONNECT 127.0.0.1:{port} HTTP/1.1"):
             first, *_, last = (await run_script(sandbox, through_proxy(request, ""))).splitlines()
             assert first.startswith("HTTP/1.1 403 Forbidden: ")
             assert last == f"127.0.0.1:{port} is not on the allowlist of this sandbox"
-    assert shell_driver.gateway.refused == refused + 2
 
 
 async def test_an_unlisted_name_of_a_listed_address_is_refused(shell_driver: BubblewrapDriver) -> None:
@@ -217,7 +215,7 @@ async def test_a_flood_from_one_sandbox_does_not_affect_the_others(shell_driver:
     """The sandbox gets as many connections as its proxy has slots; further connections wait in the kernel."""
     one = f"exec {{fd}}<>/dev/tcp/127.0.0.1/{PROXY_PORT}"
     flood = f"timeout 1 bash -c 'for i in {{1..1000}}; do {one} || break; done; echo all'; echo end"
-    connections = shell_driver.gateway.connections
+    free = least = shell_driver.gateway.free
     async with (
         web() as port,
         started(shell_driver, "example.com") as hostile,
@@ -228,5 +226,6 @@ async def test_a_flood_from_one_sandbox_does_not_affect_the_others(shell_driver:
             get = through_proxy(f"GET http://127.0.0.1:{port}/ HTTP/1.1", "")
             while not asking.done():
                 assert (await run_script(sandbox, get)).endswith("got GET / HTTP/1.1\n")
+                least = min(least, shell_driver.gateway.free)
             assert (await asking).endswith("end\n")
-    assert shell_driver.gateway.connections > connections + shell_driver.gateway.limits.connections
+    assert least <= free - shell_driver.gateway.limits.connections
