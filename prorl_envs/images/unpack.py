@@ -18,12 +18,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.filesystem.directories import remove_tree
-from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, is_whiteout
+from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerTree, is_whiteout
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -33,7 +33,6 @@ else:
 _CHUNK = 1 << 20
 #: Most bytes of one entry's headers, which tarfile keeps in memory. Attributes have at most 64 KiB each.
 _HEADERS_LIMIT = 4 << 20
-_LINK_LIMIT = 40
 _WHITEOUT, _OPAQUE, _RESERVED = ".wh.", ".wh..wh..opq", ".wh..wh."
 _ATTRIBUTE = "SCHILY.xattr."
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -217,6 +216,7 @@ class _Unpacker:
     def __init__(self, stream: _TarStream, place: Path, limits: UnpackLimits) -> None:
         self._stream = stream
         self._place = place
+        self._tree = LayerTree([place])
         self._limits = limits
         self._times: dict[Path, float] = {}
         self._parent: tuple[tuple[str, ...], Path] = ((), place)
@@ -276,27 +276,17 @@ class _Unpacker:
         """Return the directory at a path, following links inside the layer. Create it if it is missing."""
         if self._parent[0] == parts:
             return self._parent[1]
-        inside: list[str] = []
-        pending, links = list(reversed(parts)), 0
-        while pending:
-            part = pending.pop()
-            if part == "..":
-                inside = inside[:-1]
-                continue
-            path = self._place.joinpath(*inside, part)
-            if path.is_symlink():
-                links += 1
-                destination = path.readlink()
-                if links > _LINK_LIMIT or len(pending) > self._limits.path_bytes:
-                    raise LayerRefused("a layer has links that form a loop")
-                inside = [] if destination.is_absolute() else inside
-                pending += reversed([part for part in destination.parts if part != "/"])
-                continue
-            inside.append(part)
+        try:
+            resolved = self._tree.resolve("/" + "/".join(parts))
+        except SandboxError as error:
+            raise LayerRefused("a layer has links that form a loop") from error
+        path = self._place
+        for part in PurePosixPath(resolved).parts[1:]:
+            path /= part
             if not path.is_dir():
                 self._make_directory(path)
-        self._parent = (parts, self._place.joinpath(*inside))
-        return self._parent[1]
+        self._parent = (parts, path)
+        return path
 
     def _add_directory(self, path: Path, member: tarfile.TarInfo) -> None:
         if path.is_symlink() or not path.is_dir():
