@@ -36,27 +36,6 @@ class AvailableImage(Protocol):
     def release(self) -> None: ...
 
 
-class _LeasedLayers:
-    """Layers of an image, leased so that no process evicts them.
-
-    Raises:
-        SandboxError: a layer is missing.
-    """
-
-    def __init__(self, image: Path) -> None:
-        self.layers = read_layered(image).layers
-        self._lease = LayerLease(self.layers)
-        try:
-            check_layers(image, self.layers)  # a layer may have been evicted before the lease
-        except BaseException:
-            self._lease.release()
-            raise
-
-    def release(self) -> None:
-        """Release the lease. Idempotent."""
-        self._lease.release()
-
-
 @dataclass(slots=True)
 class _ImageEntry:
     mounting: asyncio.Task[AvailableImage]
@@ -137,9 +116,15 @@ def _make_available(image: Path, directory: Path) -> AvailableImage:
     if not is_layered(image):
         return mount(image, directory)
     try:
-        return _LeasedLayers(image)
+        lease = LayerLease(read_layered(image).layers)
     except OSError as error:
         raise SandboxError(f"cannot use the image {image}: {error}", hint="build it again") from error
+    try:
+        check_layers(image, lease.layers)  # a layer may have been evicted before the lease
+    except BaseException:
+        lease.release()
+        raise
+    return lease
 
 
 async def _unmount(entry: _ImageEntry) -> None:

@@ -68,9 +68,10 @@ class LayerLease:
     """
 
     def __init__(self, layers: Iterable[Path]) -> None:
+        self.layers = tuple(layers)
         self._locks: list[int] = []
         try:
-            for layer in layers:
+            for layer in self.layers:
                 self._take(layer)
         except BaseException:
             self.release()
