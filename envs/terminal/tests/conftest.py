@@ -9,6 +9,7 @@ import pytest
 from prorl_envs.env.node import Node
 from prorl_envs.images.dockerfile.build import DockerfileBuilder
 from prorl_envs.images.layers import LayerStore
+from prorl_envs.images.registry.puller import ImagePuller, PullSettings
 from prorl_envs.sandbox.base import Driver
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.images import Images
@@ -68,12 +69,10 @@ async def node(
     scratch.mkdir(exist_ok=True)
 
     def dockerfiles(driver: Driver) -> DockerfileBuilder:
-        return DockerfileBuilder(
-            LayerStore(cache / "layers"),
-            driver,
-            bases={"base": base, "debian:12-slim": base, "python": python_base},
-            scratch=scratch,
-        )
+        store = LayerStore(cache / "layers")
+        bases = {"base": base, "debian:12-slim": base, "python": python_base}
+        puller = ImagePuller(store, PullSettings(bases=bases))
+        return DockerfileBuilder(store, driver, puller=puller, scratch=scratch)
 
     driver = BubblewrapDriver(family_run_dir, templates=templates)
     driver.images = Images(driver.directory.base, idle_limit=0)  # an idle mount would count as a leak

@@ -52,7 +52,7 @@ from prorl_envs.images.dockerfile.stages import (
 )
 from prorl_envs.images.layers import LayerStore
 from prorl_envs.images.registry.documents import host_platform
-from prorl_envs.images.registry.puller import ImagePuller, PullSettings
+from prorl_envs.images.registry.puller import ImagePuller
 from prorl_envs.images.scratch import make_scratch
 from prorl_envs.images.threads import in_thread
 from prorl_envs.images.unpack import UnpackLimits
@@ -129,7 +129,6 @@ class DockerfileBuilder:
     Args:
         store: store of the layers and images; builders that share it trust each other.
         driver: driver of the sandboxes of RUN: bubblewrap or apptainer.
-        bases: see `PullSettings`, for the default puller.
         network: hosts that RUN and ADD can reach.
         limits: limits of one build.
         puller: pulls other images; None creates a puller for the store.
@@ -141,7 +140,6 @@ class DockerfileBuilder:
         store: LayerStore,
         driver: Driver,
         *,
-        bases: Mapping[str, Path] | None = None,
         network: Network | None = None,
         limits: DockerfileLimits | None = None,
         puller: ImagePuller | None = None,
@@ -150,7 +148,7 @@ class DockerfileBuilder:
         self.store, self.driver = store, driver
         self.network = network or Network()
         self.limits = limits or DockerfileLimits()
-        self.puller = puller or ImagePuller(store, PullSettings(bases=dict(bases or {})))
+        self.puller = puller or ImagePuller(store)
         self.scratch = node_local_base(scratch)
 
     @property

@@ -276,5 +276,5 @@ def _on_host(processes: Collection[ProcessUse]) -> dict[ProcessUse, list[int]]:
 
 
 def _start(pid: str) -> int | None:
-    process = parse_stat(Path(f"/proc/{pid}/stat").read_bytes(), dead=True)
+    process = parse_stat(Path(f"/proc/{pid}/stat").read_bytes())
     return None if process is None else process.start

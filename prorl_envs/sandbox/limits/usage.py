@@ -90,7 +90,7 @@ def _use_at(proc: int, place: str) -> tuple[ProcessUse | None, bool]:
         )
         if not readable:  # or it has released its memory since, because it exits
             text = os.pread(fd, _STAT_BYTES, 0)
-        if (use := parse_stat(text, dead=True)) is not None:
+        if (use := parse_stat(text)) is not None:
             if use.mapped > _SMALL_SPACE:
                 use = replace(use, tables=_page_tables(proc, place))
             if not readable and use.mapped:
@@ -109,11 +109,11 @@ def _page_tables(proc: int, place: str) -> int:
     return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0
 
 
-def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
-    """Parse a process's `stat`; None if it is empty, or if the process has exited and `dead` is False."""
+def parse_stat(text: bytes) -> ProcessUse | None:
+    """Parse a process's `stat`; None if it is empty."""
     head, _, rest = text.rpartition(b") ")
     fields = rest.split()
-    if len(fields) < 22 or (fields[0] in _EXITED and not dead):
+    if len(fields) < 22:
         return None
     pid, _, name = head.partition(b" (")
     return ProcessUse(
@@ -271,7 +271,7 @@ def kill(proc: int, process: ProcessUse) -> bool:
         contextlib.suppress(OSError),
         opened(str(process.pid), os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc) as folder,
     ):
-        now = parse_stat(_read(folder, "stat"), dead=True)
+        now = parse_stat(_read(folder, "stat"))
         if now is not None and now.start == process.start:
             signal.pidfd_send_signal(folder, signal.SIGKILL)
             return True

@@ -38,7 +38,8 @@ class Project:
         self.context, self.store = root / "context", LayerStore(root / "store")
         self.context.mkdir()
         self.events: list[BuildProgress] = []
-        self.builder = DockerfileBuilder(self.store, driver, bases={"base": rootfs}, scratch=run_dir)
+        puller = ImagePuller(self.store, PullSettings(bases={"base": rootfs}))
+        self.builder = DockerfileBuilder(self.store, driver, puller=puller, scratch=run_dir)
 
     def write(self, **files: str) -> None:
         for name, content in files.items():
