@@ -186,34 +186,30 @@ def write_system(spec: SandboxSpec, files: InstanceFiles) -> None:
             (system / path.name).symlink_to(path.readlink())
         else:
             (system / path.name).mkdir()
-    places = {**files.places(spec), "/": system}
-    for target, is_directory in mount_points(spec).items():
-        _make_point(target, places, is_directory)
+    write_points(spec, {**files.places(spec), "/": system})
 
 
-def write_points(spec: SandboxSpec, files: InstanceFiles) -> None:
+def write_points(spec: SandboxSpec, places: Mapping[str, Path]) -> None:
     """Create the mount points in the sandbox's own directories: Apptainer cannot create them there.
+
+    Args:
+        places: the directories by their paths inside.
 
     Raises:
         OSError: a mount point cannot be created.
     """
-    places = files.places(spec)
     for target, is_directory in mount_points(spec).items():
-        _make_point(target, places, is_directory)
-
-
-def _make_point(target: str, places: Mapping[str, Path], is_directory: bool) -> None:
-    path = PurePosixPath(target)
-    above = [place for place in places if path != PurePosixPath(place) and path.is_relative_to(place)]
-    if not above:
-        return
-    place = max(above, key=len)
-    point = places[place] / path.relative_to(place)
-    if is_directory:
-        point.mkdir(mode=0o755, parents=True, exist_ok=True)
-    else:
+        path = PurePosixPath(target)
+        above = [place for place in places if path != PurePosixPath(place) and path.is_relative_to(place)]
+        if not above:
+            continue
+        place = max(above, key=len)
+        point = places[place] / path.relative_to(place)
         point.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        point.touch(mode=0o644)
+        if is_directory:
+            point.mkdir(mode=0o755, exist_ok=True)
+        else:
+            point.touch(mode=0o644)
 
 
 def explain_instance(output: str) -> SandboxError:

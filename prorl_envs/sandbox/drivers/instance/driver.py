@@ -288,7 +288,7 @@ class InstanceSandbox(IsolatedSandbox):
         if spec.image is None:
             write_system(spec, files)
         else:
-            write_points(spec, files)
+            write_points(spec, files.places(spec))
         return overlays
 
     def _open_namespaces(self) -> int:
