@@ -109,7 +109,7 @@ def _name(builder: DockerfileBuilder, context: Mapping[str, tuple[bytes, bool]],
     )
     label = "" if base is None else base[1].decode(errors="replace").lower().rpartition("/")[2]
     content = {path: [data.hex(), executable] for path, (data, executable) in sorted(context.items())}
-    bases = {name: _identity(path) for name, path in sorted(builder.bases.items())}
+    bases = {name: _identity(path) for name, path in sorted(builder.puller.settings.bases.items())}
     values = {"content": content, "bases": bases}
     if machine.dockerfile or machine.build_args or machine.build_target:
         build = [_dockerfile(machine), dict(sorted(machine.build_args.items())), machine.build_target]

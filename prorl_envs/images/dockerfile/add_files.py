@@ -32,10 +32,6 @@ _REDIRECTS = 5
 _IDLE_S = 60.0
 
 
-class AddRefused(InputError):
-    """Error for a source of ADD that cannot be used."""
-
-
 def is_address(source: str) -> bool:
     """Return True if a source of ADD is an address, not a file of the context."""
     return source.startswith(("http://", "https://", "git://", "git@", "ssh://"))
@@ -67,13 +63,13 @@ def unpack_archive(path: Path, place: Path, limits: UnpackLimits) -> None:
 
     Raises:
         SandboxError: the archive is damaged, or exceeds a limit.
-        AddRefused: the archive cannot be decompressed.
+        InputError: the archive cannot be decompressed.
     """
     try:
         with _decompressed(path) as stream:
             unpack_layer(stream, place, limits=limits)
     except (EOFError, lzma.LZMAError, ValueError) as error:
-        raise AddRefused(f"the archive {path.name} is damaged: {error}") from error
+        raise InputError(f"the archive {path.name} is damaged: {error}") from error
 
 
 @contextmanager
@@ -82,7 +78,7 @@ def _decompressed(path: Path) -> Iterator[BinaryIO]:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise AddRefused(f"{path.name} is not a regular file")
+            raise InputError(f"{path.name} is not a regular file")
         start = file.read(6)
         file.seek(0)
         decode = next((decode for magic, decode in _DECODERS if start.startswith(magic)), None)
@@ -97,13 +93,13 @@ def address_name(address: str) -> str:
     """Return the file name of an address.
 
     Raises:
-        AddRefused: the address has no file name, or is not supported.
+        InputError: the address has no file name, or is not supported.
     """
     if not address.startswith(("http://", "https://")):
-        raise AddRefused(f"{address} is not supported", hint="clone a repository with RUN git clone")
+        raise InputError(f"{address} is not supported", hint="clone a repository with RUN git clone")
     name = posixpath.basename(urlsplit(address).path)
     if not name or name in (".", "..") or "\0" in name:
-        raise AddRefused(
+        raise InputError(
             f"{address} has no file name", hint="give a file as destination, without / at its end"
         )
     return name
@@ -121,7 +117,7 @@ async def download(
         checksum: checksum that the file must have (`sha256:...`); "" accepts any.
 
     Raises:
-        AddRefused: the download failed, or the file has another checksum.
+        InputError: the download failed, or the file has another checksum.
     """
     import httpx  # only a download needs it
 
@@ -135,12 +131,12 @@ async def download(
         ):
             digest = await _fetch(client, address, target, limit)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
-        raise AddRefused(
+        raise InputError(
             f"cannot download {address}: {error or type(error).__name__}",
             hint="is its host allowed (--allow)? For a name with a private address: --allow private:HOST",
         ) from error
     if checksum and checksum != f"sha256:{digest}":
-        raise AddRefused(f"{address} has the checksum sha256:{digest}, not {checksum}")
+        raise InputError(f"{address} has the checksum sha256:{digest}, not {checksum}")
 
 
 @asynccontextmanager
@@ -167,7 +163,7 @@ async def _fetch(client: "httpx.AsyncClient", address: str, target: Path, limit:
             async for chunk in answer.aiter_bytes(_CHUNK):
                 size += len(chunk)
                 if size > limit:
-                    raise AddRefused(f"{address} has more than {limit} bytes")
+                    raise InputError(f"{address} has more than {limit} bytes")
                 digest.update(chunk)
                 file.write(chunk)
     return digest.hexdigest()

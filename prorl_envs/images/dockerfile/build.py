@@ -7,8 +7,8 @@ import posixpath
 import re
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from prorl_envs.images.dockerfile.add_files import (
 )
 from prorl_envs.images.dockerfile.copy_files import (
     CopyLimits,
-    CopyRefused,
     CopyRequest,
     FileCopier,
     LayerWriter,
@@ -49,6 +48,7 @@ from prorl_envs.images.dockerfile.stages import (
     declared_names,
     plan_build,
     platform_args,
+    stage_index,
 )
 from prorl_envs.images.layers import LayerStore
 from prorl_envs.images.registry.documents import host_platform
@@ -151,11 +151,6 @@ class DockerfileBuilder:
         self.puller = puller or ImagePuller(store)
         self.scratch = node_local_base(scratch)
 
-    @property
-    def bases(self) -> Mapping[str, Path]:
-        """Local images by reference; see `PullSettings`."""
-        return self.puller.settings.bases
-
     async def build(
         self,
         context: Path,
@@ -189,7 +184,7 @@ class DockerfileBuilder:
         plan = plan_build(parsed, args or {}, platform=host_platform(), target=target)
         rules = await in_thread(_read_ignore, context, dockerfile)
         run = _Build(self, plan, context, rules, args or {}, secrets or {}, on_progress)
-        async with run.opened():
+        with run.leases:
             stage = await run.build()
             image = LayeredImage(layers=tuple(stage.layers), config=stage.config)
             return await in_thread(self.store.write_image, name or _image_name(plan, stage), image)
@@ -246,18 +241,14 @@ class _Build:
         self._on_progress = on_progress
         self._stages: dict[int, _Stage] = {}
         self._images: dict[str, _Stage] = {}
-        self._leases = contextlib.ExitStack()
+        #: Leases of the layers, which a build holds to its end.
+        self.leases = contextlib.ExitStack()
         self._step, self._steps = 0, sum(len(stage.steps) + 1 for stage in plan.stages)
         self._current_step: Instruction | None = None
 
     @property
     def _dockerfile(self) -> Dockerfile:
         return self._plan.dockerfile
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        with self._leases:
-            yield
 
     async def build(self) -> _Stage:
         for name in sorted(set(self._args) - PROXY_ARGS - declared_names(self._dockerfile)):
@@ -337,7 +328,7 @@ class _Build:
     async def _make_copy(
         self, plan: StagePlan, stage: _Stage, settings: StageSettings, step: Instruction
     ) -> None:
-        source = await self._source(plan, step)
+        source = await self._source(plan, step.flag("from"))
         with self._scratch() as scratch:
             request = await self._copy_request(step, settings, source, scratch)
             copier = FileCopier(source, request, self._builder.limits.copy)
@@ -364,31 +355,27 @@ class _Build:
     def _unpack(self, source: SourceTree, path: str, folder: Path) -> None:
         archive = source.file(path)
         if archive is None:
-            raise CopyRefused(f"{path} was replaced during the build")
+            raise InputError(f"{path} was replaced during the build")
         folder.mkdir(parents=True)
         limits = self._builder.limits.copy
         unpack_archive(
             archive, folder, UnpackLimits(unpacked_bytes=limits.size_bytes, entries=limits.entries)
         )
 
-    async def _source(self, plan: StagePlan, step: Instruction) -> SourceTree:
-        name = step.flag("from")
+    async def _source(self, plan: StagePlan, name: str) -> SourceTree:
+        """Return the files of the earlier stage or the image that `--from` names; "" is the context."""
         if not name:
             return self._context
-        found = await self._stage_or_image(plan, name)
+        index = stage_index(name, self._plan.names, plan.index)
+        found = await self._image(name) if index is None else self._stages[index]
         return SourceTree(found.layers, name=f"the stage or image {name}")
-
-    async def _stage_or_image(self, plan: StagePlan, name: str) -> _Stage:
-        """Return the earlier stage or the image that `--from` names."""
-        index = self._plan.stage_index(name, plan.index)
-        return await self._image(name) if index is None else self._stages[index]
 
     async def _copy_request(
         self, step: Instruction, settings: StageSettings, source: SourceTree, scratch: Path
     ) -> CopyRequest:
         words = settings.words(step)
         if len(words) < 2:
-            raise CopyRefused("needs a source and a destination")
+            raise InputError("needs a source and a destination")
         *sources, destination = words
         documents = dict(self._documents(step, settings))
         sources = [source for source in sources if heredoc_name(source) not in documents]
@@ -397,7 +384,7 @@ class _Build:
             documents |= downloads
         target = settings.path_inside(destination)
         if len(sources) + len(documents) > 1 and not target.endswith("/"):
-            raise CopyRefused(f"several sources need a directory, but {destination} has no / at its end")
+            raise InputError(f"several sources need a directory, but {destination} has no / at its end")
         unpacked: dict[str, Path] = {}
         if step.name == "ADD" and step.flag("unpack", "true") != "false":
             unpacked = await in_thread(_archives, source, sources, scratch)
@@ -556,12 +543,7 @@ class _Build:
             mounts.append(Mount(source=path.absolute(), target=options["target"]))
 
     async def _bind(self, plan: StagePlan, options: Mapping[str, str], folder: Path) -> tuple[Mount, str]:
-        name = options.get("from", "")
-        source = self._context
-        if name:
-            source = SourceTree(
-                (await self._stage_or_image(plan, name)).layers, name=f"the stage or image {name}"
-            )
+        source = await self._source(plan, options.get("from", ""))
         path = options.get("source", "").strip("/")
         request = CopyRequest(sources=[path or "."], destination="/copy")
         copier = FileCopier(source, request, self._builder.limits.copy)
@@ -595,7 +577,7 @@ class _Build:
         return layer
 
     def _hold(self, layers: Sequence[Path]) -> None:
-        self._leases.enter_context(self._builder.store.holding(layers))
+        self.leases.enter_context(self._builder.store.holding(layers))
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:

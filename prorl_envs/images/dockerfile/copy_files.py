@@ -30,10 +30,6 @@ _OPERATION = re.compile(r"([-+=])([ugo]|[rwxXst]*)")
 _SHIFTS = {"u": 6, "g": 3, "o": 0}
 
 
-class CopyRefused(InputError):
-    """Error for a source or destination of a copy that cannot be used."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLimits:
     """Limits of one instruction.
@@ -87,12 +83,12 @@ class SourceTree:
             any_depth: whether `**` stands for any number of directories; else it is like `*`.
 
         Raises:
-            CopyRefused: such a path is missing, or the pattern leads out of the tree.
+            InputError: such a path is missing, or the pattern leads out of the tree.
         """
         parts = _relative(pattern).split("/")
         plain = list(itertools.takewhile(lambda part: not is_glob(part), parts))
         if not self._exists("/".join(plain)):
-            raise CopyRefused(
+            raise InputError(
                 f"{pattern} is not in {self.name}",
                 hint="is it excluded by .dockerignore, or in another directory?",
             )
@@ -107,7 +103,7 @@ class SourceTree:
             excluded: further rules, for paths relative to `path`.
 
         Raises:
-            CopyRefused: there are too many entries, or they are nested too deeply.
+            InputError: there are too many entries, or they are nested too deeply.
         """
         count = 0
         for below, entry_places in self._walk(path, excluded):
@@ -116,7 +112,7 @@ class SourceTree:
                 continue
             count += 1
             if count > limits.entries:
-                raise CopyRefused(f"{path} has more than {limits.entries} files", hint="use .dockerignore")
+                raise InputError(f"{path} has more than {limits.entries} files", hint="use .dockerignore")
             yield SourceEntry(below, entry_places[0], status)
 
     def _walk(self, path: str, excluded: IgnoreRules) -> Iterator[tuple[str, list[Path]]]:
@@ -128,7 +124,7 @@ class SourceTree:
             if not places or self._skips(found.path, below, excluded):
                 continue
             if below.count("/") > _DEPTH_LIMIT:
-                raise CopyRefused(f"directories are nested more than {_DEPTH_LIMIT} deep")
+                raise InputError(f"directories are nested more than {_DEPTH_LIMIT} deep")
             yield below, places
             if stat.S_ISDIR(places[0].lstat().st_mode):
                 entries = children(places)
@@ -195,11 +191,11 @@ class SourceTree:
 def _relative(source: str) -> str:
     parts = [part for part in source.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise CopyRefused(
+        raise InputError(
             f"{source} leads out of its directory", hint="copy files from within the context only"
         )
     if "\0" in source:
-        raise CopyRefused("a name contains a zero byte")
+        raise InputError("a name contains a zero byte")
     return "/".join(parts)
 
 
@@ -254,7 +250,7 @@ class FileCopier:
         """Return the digest of the files: names, kinds, permissions, contents. Blocks.
 
         Raises:
-            CopyRefused: a file is missing or cannot be read.
+            InputError: a file is missing or cannot be read.
         """
         total = hashlib.sha256()
         for name, content in self._request.documents.items():
@@ -264,14 +260,14 @@ class FileCopier:
                 for entry in self._entries(path):
                     total.update(repr((path, entry.path, *_identity(entry))).encode())
         except OSError as error:
-            raise CopyRefused(f"cannot read {error.filename}: {error.strerror}") from error
+            raise InputError(f"cannot read {error.filename}: {error.strerror}") from error
         return total.hexdigest()
 
     def copy(self, writer: "LayerWriter") -> None:
         """Write the files into a layer. Blocks.
 
         Raises:
-            CopyRefused: a file is missing, cannot be read, or does not fit the destination.
+            InputError: a file is missing, cannot be read, or does not fit the destination.
         """
         request = self._request
         selected = list(self._selected())
@@ -285,7 +281,7 @@ class FileCopier:
             for path, kept in selected:
                 self._copy_source(path, kept, writer, into)
         except OSError as error:
-            raise CopyRefused(f"cannot copy {error.filename}: {error.strerror}") from error
+            raise InputError(f"cannot copy {error.filename}: {error.strerror}") from error
 
     def _selected(self) -> Iterator[tuple[str, str]]:
         """Yield the paths of the sources, and for `--parents` the part of each that the copy keeps."""
@@ -321,7 +317,7 @@ class FileCopier:
             if stat.S_ISREG(entry.status.st_mode):
                 self._written += entry.status.st_size
                 if self._written > self._limits.size_bytes:
-                    raise CopyRefused(f"more than {self._limits.size_bytes} bytes", hint="use .dockerignore")
+                    raise InputError(f"more than {self._limits.size_bytes} bytes", hint="use .dockerignore")
             writer.write_entry(posixpath.join(destination, entry.path).rstrip("/") or "/", entry, mode)
 
     def _entries(self, path: str) -> Iterator[SourceEntry]:
@@ -351,7 +347,7 @@ def _open(path: Path) -> BinaryIO:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise CopyRefused(f"{path.name} was replaced during the build")
+        raise InputError(f"{path.name} was replaced during the build")
     return os.fdopen(fd, "rb")
 
 
@@ -377,7 +373,7 @@ class LayerWriter:
         """Create a directory with its parents; existing ones keep their modes. Return its host path.
 
         Raises:
-            CopyRefused: one of them is a file.
+            InputError: one of them is a file.
         """
         resolved = self._tree.resolve(path)
         inside, host = "", self._draft
@@ -386,7 +382,7 @@ class LayerWriter:
             inside, host = f"{inside}/{part}", host / part
             found = self._tree.find(inside)
             if found is not None and not stat.S_ISDIR(found.lstat().st_mode):
-                raise CopyRefused(f"{inside} is a file, not a directory")
+                raise InputError(f"{inside} is a file, not a directory")
             if not host.is_dir():
                 host.mkdir()
                 default = mode if number == len(parts) else 0o755
@@ -433,7 +429,7 @@ class LayerWriter:
         """
         parent, name = posixpath.split(path.rstrip("/"))
         if name in ("", ".", ".."):
-            raise CopyRefused(f"{path} is not the name of a file")
+            raise InputError(f"{path} is not the name of a file")
         host = self.make_directory(parent) / name
         if host.is_dir() and not host.is_symlink():
             remove_tree(host)

@@ -53,10 +53,6 @@ class BuildPlan:
     names: Mapping[str, int]
     global_args: Mapping[str, str]
 
-    def stage_index(self, name: str, before: int) -> int | None:
-        """Return the index of the stage that `--from` names; None if it names an image."""
-        return _stage_index(name, self.names, before)
-
 
 def platform_args(platform: str) -> dict[str, str]:
     """Return the predefined arguments of a platform such as `linux/amd64`."""
@@ -181,7 +177,13 @@ def _stage(
     )
 
 
-def _stage_index(name: str, names: Mapping[str, int], before: int) -> int | None:
+def stage_index(name: str, names: Mapping[str, int], before: int) -> int | None:
+    """Return the index of the earlier stage with a name or number; None if there is none.
+
+    Args:
+        names: index of each named stage.
+        before: index of the first later stage.
+    """
     index = int(name) if name.isdecimal() else names.get(name.lower())
     return index if index is not None and index < before else None
 
@@ -189,7 +191,7 @@ def _stage_index(name: str, names: Mapping[str, int], before: int) -> int | None
 def _target(dockerfile: Dockerfile, target: str | None, names: Mapping[str, int], count: int) -> int:
     if target is None:
         return count - 1
-    index = _stage_index(target, names, count)
+    index = stage_index(target, names, count)
     if index is None:
         hint = name_hint(target, names)
         raise DockerfileError(f"has no stage {target}", file=dockerfile.file, hint=hint)
@@ -207,7 +209,7 @@ def _needed(
             continue
         needed.add(stage.index)
         for name in _sources(dockerfile, stage):
-            index = _stage_index(name, names, stage.index)
+            index = stage_index(name, names, stage.index)
             if index is not None:
                 pending.append(index)
         if stage.parent is not None:
