@@ -3,12 +3,14 @@
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.filesystem.layer_leases import LayerLease
 from prorl_envs.sandbox.filesystem.layered import check_layers, is_layered, read_layered
-from prorl_envs.sandbox.filesystem.sif_mounts import mount
+from prorl_envs.sandbox.filesystem.sif_mounts import MountedImage, mount
+
+#: Image that sandboxes can use until it is released.
+type AvailableImage = MountedImage | LayerLease
 
 #: Unused images that stay mounted for the next sandbox, 2 MB each.
 IDLE_LIMIT = 16
@@ -25,15 +27,6 @@ class ImageUse:
 
     layers: tuple[Path, ...]
     key: tuple[int, ...] = ()
-
-
-class AvailableImage(Protocol):
-    """Image that sandboxes can use until it is released."""
-
-    @property
-    def layers(self) -> tuple[Path, ...]: ...
-
-    def release(self) -> None: ...
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ exec 9<"$place/users"  # releases this shared lock; a living driver has its own
 
 
 class MountedImage:
-    """Mounted SIF, until `release`; made by `mount`.
+    """Mounted SIF, until `release`; made by `mount`. Its root file system is its only layer.
 
     Args:
         place: directory of the mount point and the lock.
@@ -54,18 +54,9 @@ class MountedImage:
     """
 
     def __init__(self, place: Path, user: int) -> None:
+        self.layers = (place / "root",)
         self._place = place
         self._user = user
-
-    @property
-    def root(self) -> Path:
-        """Host path of the image's root file system."""
-        return self._place / "root"
-
-    @property
-    def layers(self) -> tuple[Path, ...]:
-        """See `images.AvailableImage`: the root file system is the only layer."""
-        return (self.root,)
 
     def release(self) -> None:
         """Unmount the image. Idempotent.
@@ -78,7 +69,7 @@ class MountedImage:
         user, self._user = self._user, -1
         try:
             unmount_below(self._place)
-            self.root.rmdir()
+            self.layers[0].rmdir()
             (self._place / "users").unlink()
             self._place.rmdir()
         finally:
