@@ -16,7 +16,6 @@ from typing import IO, Any
 from prorl_envs.nemo.examples import read_jsonl
 from prorl_envs.nemo.root import GymRoot, gym_root
 from prorl_envs.nemo.rows import server_name
-from prorl_envs.testing.openai_face import FakeBehaviour
 from tests.nemo.conftest import SERVICE_TOKEN, free_port
 from tests.packages import install
 
@@ -146,7 +145,7 @@ def wait_until_gone(session: int) -> list[str]:
 
 
 def model_flags(url: str) -> list[str]:
-    return ["--model", str(FakeBehaviour.REFERENCE), "--model-url", url, "--model-api-key", "none"]
+    return ["--model", "reference", "--model-url", url, "--model-api-key", "none"]
 
 
 def evaluate(running: Gym, agent: str, rows: list[dict[str, Any]], output: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from fastapi import FastAPI
 
 from prorl_envs.env.base import Task
-from prorl_envs.testing.openai_face import FakeBehaviour, add_conversations
+from prorl_envs.testing.openai_face import add_conversations
 from prorl_envs.tools.types import JsonObject
 from tests.support.serving import served
 
@@ -24,7 +24,7 @@ def face(tasks: Sequence[Task]) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
-        return {"object": "list", "data": [{"id": str(name), "object": "model"} for name in FakeBehaviour]}
+        return {"object": "list", "data": [{"id": "reference", "object": "model"}]}
 
     add_conversations(app, tasks)
     return app
