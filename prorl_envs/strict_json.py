@@ -19,6 +19,15 @@ def json_problem(value: object) -> str:
     return ""
 
 
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object that a text contains; None for every other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 

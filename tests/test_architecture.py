@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.
     "trainers": frozenset({"errors", "model.types", "rollout.api", "rollout.client"}),
     "model": frozenset({"errors", "strict_json", "clock", "window", "tools.types"}),
-    "viewer": frozenset({"errors", "rollout.api.summary"}),
+    "viewer": frozenset({"errors", "strict_json", "rollout.api.summary"}),
     # A service serves the pages that display it.
     "rollout": frozenset(
         {
@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         }
     ),
     "runs": frozenset({"errors", "rollout.api", "rollout.client", "viewer"}),
-    "exports": frozenset({"errors", "extras", "rollout.api", "runs"}),
+    "exports": frozenset({"errors", "strict_json", "extras", "rollout.api", "runs"}),
     "loggers": frozenset({"errors", "extras", "rollout.api.summary", "runs"}),
     "testing": frozenset({"errors", "clock", "tools.types", "model", "env", "sandbox", "rollout"}),
     # The composition root builds all parts, and prints nothing.

@@ -6,9 +6,10 @@ The specification is RFC 0001 of Harbor (https://harborframework.com/docs/trajec
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prorl_envs.exports.chat import arguments_of, message_of
+from prorl_envs.exports.chat import message_of
 from prorl_envs.rollout.api.types import Result, Trajectory, TurnRecord
 from prorl_envs.runs.folder import RunDescription
+from prorl_envs.strict_json import json_object
 
 #: Harbor's current version is 1.8, which adds audio; NeMo Relay reads 1.7.
 SCHEMA_VERSION = "ATIF-v1.7"
@@ -92,7 +93,7 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a tool call. Arguments that are not a JSON object are stored as text in `extra`."""
     text = call["function"]["arguments"]
     converted: dict[str, Any] = {"tool_call_id": call["id"], "function_name": call["function"]["name"]}
-    arguments = arguments_of(text)
+    arguments = json_object(text)
     if arguments is not None:
         return converted | {"arguments": arguments}
     return converted | {"arguments": {}, "extra": {"arguments": text}}

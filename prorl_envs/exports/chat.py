@@ -1,10 +1,10 @@
 """Conversations as chat messages, in OpenAI's format and as chat templates read them."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from prorl_envs.rollout.api.types import Result
+from prorl_envs.strict_json import json_object
 
 _TEXT_FIELDS = ("reasoning_content", "tool_call_id", "name")
 
@@ -38,18 +38,9 @@ def training_messages(result: Result) -> list[dict[str, Any]]:
     for message in messages:
         for call in message.get("tool_calls", ()):
             text = call["function"]["arguments"]
-            parsed = arguments_of(text)
+            parsed = json_object(text)
             call["function"]["arguments"] = text if parsed is None else parsed
     return messages
-
-
-def arguments_of(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a tool call, or None if the text is not a JSON object."""
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return arguments if isinstance(arguments, dict) else None
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import InputError
-from prorl_envs.exports.chat import arguments_of, message_of
+from prorl_envs.exports.chat import message_of
 from prorl_envs.exports.columns import COLUMNS, Located, Written, as_json, converted, row_of
 from prorl_envs.extras import install_extras
 from prorl_envs.rollout.api.types import Result
+from prorl_envs.strict_json import json_object
 
 try:
     import pyarrow
@@ -78,7 +79,7 @@ def _dataset_row(result: Result) -> tuple[dict[str, Any], int]:
     for message in messages:
         for call in message.get("tool_calls", ()):
             text = call["function"]["arguments"]
-            call["function"]["arguments"] = text if arguments_of(text) is not None else json.dumps(text)
+            call["function"]["arguments"] = text if json_object(text) is not None else json.dumps(text)
     size = sum(len(message["content"]) for message in messages)
     return {"messages": messages, "tools": as_json(result.tools), **row_of(result)}, size
 

@@ -105,14 +105,26 @@ def case_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
         environment: name of the family.
         folder: folder of its NeMo Gym server.
     """
-    return asyncio.run(_case_outcomes(environment, read_jsonl(folder / CASES)))
+    cases = [
+        (case["name"], case.get("expected_error") or case["expected_reward"], case["request"])
+        for case in read_jsonl(folder / CASES)
+    ]
+    return asyncio.run(_outcomes(environment, cases))
 
 
 def rollout_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
     """Replay the rollouts in `data/example_rollouts.jsonl`, and compare each reward with the recorded one.
     Arguments: see `case_outcomes`."""
-    rows, rollouts = read_jsonl(folder / EXAMPLE), read_jsonl(folder / ROLLOUTS)
-    return asyncio.run(_rollout_outcomes(environment, rows, rollouts))
+    rows = read_jsonl(folder / EXAMPLE)
+    cases = [
+        (
+            rollout["task_id"],
+            rollout["reward"],
+            rows[rollout["_ng_task_index"]] | {"response": rollout["response"]},
+        )
+        for rollout in read_jsonl(folder / ROLLOUTS)
+    ]
+    return asyncio.run(_outcomes(environment, cases))
 
 
 def unexpected(outcomes: Iterable[FixtureOutcome]) -> list[FixtureOutcome]:
@@ -120,31 +132,17 @@ def unexpected(outcomes: Iterable[FixtureOutcome]) -> list[FixtureOutcome]:
     return [outcome for outcome in outcomes if not outcome.as_expected]
 
 
-async def _case_outcomes(environment: str, cases: Sequence[JsonObject]) -> list[FixtureOutcome]:
-    outcomes = []
-    async with _serving(environment) as server:
-        for case in cases:
-            expected = case["expected_error"] if "expected_error" in case else case["expected_reward"]
-            observed = _observed(await _replay(server, VerifyRequest.model_validate(case["request"])))
-            outcomes.append(FixtureOutcome(case["name"], expected, observed))
-    return outcomes
-
-
-async def _rollout_outcomes(
-    environment: str, rows: Sequence[JsonObject], rollouts: Sequence[JsonObject]
+async def _outcomes(
+    environment: str, cases: Sequence[tuple[str, float | str, JsonObject]]
 ) -> list[FixtureOutcome]:
+    """Replay cases: for each its name, the expected reward or error, and the request."""
     outcomes = []
     async with _serving(environment) as server:
-        for rollout in rollouts:
-            row = rows[rollout["_ng_task_index"]]
-            request = VerifyRequest.model_validate(row | {"response": rollout["response"]})
-            observed = _observed(await _replay(server, request))
-            outcomes.append(FixtureOutcome(rollout["task_id"], rollout["reward"], observed))
+        for name, expected, request in cases:
+            answer = await _replay(server, VerifyRequest.model_validate(request))
+            observed = answer.text if answer.is_error else float(answer.json()["reward"])
+            outcomes.append(FixtureOutcome(name, expected, observed))
     return outcomes
-
-
-def _observed(answer: httpx.Response) -> float | str:
-    return answer.text if answer.is_error else float(answer.json()["reward"])
 
 
 @asynccontextmanager

@@ -1,9 +1,11 @@
 """Requests of trainer adapters to the rollout service: submission of groups, collection of their results, and
 cancellation of groups that are no longer needed."""
 
+import asyncio
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,3 +204,45 @@ def cancelled_on_error(client: SyncRolloutClient, group_ids: Sequence[str]) -> I
             with contextlib.suppress(ProrlError):  # not submitted yet, or the service is unreachable
                 client.cancel_group(group_id)
         raise
+
+
+def shuffled(tasks: Sequence[Mapping[str, Any]], seed: int = 0) -> Iterator[Mapping[str, Any]]:
+    """Yield tasks without end, each time in a new random order."""
+    order = random.Random(seed)
+    while True:
+        yield from order.sample(list(tasks), len(tasks))
+
+
+async def keep_in_flight(
+    start: Callable[[], asyncio.Task[None] | None],
+    must_wait: Callable[[int], Awaitable[bool]],
+    tick_s: float,
+) -> None:
+    """Keep tasks in flight. If one fails, or this call stops, all others are cancelled.
+
+    Args:
+        start: starts the next task, which its caller may cancel; None ends this call.
+        must_wait: returns True while no task may start; called with the number of those in flight.
+        tick_s: seconds between two calls of `must_wait`, less if a task ends.
+    """
+    in_flight: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            while await must_wait(len(in_flight)):
+                if not in_flight:
+                    await asyncio.sleep(tick_s)
+                    continue
+                done, in_flight = await asyncio.wait(
+                    in_flight, timeout=tick_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    if not task.cancelled():
+                        task.result()
+            if (started := start()) is None:
+                return
+            in_flight.add(started)
+    finally:
+        for task in in_flight:
+            task.cancel()
+        if in_flight:
+            await asyncio.wait(in_flight)

@@ -6,10 +6,8 @@ It works with any trainer that reads batches from this API. `atroposlib` is not 
 """
 
 import asyncio
-import itertools
 import logging
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,7 @@ from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.model.types import Sampling
 from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import spread
-from prorl_envs.trainers.asking import GroupTemplate
+from prorl_envs.trainers.asking import GroupTemplate, keep_in_flight, shuffled
 from prorl_envs.trainers.rollouts import Rollouts
 from prorl_envs.trainers.rows import one_row
 
@@ -95,38 +93,27 @@ async def feed(config: AtroposFeed) -> int:
 
 async def _feed(http: httpx.AsyncClient, rollouts: Rollouts, config: AtroposFeed, env_id: int) -> int:
     template = GroupTemplate(config.url, config.environment, config.sampling, config.limits)
+    tasks = enumerate(shuffled(config.tasks))
     pushed = 0
-    in_flight: set[asyncio.Task[list[Result]]] = set()
-    try:
-        for number, task in enumerate(_stream(config.tasks)):
-            while len(in_flight) >= config.groups or await _is_behind(http, env_id, config, len(in_flight)):
-                done, in_flight = await _wait_for_groups(in_flight)
-                for group in done:
-                    pushed += await _push(http, group.result(), config, env_id)
-            if config.steps is not None and pushed >= config.steps:
-                break
-            request = template.group(f"{number}", task, config.samples)
-            in_flight.add(asyncio.create_task(rollouts.group(request)))
-    finally:
-        for group in in_flight:
-            group.cancel()
-        if in_flight:
-            await asyncio.wait(in_flight)
+
+    async def push(number: int, task: Mapping[str, Any]) -> None:
+        nonlocal pushed
+        results = await rollouts.group(template.group(f"{number}", task, config.samples))
+        scored = as_scored_data(results, equal=config.equal)
+        if scored is not None:
+            await _post(http, "/scored_data", scored | {"env_id": env_id})
+            pushed += 1
+
+    def start() -> asyncio.Task[None] | None:
+        if config.steps is not None and pushed >= config.steps:
+            return None
+        return asyncio.create_task(push(*next(tasks)))
+
+    async def must_wait(in_flight: int) -> bool:
+        return in_flight >= config.groups or await _is_behind(http, env_id, config, in_flight)
+
+    await keep_in_flight(start, must_wait, POLL_S)
     return pushed
-
-
-async def _wait_for_groups(
-    in_flight: set[asyncio.Task[list[Result]]],
-) -> tuple[set[asyncio.Task[list[Result]]], set[asyncio.Task[list[Result]]]]:
-    if not in_flight:
-        await asyncio.sleep(POLL_S)
-        return set(), in_flight
-    return await asyncio.wait(in_flight, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _stream(tasks: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    for epoch in itertools.count():
-        yield from random.Random(epoch).sample(list(tasks), len(tasks))
 
 
 async def _register(http: httpx.AsyncClient, config: AtroposFeed) -> int:
@@ -151,14 +138,6 @@ async def _is_behind(http: httpx.AsyncClient, env_id: int, config: AtroposFeed, 
     batch = (await _call(http, "GET", "/info"))["batch_size"]
     waiting = (int(status.get("queue_size", 0)) + in_flight) * config.samples
     return bool(batch > 0 and waiting >= config.max_batches_behind * max(batch, config.samples))
-
-
-async def _push(http: httpx.AsyncClient, results: Sequence[Result], config: AtroposFeed, env_id: int) -> int:
-    scored = as_scored_data(results, equal=config.equal)
-    if scored is None:
-        return 0
-    await _post(http, "/scored_data", scored | {"env_id": env_id})
-    return 1
 
 
 def as_scored_data(results: Sequence[Result], *, equal: bool = False) -> dict[str, Any] | None:

@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import logging
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.model.types import InFlight, Sampling
 from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import group_advantages, spread
-from prorl_envs.trainers.asking import GroupTemplate, connect_sync
+from prorl_envs.trainers.asking import GroupTemplate, connect_sync, keep_in_flight, shuffled
 from prorl_envs.trainers.rollouts import Rollouts
 from prorl_envs.trainers.rows import rows_of, training_reward
 from prorl_envs.trainers.weights import weights_change_sync
@@ -140,42 +139,19 @@ class TrlAsyncWorker:
     async def _work(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         async with Rollouts(self._template.url) as rollouts:
-            try:
-                for number, task in enumerate(self._stream()):
-                    while len(self._in_flight) >= self._groups or self.rollout_buffer.full():
-                        await self._wait_for_group()
-                    self._start_group(rollouts, number, task)
-            finally:
-                for group in self._in_flight:
-                    group.cancel()
-                if self._in_flight:
-                    await asyncio.wait(self._in_flight)
+            tasks = enumerate(shuffled(self._tasks, self._seed))
 
-    async def _wait_for_group(self) -> None:
-        """Wait until a group has finished, for at most `TICK_S` seconds.
+            def start() -> asyncio.Task[None]:
+                group = asyncio.create_task(self._group(rollouts, *next(tasks), self._version))
+                self._in_flight[group] = self._version
+                group.add_done_callback(self._in_flight.pop)
+                return group
 
-        Raises:
-            ProrlError: a group failed.
-        """
+            await keep_in_flight(start, self._must_wait, TICK_S)
+
+    async def _must_wait(self, in_flight: int) -> bool:
         self._last_heartbeat = time.monotonic()
-        if not self._in_flight:
-            await asyncio.sleep(TICK_S)
-            return
-        done, _ = await asyncio.wait(self._in_flight, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-        for group in done:
-            del self._in_flight[group]
-            if not group.cancelled() and (error := group.exception()) is not None:
-                raise error
-
-    def _stream(self) -> Iterator[Mapping[str, Any]]:
-        order = random.Random(self._seed)
-        while True:
-            yield from order.sample(list(self._tasks), len(self._tasks))
-
-    def _start_group(self, rollouts: Rollouts, number: int, task: Mapping[str, Any]) -> None:
-        version = self._version
-        group = asyncio.create_task(self._group(rollouts, number, task, version))
-        self._in_flight[group] = version
+        return in_flight >= self._groups or self.rollout_buffer.full()
 
     def _cancel_stale(self) -> None:
         stale = [

@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager, contextmanager
 
 from prorl_envs.errors import ProrlError
 from prorl_envs.model.types import InFlight
-from prorl_envs.rollout.api.views import PauseView
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.client.sync import SyncRolloutClient
 
@@ -51,17 +50,9 @@ async def weights_change(
             turns were released. Or a server failed to resume.
         Conflict: the service's model is not a set of servers.
     """
-    deadline = time.monotonic() + timeout_s
-    try:
-        view = await client.pause_model_servers(mode, resample=resample)
-        while not _may_change(view, mode):
-            _check_time(view, deadline)
-            view = await client.pause_model_servers(mode, resample=resample, wait_s=WAIT_S)
-    except BaseException:  # the weights are unchanged
-        await client.resume_model_servers()
-        raise
+    await _hold(client, mode, resample, timeout_s)
     yield
-    _check_resumed(await client.resume_model_servers(str(version)))
+    await _release(client, version)
 
 
 @contextmanager
@@ -74,35 +65,32 @@ def weights_change_sync(
     timeout_s: float = 1800.0,
 ) -> Iterator[None]:
     """Hold the turns like `weights_change`, for trainers without an event loop."""
+    client._call(_hold(client._client, mode, resample, timeout_s))
+    yield
+    client._call(_release(client._client, version))
+
+
+async def _hold(client: RolloutClient, mode: InFlight, resample: bool, timeout_s: float) -> None:
+    """Hold the turns, and wait until the weights may change."""
     deadline = time.monotonic() + timeout_s
     try:
-        view = client.pause_model_servers(mode, resample=resample)
-        while not _may_change(view, mode):
-            _check_time(view, deadline)
-            view = client.pause_model_servers(mode, resample=resample, wait_s=WAIT_S)
+        view = await client.pause_model_servers(mode, resample=resample)
+        while view.in_flight and not (
+            mode == "keep" and all(ack.supported and not ack.problem for ack in view.acknowledgements)
+        ):
+            if time.monotonic() > deadline:
+                raise WeightUpdateFailed(
+                    f"{view.in_flight} turns are still in flight", hint="raise the timeout, or use mode abort"
+                )
+            view = await client.pause_model_servers(mode, resample=resample, wait_s=WAIT_S)
     except BaseException:  # the weights are unchanged
-        client.resume_model_servers()
+        await client.resume_model_servers()
         raise
-    yield
-    _check_resumed(client.resume_model_servers(str(version)))
 
 
-def _may_change(view: PauseView, mode: InFlight) -> bool:
-    """Return True if the weights may change now."""
-    frozen = mode == "keep" and all(ack.supported and not ack.problem for ack in view.acknowledgements)
-    return frozen or view.in_flight == 0
-
-
-def _check_time(view: PauseView, deadline: float) -> None:
-    """Raise WeightUpdateFailed if the deadline has passed."""
-    if time.monotonic() > deadline:
-        raise WeightUpdateFailed(
-            f"{view.in_flight} turns are still in flight", hint="raise the timeout, or use mode abort"
-        )
-
-
-def _check_resumed(view: PauseView) -> None:
-    """Raise WeightUpdateFailed if a server failed to resume."""
+async def _release(client: RolloutClient, version: int | str) -> None:
+    """Announce the version, and release the turns. Raise WeightUpdateFailed if a server failed to resume."""
+    view = await client.resume_model_servers(str(version))
     failed = [f"{ack.url}: {ack.problem}" for ack in view.acknowledgements if ack.problem]
     if failed:
         raise WeightUpdateFailed(f"not resumed: {'; '.join(failed)}", hint="is the server running?")

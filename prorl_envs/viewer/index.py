@@ -1,12 +1,12 @@
 """Index of a JSONL file of results: summary and position of each line. It never loads the whole file."""
 
-import json
 import os
 import threading
 from pathlib import Path
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.summary import Found, Summary, holds, needles, summary_of
+from prorl_envs.strict_json import json_object
 
 #: Longest line that is accepted as a result, in bytes.
 MAX_LINE = 512 << 20
@@ -102,7 +102,7 @@ class Index:
     def _take_line(self) -> bool:
         """Read the next line; return False if it is not complete yet."""
         line = self._file.readline(MAX_LINE)
-        self._unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE and not _is_object(line)
+        self._unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE and json_object(line) is None
         if self._unfinished:
             self._file.seek(self.read)
             return False
@@ -119,11 +119,3 @@ class Index:
                 self._positions.append((offset, len(line)))
                 self.summaries.append(summary)
         return True
-
-
-def _is_object(line: bytes) -> bool:
-    """Return whether a line is a complete JSON object."""
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False

@@ -23,7 +23,7 @@ from prorl_envs.rollout.endpoint.types import (
     token_limit,
     tool,
 )
-from prorl_envs.strict_json import call_arguments
+from prorl_envs.strict_json import call_arguments, json_object
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -172,17 +172,10 @@ def call_of(id_: str, name: str, arguments: Any) -> JsonObject:
     """Return a tool call of a message in OpenAI's format. Chat templates accept only JSON objects as
     arguments, so any other value becomes a single argument. Some clients encode objects twice."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    if not _is_object(text):
+    if json_object(text) is None:
         found = call_arguments(arguments)
         text = json.dumps({"arguments": arguments} if found is None else found)
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _head(kind: str, number: int, request: EndpointRequest) -> JsonObject:
