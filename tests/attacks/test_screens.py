@@ -40,7 +40,7 @@ def result(failed: bool) -> Result:
 
 
 def followed() -> progress.Progress:
-    shown = progress.Progress(1)
+    shown = progress.Progress(1, 0)
     shown.add(result(failed=False))
     return shown
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shlex import quote
 
 from prorl_envs.cli.output.console import err, out, plain, program
-from prorl_envs.cli.output.progress import Progress, following
+from prorl_envs.cli.output.progress import Progress
 from prorl_envs.cli.output.tables import samples_table, statistics_table, tasks_table, tokens_of
 from prorl_envs.loggers.base import LoggedRun, RunLogger
 from prorl_envs.loggers.reporting import RunReport
@@ -52,7 +52,7 @@ async def run_groups(
             report.start(_logged_run(folder, expected))
         if submitted:
             await client.submit([submission.request for submission in submitted])
-            async with following(client, progress):
+            async with progress.following(client):
                 async for arrived in client.follow(by_id):
                     result = by_id[arrived.group_id].relabelled(arrived)
                     if not folder.append(result):
