@@ -197,7 +197,7 @@ async def broken_frames(world: World) -> None:
 async def clock_jumps(world: World) -> None:
     """a clock that jumps ahead at random moments, during every timeout"""
     clock = FakeClock()
-    store = SqliteStore(world.path("store.db"), ttl_s=1e12)
+    store = SqliteStore(world.path("store.db"))
     try:
         async with world.toys(store, clock, attempts=2) as (rollouts, toys):
             toys.gates["call"] = asyncio.Event()

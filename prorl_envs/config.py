@@ -58,15 +58,12 @@ class RetentionSettings(_Section):
         max_results: maximum stored results. Beyond it, the oldest results are deleted if they were
             [read](http-api.md#read-results); with `store: memory`, also if they were not
         max_tokens: maximum tokens of the stored results; beyond it, results are deleted as for `max_results`
-        ttl_s: seconds that results are stored. When a result arrives, older results are deleted as for
-            `max_results`; the newest result is always kept
         max_batches: maximum stored finished batches, with the statistics of their groups; batches with unread
             results are kept in addition
     """
 
     max_results: int = Field(default=100_000, ge=1)
     max_tokens: int = Field(default=50_000_000, ge=1)
-    ttl_s: float | None = Field(default=None, gt=0)
     max_batches: int = Field(default=64, ge=1)
 
     @property

@@ -9,9 +9,8 @@ import contextlib
 import itertools
 import json
 import math
-import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,8 +53,8 @@ from prorl_envs.rollout.store.tables import (
 #: Rows per query when the oldest results are dropped; usually one result exceeds the limits. Maximum number
 #: of such queries in one transaction: 50,000 drops take 5 s, and other writes wait for them.
 _TRIM_ROWS, _MAX_TRIMS = 16, 64
-#: Value of `SqlStore._oldest` if no result was read: cursor, tokens and time that never exceed a limit.
-_NOTHING_READ = (math.inf, math.inf, math.inf)
+#: Value of `SqlStore._oldest` if no result was read: cursor and tokens that never exceed a limit.
+_NOTHING_READ = (math.inf, math.inf)
 #: Number of drops after which the oldest rows of `dropped_results` are removed. A row takes some 60 bytes.
 _FORGET_EVERY = 1_000
 #: Maximum number of acknowledged results in one statement.
@@ -77,18 +76,14 @@ _JOB_ID = msgspec.json.Decoder(_JobId)
 class SqlStore(Database):
     """Store of groups and results in an SQL database.
 
-    Results are dropped, oldest first, if there are more than `max_results` results or `max_tokens` tokens, or
-    if they are older than `ttl_s`. A durable store drops only results that were read. A complete group is
-    dropped with its last result.
+    Results are dropped, oldest first, if there are more than `max_results` results or `max_tokens` tokens. A
+    durable store drops only results that were read. A complete group is dropped with its last result.
 
     Every method raises `Unavailable` if the database cannot be used. A failed write changes nothing.
 
     Args:
         name, db, view, resources: see `Database`.
         max_results, max_tokens: number of results to keep, and of tokens in all of them together.
-        ttl_s: seconds for which results are kept; None means no limit. It is checked when a result is stored
-            or acknowledged.
-        now: returns seconds since 1970. The default is not affected by clock changes while the process runs.
     """
 
     #: True if the data outlives the process.
@@ -103,18 +98,14 @@ class SqlStore(Database):
         *,
         max_results: int = 100_000,
         max_tokens: int = 50_000_000,
-        ttl_s: float | None = None,
-        now: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(name, db, view, resources)
         self._max_results = max_results
         self._max_tokens = max_tokens
-        self._ttl_s = ttl_s
-        self._now = now or steady_time()
         #: Cursor of the newest result, and number of tokens of all results up to it. None if unknown.
         self._last: tuple[int, int] | None = None
-        #: Oldest result that may be dropped: cursor, number of tokens before it, and time. None if unknown.
-        self._oldest: tuple[float, float, float] | None = None
+        #: Oldest result that may be dropped: cursor, and number of tokens before it. None if unknown.
+        self._oldest: tuple[float, float] | None = None
         #: State of the transaction: recorded results, change of `unread`, whether results are left to drop.
         self._recorded: list[Result] = []
         self._unread_change = UnreadResults()
@@ -298,9 +289,9 @@ class SqlStore(Database):
         tokens = token_count(result)
         total += tokens
         self._db.execute(
-            "INSERT INTO results (cursor, number, tokens, total, body, ids, loss_mask, logprobs, at)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (written.cursor, *row, tokens, total, *pack(written), self._now()),
+            "INSERT INTO results (cursor, number, tokens, total, body, ids, loss_mask, logprobs)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (written.cursor, *row, tokens, total, *pack(written)),
         )
         self._last = written.cursor, total
         self._recorded.append(written)
@@ -500,26 +491,22 @@ class SqlStore(Database):
         self._oldest = None
         droppable = "read_results JOIN results USING (cursor)" if self.durable else "results"
         oldest = self._db.execute(
-            f"SELECT cursor, total - results.tokens, at, number FROM {droppable}"
+            f"SELECT cursor, total - results.tokens, number FROM {droppable}"
             f" ORDER BY cursor LIMIT {_TRIM_ROWS}"
         ).fetchall()
-        for cursor, before, at, number in oldest:
-            if not self._exceeds(cursor, before, at, newest, total):
-                self._oldest = cursor, before, at
+        for cursor, before, number in oldest:
+            if not self._exceeds(cursor, before, newest, total):
+                self._oldest = cursor, before
                 return
             self._drop(cursor, number)
         self._more_to_drop = len(oldest) == _TRIM_ROWS
         if self.durable and not self._more_to_drop:
             self._oldest = _NOTHING_READ
 
-    def _exceeds(self, cursor: float, before: float, at: float, newest: int, total: int) -> bool:
+    def _exceeds(self, cursor: float, before: float, newest: int, total: int) -> bool:
         """Return True if a result exceeds the limits. `before`: number of tokens of all results before it;
-        `at`: time of its record; `newest`: cursor of the newest result; `total`: tokens of all results."""
-        return cursor < newest and (
-            newest - cursor >= self._max_results
-            or total - before > self._max_tokens
-            or (self._ttl_s is not None and self._now() - at > self._ttl_s)
-        )
+        `newest`: cursor of the newest result; `total`: tokens of all results."""
+        return cursor < newest and (newest - cursor >= self._max_results or total - before > self._max_tokens)
 
     def _drop(self, cursor: int, number: int) -> None:
         self._db.execute(
@@ -688,13 +675,6 @@ class SqlStore(Database):
         """Return the value stored under a name, or None."""
         row = self._view.execute("SELECT value FROM kept WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else None
-
-
-def steady_time() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that reads the wall clock only once, now. So later changes of the
-    wall clock do not change the age of results."""
-    offset = time.time() - time.monotonic()
-    return lambda: offset + time.monotonic()
 
 
 def _same(known: bytes, text: bytes) -> bool:

@@ -16,14 +16,13 @@ from prorl_envs.rollout.api.summary import ARRAYS, body_of
 from prorl_envs.rollout.api.types import ALL, Result, Selection
 
 #: Format of the tables. A store of another format is refused.
-FORMAT = 8
+FORMAT = 9
 #: The names in braces are types and options, which each database spells differently.
 # - groups.missing: number of jobs without a result.
 # - jobs.cursor: cursor of the result, which may have been dropped.
 # - results.total: number of tokens of all results ever recorded, up to and including this row. So the number
 #   of tokens in a range of rows is a difference of two totals.
 # - results.body: the result without its arrays, which are in ids, loss_mask and logprobs.
-# - results.at: time of the recording, in seconds since 1970.
 # - turns: sampled answers of jobs without a result, by what the model had read.
 # - kept: state that a restarted service needs.
 # - read_results: results that a reader has acknowledged; all others are unread.
@@ -47,8 +46,7 @@ CREATE TABLE turns (
 ) {clustered};
 CREATE TABLE results (
     cursor {integer} PRIMARY KEY, number {integer} NOT NULL, tokens {integer} NOT NULL,
-    total {integer} NOT NULL, body {bytes} NOT NULL, ids {bytes}, loss_mask {bytes}, logprobs {bytes},
-    at {real}
+    total {integer} NOT NULL, body {bytes} NOT NULL, ids {bytes}, loss_mask {bytes}, logprobs {bytes}
 );
 CREATE TABLE batches (
     number {counter}, id {name} NOT NULL UNIQUE, request {bytes} NOT NULL, tenant TEXT NOT NULL,

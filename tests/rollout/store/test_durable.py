@@ -210,21 +210,6 @@ async def test_a_stopped_service_leaves_unfinished_jobs_to_the_next(
         await bench.service.stop()
 
 
-async def test_the_age_of_results_survives_a_restart(opened: OpenStore) -> None:
-    time = 1000.0
-    async with opened(ttl_s=60, now=lambda: time) as store:
-        await store.submit([group(samples=4)])
-        for sample in range(2):
-            await read(store, result(sample=sample))
-            await store.put_value("written", "")  # with the acknowledgement
-            time += 50
-    time += 5
-    async with opened(ttl_s=60, now=lambda: time) as store:
-        assert [r.sample for r in await store.results(0, 10)] == [0, 1], "nothing is lost by opening it"
-        await store.record(result(sample=2))
-        assert [r.sample for r in await store.results(0, 10)] == [1, 2]
-
-
 async def test_a_store_has_one_service(opened: OpenStore) -> None:
     async with opened() as store:
         with pytest.raises(InputError, match="open in another service"):
@@ -238,16 +223,14 @@ async def test_a_store_has_one_service(opened: OpenStore) -> None:
 # Results that nobody has read.
 
 
-@pytest.mark.parametrize("bounds", [{"max_results": 2}, {"max_tokens": 20}, {"ttl_s": 0.5}])
+@pytest.mark.parametrize("bounds", [{"max_results": 2}, {"max_tokens": 20}])
 async def test_unread_results_are_not_dropped_and_read_ones_are(
     opened: OpenStore, bounds: dict[str, Any]
 ) -> None:
-    time = 0.0
-    async with opened(now=lambda: time, **bounds) as store:
+    async with opened(**bounds) as store:
         await store.submit([group(samples=40)])
         for sample in range(36):
             await store.record(result(sample=sample, tokens=10))
-            time += 1
         assert [r.sample for r in await store.results(0, 100)] == list(range(36))
         store.acknowledge([3, 5])
         await store.record(result(sample=36, tokens=10))
@@ -322,7 +305,7 @@ async def test_many_results_are_dropped_in_several_transactions(
 @pytest.mark.parametrize("seed", range(6))
 async def test_no_sequence_of_reads_and_restarts_drops_an_unread_result(opened: OpenStore, seed: int) -> None:
     """Compare the store with a model of its content: every unread result, and the newest read results."""
-    chance, time = random.Random(seed), 0.0
+    chance = random.Random(seed)
     bounds = {"max_results": chance.randint(1, 9), "max_tokens": chance.randint(1, 300)}
     tokens: dict[int, int] = {}  # by cursor
     unread: set[int] = set()
@@ -340,7 +323,7 @@ async def test_no_sequence_of_reads_and_restarts_drops_an_unread_result(opened: 
         return kept
 
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(opened(now=lambda: time, **bounds))
+        store = await stack.enter_async_context(opened(**bounds))
         await store.submit([group(f"g{number}", samples=3) for number in range(40)])
         while jobs:
             match chance.choice(["record"] * 6 + ["acknowledge"] * 3 + ["restart"]):
@@ -357,7 +340,7 @@ async def test_no_sequence_of_reads_and_restarts_drops_an_unread_result(opened: 
                     await store.put_value("written", "")
                 case _:
                     await stack.aclose()
-                    store = await stack.enter_async_context(opened(now=lambda: time, **bounds))
+                    store = await stack.enter_async_context(opened(**bounds))
             there = {r.cursor: r for r in await store.results(0, 1000)}
             assert unread <= set(there), "an unread result is gone"
             assert set(there) == unread | newest() & set(tokens), "read results over the bounds are dropped"

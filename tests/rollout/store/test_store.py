@@ -413,21 +413,3 @@ async def test_a_reader_finds_the_cursors_of_its_results(store: SqlStore) -> Non
         await store.record(new)
     assert await store.cursors(0, 9) == [1, 2, 3, 4]
     assert await store.cursors(1, 3, Selection(groups=frozenset({"a"}))) == [3]
-
-
-async def test_the_age_of_kept_results_is_bounded_but_the_newest_is_kept(make_store: MakeStore) -> None:
-    time = 0.0
-    store = make_store(ttl_s=10, now=lambda: time)
-    await store.submit([group("a", samples=1), group("b", samples=2)])
-    await read(store, result("a"))
-    time = 10.0
-    await read(store, result("b", 0))
-    assert [r.job_id for r in await store.results(0, 10)] == ["a/0", "b/0"]
-    time = 1000.0
-    cursor = (await store.record(result("b", 1))).cursor
-    assert [r.job_id for r in await store.results(0, 10)] == ["b/1"]
-    with pytest.raises(NotFound, match="no group"):
-        await store.group("a")
-    assert (await store.group("b")).complete
-    with pytest.raises(CursorExpired):
-        await store.results(cursor - 2, 10)
