@@ -15,6 +15,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from prorl_envs.model.types import InFlight, Sampling
@@ -128,12 +129,8 @@ class TrlRollouts:
     def _upload(self, weights: UploadWeights, trainer: Trainer, version: int) -> None:
         """Upload the weights. All processes take part, since gathering the weights may need all of them. Only
         the main process calls the service."""
-        if trainer.accelerator.is_main_process:
-            with weights_change_sync(self._client, version, mode=self._mode):
-                trainer.accelerator.wait_for_everyone()
-                weights(trainer, version)
-                trainer.accelerator.wait_for_everyone()
-        else:
+        change = weights_change_sync(self._client, version, mode=self._mode)
+        with change if trainer.accelerator.is_main_process else nullcontext():
             trainer.accelerator.wait_for_everyone()
             weights(trainer, version)
             trainer.accelerator.wait_for_everyone()
