@@ -9,7 +9,7 @@ episode is graded. Neither a port nor Ray is needed.
 # NeMo Gym is an optional extra and ships no types.
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,25 +98,20 @@ class Replayer:
         return _verdict(answer)  # not inside the block, where an error would become an exception group
 
 
-def case_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
-    """Replay the answers in `tests/verifier_cases.jsonl`, and compare each reward or error with the case.
+def recorded_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
+    """Replay the answers in `tests/verifier_cases.jsonl` and `data/example_rollouts.jsonl`, and compare each
+    reward or error with the recorded one.
 
     Args:
         environment: name of the family.
         folder: folder of its NeMo Gym server.
     """
+    rows = read_jsonl(folder / EXAMPLE)
     cases = [
         (case["name"], case.get("expected_error") or case["expected_reward"], case["request"])
         for case in read_jsonl(folder / CASES)
     ]
-    return asyncio.run(_outcomes(environment, cases))
-
-
-def rollout_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
-    """Replay the rollouts in `data/example_rollouts.jsonl`, and compare each reward with the recorded one.
-    Arguments: see `case_outcomes`."""
-    rows = read_jsonl(folder / EXAMPLE)
-    cases = [
+    rollouts = [
         (
             rollout["task_id"],
             rollout["reward"],
@@ -124,12 +119,7 @@ def rollout_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
         )
         for rollout in read_jsonl(folder / ROLLOUTS)
     ]
-    return asyncio.run(_outcomes(environment, cases))
-
-
-def unexpected(outcomes: Iterable[FixtureOutcome]) -> list[FixtureOutcome]:
-    """Return the outcomes that are not as expected."""
-    return [outcome for outcome in outcomes if not outcome.as_expected]
+    return asyncio.run(_outcomes(environment, [*cases, *rollouts]))
 
 
 async def _outcomes(

@@ -4,16 +4,10 @@
 
 from pathlib import Path
 
-from prorl_envs.nemo.fixture import case_outcomes, rollout_outcomes, unexpected
-
-FOLDER = Path(__file__).parents[1]
+from prorl_envs.nemo.fixture import recorded_outcomes
 
 
-def test_each_case_of_the_verifier_is_scored_as_expected() -> None:
-    outcomes = case_outcomes("bash", FOLDER)
-    assert len(outcomes) == 4 and not unexpected(outcomes)
-
-
-def test_the_example_rollouts_are_scored_the_same_again() -> None:
-    outcomes = rollout_outcomes("bash", FOLDER)
-    assert len(outcomes) == 5 and not unexpected(outcomes)
+def test_recorded_answers_get_the_recorded_rewards() -> None:
+    outcomes = recorded_outcomes("bash", Path(__file__).parents[1])
+    assert len(outcomes) == 9
+    assert [outcome for outcome in outcomes if not outcome.as_expected] == []
