@@ -1,7 +1,6 @@
 """Task model for all data sets, and model of the recipe to rebuild an instance without its image."""
 
 import json
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import (
 
 from prorl_envs.env.base import ReferenceCall, Task
 from prorl_envs.env.columns import RowModel, decoded
+from prorl_envs.env.task_files import encodable
 from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.foreign import missing
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER, normalised
@@ -30,22 +30,16 @@ HIDDEN = "/opt/hidden"
 _STRINGS = TypeAdapter(tuple[str, ...])
 
 
-def _encodable(text: str) -> str:
-    if "\0" in text or re.search("[\ud800-\udfff]", text):
-        raise ValueError("contains a NUL or a lone surrogate")
-    return text
-
-
 def _patch(text: str) -> str:
     if text:
         changed_paths(text)
-    return _encodable(text)
+    return encodable(text)
 
 
 def _in_tree(path: str) -> str:
     if path.startswith("/") or not path or ".." in path.split("/"):
         raise ValueError(f"names a path outside the tree: {path!r}")
-    return _encodable(path)
+    return encodable(path)
 
 
 def _json_list(value: Any) -> Any:
@@ -55,11 +49,11 @@ def _json_list(value: Any) -> Any:
     return _STRINGS.validate_json(value)
 
 
-Text = Annotated[str, Field(min_length=1, max_length=2_000_000), AfterValidator(_encodable)]
+Text = Annotated[str, Field(min_length=1, max_length=2_000_000), AfterValidator(encodable)]
 Patch = Annotated[str, Field(max_length=2_000_000), AfterValidator(_patch)]
 InTree = Annotated[str, Field(max_length=4096), AfterValidator(_in_tree)]
 Absolute = Annotated[str, Field(max_length=4096, pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+$")]
-Command = Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_encodable)]
+Command = Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(encodable)]
 #: Name and exact version of a package. A row must not pass pip an option, an address or a path.
 Pin = Annotated[
     str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_]*$")
