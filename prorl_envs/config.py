@@ -101,6 +101,7 @@ class ServiceSettings(_Section):
         reasoning: a model's reasoning from earlier turns: `keep` leaves it in the context, which is then
             never rewritten; otherwise the chat template may remove it at a user message (`user_turn`) or at
             every turn (`template`). A rewritten context starts another row: `forks` of the result
+        require_audit: [record of an audit](audit.md) that tasks must have passed; others are refused
     """
 
     init: int = Field(default=4, ge=1)
@@ -120,6 +121,7 @@ class ServiceSettings(_Section):
     retention: RetentionSettings = RetentionSettings()
     store: StoreLocation = DEFAULT_STORE
     reasoning: Literal["keep", "user_turn", "template"] = "keep"
+    require_audit: ExpandedPath | None = None
 
 
 class TenantSettings(_Section):

@@ -222,8 +222,14 @@ def validate(
 
 @cli.command(rich_help_panel=_ENVIRONMENTS)
 def audit(
-    environment: EnvironmentArgument,
+    environment: Annotated[str | None, typer.Argument(help="Name of the environment.")] = None,
     data: RowsArgument = None,
+    run_folder: Annotated[
+        str | None,
+        typer.Option(
+            "--run", metavar="RUN|FILE|STORE", help="Look for suspicious steps of rewarded episodes instead."
+        ),
+    ] = None,
     task: Annotated[list[str] | None, typer.Option(help="Audit only this task. Repeatable.")] = None,
     probe: Annotated[
         list[str] | None, typer.Option(help="Play only this probe beside the reference. Repeatable.")
@@ -240,10 +246,16 @@ def audit(
     as_json: JsonOption = False,
 ) -> None:
     """Look for tasks that reward wrong solutions, leak the right ones, or are graded by chance."""
-    from prorl_envs.cli.commands.audit import audit_file
+    from prorl_envs.cli.commands.audit import audit_file, audit_run
 
+    settings = settings_of(config)
+    if run_folder is not None:
+        succeed(audit_run(settings, run_folder, data, as_json=as_json))
+        return
+    if environment is None:
+        raise InputError("name an environment", hint="prorl-envs audit bash tasks.jsonl; or --run RUN")
     work = audit_file(
-        settings_of(config),
+        settings,
         environment,
         data,
         jobs,

@@ -2,39 +2,30 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from prorl_envs import __version__
 from prorl_envs.app.compose import node
+from prorl_envs.catalog import Catalog
+from prorl_envs.cli.commands.replay import Tasks, stored
 from prorl_envs.cli.options import catalog_without_harness
-from prorl_envs.cli.output.console import err, out, print_by_reason, print_json
+from prorl_envs.cli.output.console import err, out, plain, print_by_reason, print_json
 from prorl_envs.config import Settings
 from prorl_envs.env.audit.audit import TaskAudit, audit
-from prorl_envs.env.audit.contents import digest
+from prorl_envs.env.audit.contents import hidden_texts
 from prorl_envs.env.audit.findings import MEANING, FindingKind, Severity
+from prorl_envs.env.audit.record import AUDIT, AuditRecord
+from prorl_envs.env.audit.transcripts import suspicions
 from prorl_envs.errors import InputError
 
 #: Above this number of tasks, the table lists only those with findings.
 _LISTED = 50
 _STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """Line of the file in which an interrupted audit is continued: a result, and what it depends on."""
-
-    audit: str
-    digest: str
-    result: TaskAudit
-
-
-_RECORD = TypeAdapter(_Record)
 
 
 async def audit_file(
@@ -87,8 +78,9 @@ async def audit_file(
     print_by_reason("left out", left_out, style="yellow")
     if not tasks:
         raise InputError(f"there is no {environment} task that this machine can run")
-    digests = {task.id: digest(family, task) for task in tasks}
-    done = {} if record is None else _recorded(record, digests)
+    recorded = None if record is None else AuditRecord(record, is_new=True)
+    done = {} if recorded is None else recorded.results(family, tasks)
+    by_id = {task.id: task for task in tasks}
     others = [] if against is None else catalog.tasks(environment, against)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with node(settings) as opened, catalog:
@@ -97,10 +89,8 @@ async def audit_file(
 
             def on_result(result: TaskAudit) -> None:
                 bar.advance(row)
-                if record is not None:
-                    line = _Record(_version(), digests[result.task_id], result)
-                    with record.open("ab") as file:
-                        file.write(_RECORD.dump_json(line) + b"\n")
+                if recorded is not None:
+                    recorded.add(family, by_id[result.task_id], result)
 
             results = await audit(
                 family,
@@ -113,32 +103,17 @@ async def audit_file(
                 done=done,
                 progress=on_result,
             )
+    if recorded is not None:  # the findings that depend on other tasks
+        before = recorded.results(family, tasks)
+        for result in results:
+            if result != before.get(result.task_id):
+                recorded.add(family, by_id[result.task_id], result)
     if as_json:
         print_json([_as_json(result) for result in results])
     else:
         _print(results)
         print_by_reason("left out", [(r.task_id, r.skipped) for r in results if r.skipped], style="yellow")
     return all(result.ok for result in results) and (allow_missing or not left_out)
-
-
-def _version() -> str:
-    return f"prorl-envs {__version__}"
-
-
-def _recorded(record: Path, digests: dict[str, str]) -> dict[str, TaskAudit]:
-    """Return the recorded results of tasks that have not changed since."""
-    found: dict[str, TaskAudit] = {}
-    for line in record.read_bytes().splitlines() if record.exists() else ():
-        try:
-            read = _RECORD.validate_json(line)
-        except ValidationError as error:
-            if line is not None and not line.endswith(b"}"):  # the audit was killed while it wrote
-                continue
-            raise InputError(f"{record} is no record of an audit", hint="name another file") from error
-        result = read.result
-        if read.audit == _version() and digests.get(result.task_id) == read.digest and not result.skipped:
-            found[result.task_id] = result
-    return found
 
 
 def _as_json(result: TaskAudit) -> dict[str, object]:
@@ -157,7 +132,7 @@ def _print(results: Sequence[TaskAudit]) -> None:
         texts = [(r.task_id, f.text) for r in results for f in r.findings if f.severity is severity]
         print_by_reason(severity, texts, style=style, console=out)
     ok = sum(result.ok for result in results)
-    out.print(f"{ok} of {len(results)} tasks pass ({_version()})", style="green" if ok else "red")
+    out.print(f"{ok} of {len(results)} tasks pass ({AUDIT})", style="green" if ok else "red")
 
 
 def _table(results: Sequence[TaskAudit]) -> Table:
@@ -192,3 +167,48 @@ def _kinds_table(kinds: Counter[FindingKind]) -> Table:
         if kinds[kind]:
             table.add_row(kind, Text(severity, style=_STYLES[severity]), f"{kinds[kind]:,}", meaning)
     return table
+
+
+async def audit_run(settings: Settings, source: str, data: Path | None, *, as_json: bool = False) -> bool:
+    """Look for suspicious steps of the rewarded episodes of a run, and print them.
+
+    Args:
+        settings: all settings.
+        source: folder of a run, file of results, or store of a service.
+        data: task rows; None means those of the stored requests, or else the examples.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        True if nothing is suspicious.
+
+    Raises:
+        InputError: the source cannot be read.
+    """
+    catalog = Catalog.of(settings)
+    found = await stored(source)
+    tasks = Tasks(catalog, found.rows, data)
+    rewarded = [result for result in found.results if result.reward]
+    lines, unknown = list[dict[str, Any]](), dict[str, str]()
+    for result in rewarded:
+        hidden, calls = list[str](), 0
+        try:
+            task = tasks.of(result)
+            hidden, calls = hidden_texts(catalog.family(result.environment), task), len(task.reference)
+        except InputError as error:
+            unknown[result.task_id] = f"its solution is not searched for: {error.message} ({error.hint})"
+        steps = suspicions(result.messages, hidden, calls)
+        lines += ({"job_id": result.job_id, "reward": result.reward, **asdict(step)} for step in steps)
+    print_by_reason("unknown task", unknown.items(), style="yellow")
+    if as_json:
+        print_json(lines)
+        return not lines
+    table = Table(title="suspicious steps of rewarded episodes", title_justify="left")
+    for name in ("job", "kind", "message", "step"):
+        table.add_column(name, overflow="fold", justify="right" if name == "message" else "left")
+    for line in lines:
+        table.add_row(line["job_id"], line["kind"], str(line["message"]), plain(line["text"][:200]))
+    if lines:
+        out.print(table)
+    jobs = len({line["job_id"] for line in lines})
+    out.print(f"{jobs} of {len(rewarded)} rewarded episodes have suspicious steps")
+    return not lines

@@ -1,6 +1,7 @@
 """Command `prorl-envs run`."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,6 +49,10 @@ def run(
     max_turns: Annotated[
         int | None, typer.Option(min=1, help="Maximum model calls.  [default: the environment's, else 30]")
     ] = None,
+    require_audit: Annotated[
+        Path | None,
+        typer.Option(help="Record of an audit; tasks that did not pass it are left out."),
+    ] = None,
     out_dir: OutOption = None,
     resume: Annotated[
         bool,
@@ -79,6 +84,7 @@ def run(
         data=data,
         tasks=task or (),
         limit=limit,
+        require_audit=require_audit,
         samples=samples,
         sampling=runs.sampling_of(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed),
         limits=AgentLimits() if max_turns is None else AgentLimits(max_turns=max_turns),

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 from prorl_envs.app.compose import connect, request_defaults
 from prorl_envs.app.service import rollout_service
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.output.console import err
+from prorl_envs.cli.output.console import err, print_by_reason
 from prorl_envs.cli.output.run_groups import run_groups
 from prorl_envs.cli.run_folders import RUN_NAME, check_folder, create_folder, latest_folder
 from prorl_envs.config import Settings
+from prorl_envs.env.audit.record import AuditRecord
 from prorl_envs.errors import InputError, name_hint
 from prorl_envs.loggers.base import RunLogger
 from prorl_envs.model.types import Sampling
@@ -44,6 +45,7 @@ class RunOptions:
         samples: episodes per task.
         sampling, limits: as set on the command line.
         folder: folder for the results; None means a new folder named by time, or with `resume` the latest.
+        require_audit: record of an audit; tasks that did not pass it are left out.
         resume: continue the run in `folder`.
         retry_failed: with `resume`, run failed samples again.
         loggers: loggers of the metrics, with their names.
@@ -57,6 +59,7 @@ class RunOptions:
     sampling: Sampling = field(default_factory=Sampling)
     limits: AgentLimits = field(default_factory=AgentLimits)
     folder: Path | None = None
+    require_audit: Path | None = None
     resume: bool = False
     retry_failed: bool = False
     loggers: Sequence[tuple[str, RunLogger]] = ()
@@ -80,11 +83,19 @@ def rows(catalog: Catalog, options: RunOptions) -> list[tuple[dict[str, Any], st
     """Return the rows to run, each with the id of its task.
 
     Raises:
-        InputError: no such environment or task, a row is wrong, or there is no row.
+        InputError: no such environment or task, a row is wrong, or there is no row that may run.
     """
-    found = [(row, task.id) for row, task in catalog.rows(options.environment, options.data)]
+    loaded = catalog.rows(options.environment, options.data)
+    found = [(row, task.id) for row, task in loaded]
     if not found:
         raise InputError(f"{catalog.data(options.environment, options.data)} contains no task")
+    if options.require_audit is not None:
+        record, family = AuditRecord(options.require_audit), catalog.family(options.environment)
+        refused = {task.id: reason for _, task in loaded if (reason := record.refusal(family, task))}
+        print_by_reason("left out", refused.items(), style="yellow")
+        if len(refused) == len(loaded):
+            raise InputError(f"no task passed the audit in {options.require_audit}")
+        found = [(row, task) for row, task in found if task not in refused]
     if unknown := set(options.tasks) - {task for _, task in found}:
         missing = min(unknown)
         hint = name_hint(missing, (task for _, task in found))

@@ -22,6 +22,8 @@ from prorl_envs.errors import RolloutFailure
 
 #: Names of the episodes that are no probe.
 UNTOUCHED, REFERENCE, BUSY, SEARCH = "untouched", "reference", "busy", "search"
+#: Kinds of findings that depend on other tasks.
+_OF_THE_SET = frozenset({FindingKind.DUPLICATE, FindingKind.CONTRADICTION})
 #: Maximum characters of what a failed check saw.
 _EVIDENCE_CHARS = 300
 _TIMED_OUT = re.compile(r'"timed_out": true|timed?[ _-]?out|time limit', re.IGNORECASE)
@@ -97,7 +99,8 @@ async def audit[TaskT: Task](
 
     async def audited(task: TaskT) -> TaskAudit:
         if done and task.id in done:
-            return done[task.id]
+            own = tuple(found for found in done[task.id].findings if found.kind not in _OF_THE_SET)
+            return replace(done[task.id], findings=own)
         async with slots:
             result = await auditor.task(task)
         if progress is not None:

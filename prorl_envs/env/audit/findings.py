@@ -41,7 +41,7 @@ class FindingKind(StrEnum):
 MEANING = {
     FindingKind.BROKEN: (Severity.ERROR, "an episode of the task fails"),
     FindingKind.UNSOLVABLE: (Severity.ERROR, "the reference does not score 1"),
-    FindingKind.NO_REFERENCE: (Severity.ERROR, "nothing shows that the task can be solved"),
+    FindingKind.NO_REFERENCE: (Severity.WARNING, "nothing shows that the task can be solved"),
     FindingKind.REFUSED_CALL: (Severity.ERROR, "a call of the reference is refused"),
     FindingKind.VACUOUS: (Severity.ERROR, "the untouched workspace scores above 0"),
     FindingKind.GUESSABLE: (Severity.ERROR, "an empty or senseless answer scores above 0"),

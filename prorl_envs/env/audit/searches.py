@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from prorl_envs.env.audit.contents import hidden_texts
@@ -20,9 +20,19 @@ _LINE_CHARS, _LINES = 16, 400
 _LEAKED_SHARE, _SINGLE_CHARS = 0.7, 32
 #: Most files that are read, and bytes of each.
 _FILES, _FILE_BYTES = 40, 200_000
-#: Maximum length of an answer that is searched for only in files with a telling name.
+#: Maximum length of an answer that is searched for only in files with a telling name; parts of such names.
 _ANSWER_CHARS = 200
-_TELLING = "answer solution expected secret golden oracle reference grader rubric"
+TELLING_NAMES = [
+    "answer",
+    "solution",
+    "expected",
+    "secret",
+    "golden",
+    "oracle",
+    "reference",
+    "grader",
+    "rubric",
+]
 #: Prints the files that contain a line of standard input, also in other commits than the current one.
 _FIND_LINES = rf"""
 cat > /tmp/.prorl-lines
@@ -36,7 +46,7 @@ fi
 rm -f /tmp/.prorl-lines
 """
 _FIND_NAMES = rf"""
-find {_FOLDERS} -xdev \( {" -o ".join(f"-iname '*{name}*'" for name in _TELLING.split())} \) \
+find {_FOLDERS} -xdev \( {" -o ".join(f"-iname '*{name}*'" for name in TELLING_NAMES)} \) \
     -type f -size -64k -print 2>/dev/null | head -n {_FILES}
 """
 _READ = "head -c {bytes} -- {path}"
@@ -119,7 +129,7 @@ async def _leaks(
         mentioned: the question and the reference. Files that they name are known, or changed by the
             reference.
     """
-    secrets = [lines for text in hidden if (lines := _distinctive(text, question))]
+    secrets = [lines for text in hidden if (lines := distinctive_lines(text, question))]
     answers = {text.strip() for text in hidden if 0 < len(text.strip()) <= _ANSWER_CHARS} - set(
         question.split()
     )
@@ -128,8 +138,7 @@ async def _leaks(
     paths = _lines(await env.examine(_FIND_LINES, stdin="\n".join(patterns).encode())) if patterns else []
     for path in paths:
         content = await _content(env, path, mentioned)
-        held = {line.strip() for line in content.splitlines()}
-        if any(len(held.intersection(lines)) >= _LEAKED_SHARE * len(lines) for lines in secrets):
+        if any(holds(content, lines) for lines in secrets):
             found[path] = "most lines of a hidden text"
     for path in _lines(await env.examine(_FIND_NAMES)) if answers else []:
         content = await _content(env, path, mentioned)
@@ -151,7 +160,13 @@ async def _content(env: Environment[Any], path: str, mentioned: str) -> str:
     return (await env.examine(read) or b"").decode(errors="replace")
 
 
-def _distinctive(text: str, question: str) -> set[str]:
+def holds(content: str, lines: Collection[str]) -> bool:
+    """Return whether a text has most of the lines by which another one is recognised."""
+    held = {line.strip() for line in content.splitlines()}
+    return len(held.intersection(lines)) >= _LEAKED_SHARE * len(lines)
+
+
+def distinctive_lines(text: str, question: str) -> set[str]:
     """Return the lines by which a text is recognised; empty if it is too short."""
     # Lines that start a here-document are those of a reference's commands, not of the file that it writes.
     stripped = {line.strip() for line in text.splitlines() if "<<" not in line}

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from prorl_envs.env.audit.record import AuditRecord
 from prorl_envs.env.base import Task
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.registry import description_of, known
@@ -48,12 +49,17 @@ class EnvironmentRegistry:
     Args:
         families: environment classes by name.
         defaults: limits and sampling for requests that set none, by environment.
+        record: record of an audit that tasks must have passed; None admits all.
     """
 
     def __init__(
-        self, families: Mapping[str, Family], defaults: Mapping[str, Defaults] | None = None
+        self,
+        families: Mapping[str, Family],
+        defaults: Mapping[str, Defaults] | None = None,
+        record: AuditRecord | None = None,
     ) -> None:
         self._families = families
+        self._record = record
         self._defaults = defaults or {}
 
     def __contains__(self, name: object) -> bool:
@@ -63,9 +69,14 @@ class EnvironmentRegistry:
         """Return the validated task of a request.
 
         Raises:
-            InputError: the environment is not known, or the task row is invalid.
+            InputError: the environment is not known, or the task row is invalid or did not pass the audit.
         """
-        task: Task = known(self._families, request.environment).load(request.task)
+        family = known(self._families, request.environment)
+        task: Task = family.load(request.task)
+        if self._record is not None and (reason := self._record.refusal(family, task)):
+            raise InputError(
+                f"{task.id}: {reason}", hint="the setting service.require_audit demands an audit"
+            )
         return task
 
     def settled(self, request: GroupRequest) -> GroupRequest:

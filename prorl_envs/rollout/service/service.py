@@ -9,6 +9,7 @@ from typing import Any
 from prorl_envs import __version__
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.config import ServiceSettings
+from prorl_envs.env.audit.record import AuditRecord
 from prorl_envs.env.node import Node
 from prorl_envs.listener.connection import ConnectionCounts
 from prorl_envs.model.types import ModelClient, Renderer
@@ -105,7 +106,8 @@ class RolloutService:
         self.episodes = InteractiveEpisodes(
             fleet or worker, agent, engine, clock, max_open=settings.episodes, idle_s=settings.episode_idle_s
         )
-        registry = EnvironmentRegistry(environments, defaults)
+        record = None if settings.require_audit is None else AuditRecord(settings.require_audit)
+        registry = EnvironmentRegistry(environments, defaults, record)
         self.groups = Groups(
             self.guard, registry, settings.queue, self.episodes, store, engine, leases, self._notifier
         )

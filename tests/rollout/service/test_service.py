@@ -4,16 +4,19 @@ import asyncio
 import logging
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prorl_envs.env.audit.audit import TaskAudit
+from prorl_envs.env.audit.record import AuditRecord
 from prorl_envs.errors import FailureKind, InputError, ModelError
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavailable
 from prorl_envs.rollout.api.types import JobState, Stage, StopReason
 from tests.support.clock import FakeClock
-from tests.support.toy import ToyModel
+from tests.support.toy import ToyModel, ToyWorld
 
 pytestmark = pytest.mark.anyio
 
@@ -289,6 +292,18 @@ async def test_invalid_requests_are_refused_before_any_is_accepted(bench: Any) -
     for unknown_job in ("g/0", "g", "nope/1", ""):
         with pytest.raises(NotFound):
             await bench.service.groups.job(unknown_job)
+
+
+async def test_tasks_that_did_not_pass_the_audit_are_refused(make_bench: Any, tmp_path: Path) -> None:
+    family, record = ToyWorld().family(), AuditRecord(tmp_path / "audit.jsonl", is_new=True)
+    record.add(family, family.load({"id": "g", "instruction": "x"}), TaskAudit(task_id="g"))
+    bench = await make_bench(require_audit=tmp_path / "audit.jsonl")
+    with pytest.raises(InputError, match=r"g: audit\.jsonl has no audit of this task as it is now"):
+        await bench.submit(bench.group(reward=0.5))
+    audited = bench.group()
+    task = {"id": "g", "instruction": "x"}
+    result = await bench.result(audited.model_copy(update={"task": task}))
+    assert result.reward == 1.0
 
 
 async def test_a_full_queue_refuses_jobs_and_accepts_them_again_later(make_bench: Any) -> None:
