@@ -37,6 +37,11 @@ def test_findings_are_shown_recorded_and_demanded(cli: Cli, tmp_path: Path) -> N
     unknown = cli("audit", "bash", "tasks.jsonl", "--task", "other")
     assert unknown.returncode == 2 and "the data file has no task 'other'" in unknown.stderr
 
+    wrong = cli("audit", "bash", "tasks.jsonl", "--probe", "luck")
+    assert wrong.returncode == 2 and "there is no probe 'luck'" in wrong.stderr
+    partly = cli("audit", "bash", "tasks.jsonl", "--probe", "busy", "--record", "audit.jsonl")
+    assert partly.returncode == 2 and "a record holds whole audits" in partly.stderr
+
     model = ("--llm", "http://127.0.0.1:1", "--data", "tasks.jsonl")
     run = cli("run", "bash", *model, "--require-audit", "audit.jsonl")
     assert "left out: planted: its audit found: planted_reward" in run.stderr and "honest" not in run.stderr

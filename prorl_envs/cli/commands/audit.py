@@ -16,7 +16,7 @@ from prorl_envs.cli.commands.replay import Tasks, stored
 from prorl_envs.cli.options import catalog_without_harness
 from prorl_envs.cli.output.console import err, out, plain, print_by_reason, print_json
 from prorl_envs.config import Settings
-from prorl_envs.env.audit.audit import TaskAudit, audit
+from prorl_envs.env.audit.audit import PROBES, TaskAudit, audit
 from prorl_envs.env.audit.contents import hidden_texts
 from prorl_envs.env.audit.findings import MEANING, FindingKind, Severity
 from prorl_envs.env.audit.record import AUDIT, AuditRecord
@@ -61,8 +61,12 @@ async def audit_file(
         True if every task can run here and no finding is an error.
 
     Raises:
-        InputError: no such environment or task, a row is wrong, or no task can run here.
+        InputError: no such environment, task or probe, a row is wrong, or no task can run here.
     """
+    if unknown := set(probes) - set(PROBES):
+        raise InputError(f"there is no probe {min(unknown)!r}", hint=f"the probes are: {', '.join(PROBES)}")
+    if probes and record is not None:
+        raise InputError("a record holds whole audits", hint="leave out --record or --probe")
     catalog = catalog_without_harness(settings, environment)
     family = catalog.family(environment)
     tasks, left_out = [], list[tuple[str, str]]()

@@ -9,19 +9,22 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from prorl_envs.env.audit.duplicates import Resemblance, resemblances
 from prorl_envs.env.audit.episodes import PlayedEpisode, play
 from prorl_envs.env.audit.findings import AuditFinding, FindingKind, Severity
-from prorl_envs.env.audit.probes import AuditProbe, probes
+from prorl_envs.env.audit.probes import PROBE_NAMES, AuditProbe, probes
 from prorl_envs.env.audit.searches import search_sandbox
 from prorl_envs.env.base import Environment, Grade, Task
 from prorl_envs.env.node import Node
 from prorl_envs.errors import RolloutFailure
 
-#: Names of the episodes that are no probe.
-UNTOUCHED, REFERENCE, BUSY, SEARCH = "untouched", "reference", "busy", "search"
+#: Names of the episodes that are always played, and of further probes.
+UNTOUCHED, REFERENCE = "untouched", "reference"
+BUSY, SEARCH = "busy", "search"
+PROBES = (*PROBE_NAMES, SEARCH, BUSY)
 #: Kinds of findings that depend on other tasks.
 _OF_THE_SET = frozenset({FindingKind.DUPLICATE, FindingKind.CONTRADICTION})
 #: Maximum characters of what a failed check saw.
@@ -143,6 +146,7 @@ class _Auditor[TaskT: Task]:
     ) -> None:
         self._family = family
         self._node = node
+        self._play = partial(play, family, node)
         self._quick = quick
         self._only = only
         self._repeats = repeats
@@ -165,6 +169,7 @@ class _Auditor[TaskT: Task]:
             runs = self._repeats if _has_reference(task) else 0
             references += [await self._reference(task) for _ in range(runs)]
             findings += judge(references)
+            episode = ""
             if not self._quick:
                 findings += [found async for found in self._probed(task, untouched, references)]
         except RolloutFailure as failure:
@@ -182,7 +187,7 @@ class _Auditor[TaskT: Task]:
         """Return the finding for a task that resembles another one, whose reference is tried on it."""
         if found.same and not found.graded_alike and _has_reference(found.other):
             with contextlib.suppress(RolloutFailure):
-                played = await self._play(found.task, found.other)
+                played = await self._play(found.task, found.other.reference, found.other.reference_answer)
                 if played.grade.reward < 1.0:
                     text = (
                         f"{found.name} asks the same, and its reference scores {played.grade.reward:g} here"
@@ -216,34 +221,18 @@ class _Auditor[TaskT: Task]:
 
     async def _cheated(self, task: TaskT, probe: AuditProbe) -> Grade | None:
         """Play a probe. Return None if there was nothing to do, or if its files made the grader fail."""
-        changed = True
 
         async def cheat(env: Environment[Any]) -> None:
-            nonlocal changed
-            changed = bool(await env.examine(probe.script))
-            if not changed:
+            if probe.script and not await env.examine(probe.script):
                 raise _NothingToDo
 
         try:
-            played = await play(
-                self._family,
-                self._node,
-                task,
-                probe.calls,
-                probe.answer,
-                before=cheat if probe.script else None,
-            )
+            return (await self._play(task, probe.calls, probe.answer, before=cheat)).grade
         except (_NothingToDo, RolloutFailure):
             return None
-        return played.grade
 
     async def _reference(self, task: TaskT) -> PlayedEpisode:
-        return await self._play(task, task)
-
-    async def _play(self, task: TaskT, solved_as: TaskT | None = None) -> PlayedEpisode:
-        if solved_as is None:
-            return await play(self._family, self._node, task)
-        return await play(self._family, self._node, task, solved_as.reference, solved_as.reference_answer)
+        return await self._play(task, task.reference, task.reference_answer)
 
 
 class _NothingToDo(Exception):

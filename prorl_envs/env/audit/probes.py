@@ -112,6 +112,10 @@ _CHEATS = (
 )
 
 
+_ANSWERS = ("empty-answer", "senseless-answer", "own-text")
+PROBE_NAMES = (*_ANSWERS, *(probe.name for probe in _CHEATS))
+
+
 def probes(family: type[Environment[Any]], task: Task, question: str) -> Iterator[AuditProbe]:
     """Yield the probes of a task.
 
@@ -119,7 +123,7 @@ def probes(family: type[Environment[Any]], task: Task, question: str) -> Iterato
         question: the text of the task.
     """
     finishes = _finishes_with_answer(family, task)
-    for name, answer in {"empty-answer": "", "senseless-answer": _SENSELESS, "own-text": question}.items():
+    for name, answer in zip(_ANSWERS, ("", _SENSELESS, question), strict=True):
         what = f"the {name.replace('-', ' ')}"
         if finishes:
             call = ReferenceCall(tool=family.finish_tool, arguments={"answer": answer[:MAX_ANSWER_CHARS]})
