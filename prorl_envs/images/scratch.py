@@ -23,10 +23,10 @@ def make_scratch(base: Path) -> Path:
     pids = _pid_namespace()
     try:
         for path in base.glob("prorl-image-*"):
-            if (match := _NAME.fullmatch(path.name)) and path.lstat().st_uid == os.geteuid():
-                namespace, pid, started = match.groups()
-                if namespace == pids and process_started(int(pid)) != started:
-                    with contextlib.suppress(OSError):
+            match = _NAME.fullmatch(path.name)
+            if match is not None and match[1] == pids and process_started(int(match[2])) != match[3]:
+                with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+                    if path.lstat().st_uid == os.geteuid():
                         remove(path)
         prefix = f"prorl-image-{pids}-{os.getpid()}-{process_started(os.getpid())}-"
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
