@@ -9,17 +9,16 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from prorl_envs.env.audit.duplicates import Resemblance, resemblances
-from prorl_envs.env.audit.episodes import PlayedEpisode, play
+from prorl_envs.env.audit.episodes import PlayedEpisode, Step, play
 from prorl_envs.env.audit.findings import AuditFinding, FindingKind, Severity
 from prorl_envs.env.audit.probes import PROBE_NAMES, AuditProbe, probes
 from prorl_envs.env.audit.searches import search_sandbox
 from prorl_envs.env.base import Environment, Grade, Task
 from prorl_envs.env.node import Node
-from prorl_envs.errors import RolloutFailure
+from prorl_envs.errors import RolloutFailure, SandboxError, ToolError
 
 #: Names of the episodes that are always played, and of further probes.
 UNTOUCHED, REFERENCE = "untouched", "reference"
@@ -146,7 +145,6 @@ class _Auditor[TaskT: Task]:
     ) -> None:
         self._family = family
         self._node = node
-        self._play = partial(play, family, node)
         self._quick = quick
         self._only = only
         self._repeats = repeats
@@ -230,6 +228,13 @@ class _Auditor[TaskT: Task]:
             return (await self._play(task, probe.calls, probe.answer, before=cheat)).grade
         except (_NothingToDo, RolloutFailure):
             return None
+
+    async def _play(self, task: TaskT, *calls_and_answer: Any, before: Step | None = None) -> PlayedEpisode:
+        """Play an episode, and again if this machine failed: see `play`."""
+        try:
+            return await play(self._family, self._node, task, *calls_and_answer, before=before)
+        except (SandboxError, ToolError):
+            return await play(self._family, self._node, task, *calls_and_answer, before=before)
 
     async def _reference(self, task: TaskT) -> PlayedEpisode:
         return await self._play(task, task.reference, task.reference_answer)

@@ -59,13 +59,13 @@ find / -xdev \( -path "$here" -o -path /proc -o -path /sys -o -path /dev -o -pat
     -o -path /var/tmp -o -path '*/.cache' -o -path '*/.ipython' -o -name __pycache__ \) -prune -o \
     -type f -newer {_MARK} ! -name '.*history' -print 2>/dev/null | head -n 20
 """
-#: Names of files in instructions: in quotes or backticks with a known suffix, or absolute.
+#: Names of files in instructions: quoted with a known suffix, but no arguments of code; or absolute.
 _EXTENSIONS = (
     "py|txt|csv|tsv|jsonl?|md|sh|ya?ml|toml|ini|cfg|log|html|xml|sql|db|sqlite|[jt]s|cc?|cpp|h|rs|go|java"
     "|gz|zip|tar|conf|env|dat|bin"
 )
 _NAMED = re.compile(
-    rf"[`'\"](?P<quoted>[\w./-]+\.(?:{_EXTENSIONS}))[`'\"]"
+    rf"(?<![(\[=,])[`'\"](?P<quoted>[\w./-]+\.(?:{_EXTENSIONS}))[`'\"]"
     rf"|(?<![\w.:/-])(?P<absolute>/(?:[\w.-]+/)+[\w-]+\.(?:{_EXTENSIONS}))(?![\w/*-]|\.\w)"
 )
 
