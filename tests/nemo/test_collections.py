@@ -1,12 +1,14 @@
 """Resources servers of a real NeMo Gym, and our servers run by NeMo Gym, as environments of our service."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
@@ -19,21 +21,53 @@ from prorl_envs.env.audit.audit import validate
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path
 from prorl_envs.env.rows import rows
-from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import blank, nemo_row
-from prorl_envs.remote.servers import OwnServer
 from prorl_envs.rollout.api.types import GroupRequest, JobState, Result
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.nemo.conftest import free_port
+from tests.nemo.gym import prepared_root, started
 from tests.support.toy import Play, ToyModel, empty_node
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio, pytest.mark.timeout(600)]
 
 SERVERS = Path(nemo_gym.__file__).parent.parent / "resources_servers"
+OURS = ("bash", "ipython", "swebench")
+#: Folder of each started server, by the name of its instance, and changes to its YAML block.
+INSTANCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "counter": ("example_session_state_mgmt", {}),
+    "quiz": ("mcqa", {}),
+    "lenient": ("mcqa", {"grading_mode": "lenient_boxed"}),
+    "weather": ("example_single_tool_call", {}),
+    **{f"ours_{name}": (f"prorl_{name}", {}) for name in OURS},
+}
 
 
-def config(name: str) -> str:
-    return f"resources_servers/{name}/configs/{name}.yaml"
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """Run the servers with `gym env start`, without agents and models; yield their URLs by instance."""
+    root = prepared_root(tmp_path_factory.mktemp("gym"))
+    config, urls = {}, {}
+    for instance, (folder, changes) in INSTANCES.items():
+        port = int(free_port())
+        block = shipped_block(folder) | changes | {"host": "127.0.0.1", "port": port}
+        config[instance] = {"resources_servers": {folder: block}}
+        urls[instance] = f"http://127.0.0.1:{port}"
+        if not (environment := root.path / "venvs" / "resources_servers" / folder / ".venv").exists():
+            environment.parent.mkdir(parents=True)
+            environment.symlink_to(sys.prefix)
+    path = root.path / "servers.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with (root.path / "gym.log").open("w") as log, started(root, log, "--config", str(path)):
+        yield urls
+
+
+def shipped_block(folder: str) -> dict[str, Any]:
+    """Return the block of a resources server in its YAML file."""
+    config = yaml.safe_load((SERVERS / folder / "configs" / f"{folder}.yaml").read_text())
+    (block,) = [entry["resources_servers"] for entry in config.values() if "resources_servers" in entry]
+    found: dict[str, Any] = block[folder]
+    return found
 
 
 def example(name: str, number: int = 0) -> dict[str, Any]:
@@ -43,22 +77,18 @@ def example(name: str, number: int = 0) -> dict[str, Any]:
 
 
 def offering(**entries: Any) -> Catalog:
-    for entry in entries.values():
-        if "nemo" in entry:
-            entry["nemo"]["start_s"] = 400
     return Catalog.of(Settings.model_validate({"environments": entries}))
 
 
 @asynccontextmanager
 async def service(catalog: Catalog, node: Node, play: Play) -> AsyncIterator[RolloutService]:
     renderer = builtin_renderer()
-    async with catalog:
-        serving = RolloutService(node, catalog, renderer, ToyModel(renderer, play), ServiceSettings())
-        await serving.start()
-        try:
-            yield serving
-        finally:
-            await serving.stop()
+    serving = RolloutService(node, catalog, renderer, ToyModel(renderer, play), ServiceSettings())
+    await serving.start()
+    try:
+        yield serving
+    finally:
+        await serving.stop()
 
 
 async def roll(serving: RolloutService, requests: Sequence[dict[str, Any]]) -> dict[str, Result]:
@@ -83,14 +113,10 @@ PLAYS: dict[str, Sequence[Any]] = {
 }
 
 
-async def test_servers_shipped_with_nemo_gym_run_through_our_stages() -> None:
-    names = {
-        "counter": "example_session_state_mgmt",
-        "quiz": "mcqa",
-        "weather": "example_single_tool_call",
-    }
-    tasks = {name: example(folder) for name, folder in names.items()}
-    catalog = offering(**{name: {"nemo": {"config": config(folder)}} for name, folder in names.items()})
+async def test_servers_shipped_with_nemo_gym_run_through_our_stages(urls: Mapping[str, str]) -> None:
+    names = ("counter", "quiz", "weather")
+    tasks = {name: example(INSTANCES[name][0]) for name in names}
+    catalog = offering(**{name: {"nemo": {"url": urls[name]}} for name in names})
     of = {"miscount": "counter", "wrong": "quiz"}
     requests = [
         {"id": name, "environment": of.get(name, name), "task": tasks[of.get(name, name)]} for name in PLAYS
@@ -113,14 +139,16 @@ async def test_servers_shipped_with_nemo_gym_run_through_our_stages() -> None:
     assert not any(result.mask_sample for result in results.values())
 
 
-@pytest.mark.parametrize("name", ["bash", "ipython", "swebench"])
-async def test_our_own_servers_return_the_same_as_the_family_in_process(name: str) -> None:
+@pytest.mark.parametrize("name", OURS)
+async def test_our_own_servers_return_the_same_as_the_family_in_process(
+    name: str, urls: Mapping[str, str]
+) -> None:
     """The same task, solved and untouched, with and without NeMo Gym."""
     picked = [row for _, row in rows(example_path(name))][: 1 if name == "swebench" else 3]
     tasks = [blank(name).load(row) for row in picked]
     if reason := blank(name).unavailable(tasks[0]):
         pytest.skip(reason)
-    entry = {"nemo": {"config": config(f"prorl_{name}"), "finish_tool": "finish"}}
+    entry = {"nemo": {"url": urls[f"ours_{name}"], "finish_tool": "finish"}}
     catalog = offering(**{name: {}, "served": entry})
     requests = []
     for number, row in enumerate(picked):
@@ -148,7 +176,7 @@ async def test_our_own_servers_return_the_same_as_the_family_in_process(name: st
             assert here.evidence.keys() == there.evidence.keys()
 
 
-async def test_a_row_with_a_reference_is_validated() -> None:
+async def test_a_row_with_a_reference_is_validated(urls: Mapping[str, str]) -> None:
     solution = {
         "reference": [
             {"tool": "increment_counter", "arguments": {"count": 1}},
@@ -156,56 +184,10 @@ async def test_a_row_with_a_reference_is_validated() -> None:
         ]
     }
     quiz = {"reference_answer": "\\boxed{B}"}
-    async with offering(
-        counter={"nemo": {"config": config("example_session_state_mgmt")}},
-        quiz={"nemo": {"config": config("mcqa"), "overrides": {"grading_mode": "lenient_boxed"}}},
-    ) as offered:
-        for name, folder, more in (
-            ("counter", "example_session_state_mgmt", solution),
-            ("quiz", "mcqa", quiz),
-        ):
-            family = offered[name]
-            task = family.load(example(folder) | more)
-            (verdict,) = await validate(family, empty_node(), [task])
-            assert verdict.ok, verdict.findings
-            assert (verdict.reference, verdict.untouched) == ((1.0, 1.0), 0.0)
-
-
-async def test_a_dying_server_fails_its_episode_and_is_replaced_for_the_next() -> None:
-    import asyncio
-    import os
-    import signal
-
-    from prorl_envs.errors import ToolError
-    from prorl_envs.remote.environment import nemo_family
-    from prorl_envs.tools.types import ToolCall
-
-    server = OwnServer(name="counter", config=config("example_session_state_mgmt"), start_s=400)
-    family = nemo_family("counter", server)
-    task = family.load(example("example_session_state_mgmt"))
-    async with server, family(empty_node()) as first:
-        await first.init(task)
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(ToolError):
-            await first.call(ToolCall("c", "increment_counter", {"count": 1}))
-        while server.pid is not None:  # noqa: ASYNC110 - its sockets close before its exit
-            await asyncio.sleep(0.01)
-        async with family(empty_node()) as second:
-            await second.init(task)
-            assert (await second.call(ToolCall("c", "get_counter_value", {}))).text == '{"count":3}'
-
-
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [
-        ({"config": "resources_servers/nothing.yaml"}, "there is no file"),
-        ({"config": config("mcqa"), "instance": "mcq"}, "known: mcqa"),
-        ({"config": config("equivalence_llm_judge")}, "does not run here"),
-    ],
-)
-async def test_a_server_that_cannot_be_started_names_the_reason(entry: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError) as caught:
-        async with offering(x={"nemo": entry}):
-            pass
-    assert says in str(caught.value) and "environments.x" in caught.value.message
+    offered = offering(**{name: {"nemo": {"url": urls[name]}} for name in ("counter", "lenient")})
+    for name, more in (("counter", solution), ("lenient", quiz)):
+        family = offered[name]
+        task = family.load(example(INSTANCES[name][0]) | more)
+        (verdict,) = await validate(family, empty_node(), [task])
+        assert verdict.ok, verdict.findings
+        assert (verdict.reference, verdict.untouched) == ((1.0, 1.0), 0.0)
