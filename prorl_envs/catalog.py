@@ -1,14 +1,11 @@
 """Catalog of the offered environments, by name: families of this process, and NeMo Gym resources servers.
 
-    async with Catalog.of(load_settings(path)) as offered:   # starts the configured resources servers
-        family = offered["weather"]
+    family = Catalog.of(load_settings(path))["weather"]
 
 Without `environments` in the settings, every registered family is offered, also with each built-in agent.
 """
 
-import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,14 +29,12 @@ from prorl_envs.env.options import Options, with_options
 from prorl_envs.env.registry import environments, examples_of, known
 from prorl_envs.env.rows import read_tasks, rows
 from prorl_envs.errors import InputError, NoExampleData, name_hint
-from prorl_envs.remote.environment import nemo_family
-from prorl_envs.remote.servers import OwnServer, RunningServer
+from prorl_envs.remote.environment import NemoEnvironment, nemo_family
+from prorl_envs.remote.servers import ResourcesServer
 from prorl_envs.sandbox.base import Network, SandboxLimits
 
 type Family = type[Environment[Any]]
 
-#: Keys of `nemo` that only apply to a server that this process starts.
-_STARTING = frozenset({"instance", "overrides", "python", "roots", "pass_env", "start_s"})
 _LIMITS = frozenset(SandboxSettings.model_fields) - {"allow", "image"}
 
 
@@ -150,50 +145,39 @@ def recipe_of(given: HarnessSettings, where: str) -> Recipe:
 
 
 class Catalog(Mapping[str, Family]):
-    """Environment classes by name. As an asynchronous context manager, it runs the resources servers.
+    """Environment classes by name.
 
     Args:
         families: the classes.
-        servers: the resources servers behind some of them, by the same names.
         any_agent: settings with which each class is also offered as `NAME@AGENT`, with each built-in agent.
     """
 
-    def __init__(
-        self,
-        families: Mapping[str, Family],
-        servers: Mapping[str, RunningServer],
-        *,
-        any_agent: Settings | None = None,
-    ) -> None:
+    def __init__(self, families: Mapping[str, Family], *, any_agent: Settings | None = None) -> None:
         self._families = families
-        self._servers = servers
         self._any_agent = any_agent
         self._with_agents: dict[str, Family] = {}
-        self._exits = AsyncExitStack()
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return the catalog of the settings. Starts no server yet.
+        """Return the catalog of the settings.
 
         Raises:
             InputError: an entry is wrong.
         """
         if settings.environments is None:
-            return cls(environments(), {}, any_agent=settings)
-        servers: dict[str, RunningServer] = {}
+            return cls(environments(), any_agent=settings)
         families: dict[str, Family] = {}
         for entry in entries(settings):
             name = entry.name
             if entry.settings.nemo is not None:
-                servers[name] = _server(name, entry.settings.nemo)
-                families[name] = nemo_family(name, servers[name])
+                families[name] = nemo_family(name, _server(name, entry.settings.nemo))
             else:
                 base = _base(entry.environment, entry.settings)
                 family = with_options(name, base, _options(entry.settings, settings.limits))
                 if entry.harness is not None:
                     family = with_harness(family, entry.harness, f"environments.{name}")
                 families[name] = with_tools(family, entry.offers, entry.where) if entry.offers else family
-        return cls(families, servers)
+        return cls(families)
 
     def __getitem__(self, name: str) -> Family:
         if self._any_agent is None or name in self._families:
@@ -249,40 +233,20 @@ class Catalog(Mapping[str, Family]):
         """
         if data is not None:
             return data
-        if name in self._servers:
+        family = self.family(name)
+        if issubclass(family, NemoEnvironment):
             raise NoExampleData(
                 f"environment {name!r} ships no example data",
                 hint="give a data file; those of NeMo Gym are in resources_servers/NAME/data",
             )
-        return examples_of(name, self.family(name))
-
-    def only(self, name: str) -> "Catalog":
-        """Return a catalog with only the environment called `name`; entering it starts no other server."""
-        servers = {name: self._servers[name]} if name in self._servers else {}
-        return Catalog({name: self.family(name)}, servers)
+        return examples_of(name, family)
 
     def without_harness(self, name: str) -> "Catalog":
         """Return a catalog with only the environment called `name`, without its harness.
 
         Callers that drive the episodes themselves use it.
         """
-        only = self.only(name)
-        return Catalog({name: without_harness(only.family(name))}, only._servers)
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as exits:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for server in self._servers.values():
-                        exits.push_async_callback(server.aclose)
-                        group.create_task(server.start())
-            except* InputError as errors:
-                raise errors.exceptions[0] from None  # a server starts in one task, so the group is flat
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._exits.aclose()
+        return Catalog({name: without_harness(self.family(name))})
 
 
 def _check(name: str, entry: EnvironmentSettings) -> None:
@@ -303,24 +267,11 @@ def _check(name: str, entry: EnvironmentSettings) -> None:
                 "name one of them" if key == "family" else "a resources server has its own rows and sandboxes"
             )
             raise InputError(f"{where}: {key} and nemo exclude each other", hint=hint)
-    if (entry.nemo.url is None) == (entry.nemo.config is None):
-        raise InputError(
-            f"{where}.nemo: one of url and config is expected",
-            hint="url: http://HOST:PORT of a running server; config: the YAML file of a server to start",
-        )
 
 
-def _server(name: str, nemo: NemoSettings) -> RunningServer:
-    bounds = nemo.model_dump(exclude={"url", "config", "on_error", *_STARTING})
-    bounds["fail_on_500"] = nemo.on_error == "fail"
-    if nemo.config is not None:
-        return OwnServer(name=name, config=nemo.config, **nemo.model_dump(include=set(_STARTING)), **bounds)
-    if idle := sorted(_STARTING & nemo.model_fields_set):
-        raise InputError(
-            f"environments.{name}.nemo.{idle[0]}: has no effect on a server that already runs",
-            hint="use it with config",
-        )
-    return RunningServer(url=_url(name, nemo.url or ""), **bounds)
+def _server(name: str, nemo: NemoSettings) -> ResourcesServer:
+    bounds = nemo.model_dump(exclude={"url", "on_error"})
+    return ResourcesServer(url=_url(name, nemo.url), fail_on_500=nemo.on_error == "fail", **bounds)
 
 
 def _url(name: str, url: str) -> str:

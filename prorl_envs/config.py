@@ -323,17 +323,10 @@ class LogSettings(_Section):
 
 
 class NemoSettings(_Section):
-    """A NeMo Gym resources server behind an environment: a running server, or one that the service starts.
+    """A running NeMo Gym resources server behind an environment.
 
     Args:
-        url: base URL of a running server
-        config: YAML file of a server to start: a path, or a file in NeMo Gym's own folder
-        instance: resources server of the file, if it has several
-        overrides: values of the server's block
-        python: Python of an environment that has NeMo Gym; default: this one
-        roots: additional folders that contain `resources_servers/`
-        pass_env: environment variables to pass to the server
-        start_s: seconds for the server to start
+        url: base URL of the server
         finish_tool: the tool whose call ends an episode
         on_error: an internal error of a tool: `show` it to the model, or `fail` the episode
         connect_s: seconds to connect to the server
@@ -343,14 +336,7 @@ class NemoSettings(_Section):
         tool_bytes: maximum bytes of a tool's answer shown to the model
     """
 
-    url: str | None = None
-    config: str | None = None
-    instance: str | None = None
-    overrides: dict[str, Any] = Field(default_factory=dict)
-    python: ExpandedPath | None = None
-    roots: tuple[ExpandedPath, ...] = ()
-    pass_env: tuple[str, ...] = ()
-    start_s: float = Field(default=120.0, gt=0)
+    url: str = ""
     finish_tool: str = ""
     on_error: Literal["show", "fail"] = "show"
     connect_s: float = Field(default=10.0, gt=0)

@@ -218,7 +218,8 @@ class NodeActor(NodeWorker):
             ca_file=settings.model.ca_file,
         )
         with exporting_traces():
-            async with node(settings) as opened, Catalog.of(settings) as offered:
+            async with node(settings) as opened:
+                offered = Catalog.of(settings)
                 settled()
                 yield NodeResources(opened, offered, renderer, servers_of(model).connect)
 

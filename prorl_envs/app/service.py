@@ -26,7 +26,7 @@ async def rollout_service(
         opened: node that the caller opened by `node` and closes; None opens a node.
 
     Raises:
-        InputError: an environment is wrong, or its server does not start.
+        InputError: an environment is wrong.
     """
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
     async with AsyncExitStack() as stack:
@@ -37,12 +37,11 @@ async def rollout_service(
         for url in model.servers:
             pool.add(url)
         await stack.enter_async_context(watching(pool))
-        offered = await stack.enter_async_context(catalog)
         fleet = None
         if settings.nodes.ray is not None:
             from prorl_envs.app.ray import fleet_of  # an extra
 
-            fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
+            fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(catalog)))
         yield RolloutService(
-            opened, offered, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
+            opened, catalog, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
         )

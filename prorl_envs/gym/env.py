@@ -91,8 +91,7 @@ class TaskEnv(gymnasium.Env[str, str]):
             machine can run.
         max_turns: actions after which the episode is truncated.
         render_mode: None, or `ansi`: `render` returns the episode so far as text.
-        config: YAML file of settings with `environments`; its resources servers start at the first reset and
-            stop with `close`.
+        config: YAML file of settings with `environments`.
         runner: thread and node to use. Environments may share it; the caller closes it. None creates one.
         step_timeout_s: seconds that one step (grading included) or the start of an episode may take; then the
             episode fails as above. None: only the limits of the tools and graders apply.
@@ -123,8 +122,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         self.render_mode = render_mode
         self.action_space = UnicodeText(MAX_TEXT)
         self.observation_space = UnicodeText(MAX_TEXT)
-        self._catalog = Catalog.of(load_settings(Path(config) if config else None)).only(environment)
-        self._started = False
+        self._catalog = Catalog.of(load_settings(Path(config) if config else None))
         self._family = self._catalog.family(environment)
         if (harness := harness_of(self._family)) is not None:
             raise InputError(
@@ -233,9 +231,6 @@ class TaskEnv(gymnasium.Env[str, str]):
     def close(self) -> None:
         """Close the episode and release all resources. Idempotent."""
         self._end_episode()
-        if self._started:
-            self._started = False
-            self._runner.run(lambda node: self._catalog.__aexit__())
         if self._owns_runner:
             self._runner.close()
 
@@ -281,9 +276,6 @@ class TaskEnv(gymnasium.Env[str, str]):
             ) from None
 
     async def _init(self, node: Node, task: Task) -> Prompt:
-        if not self._started:
-            await self._catalog.__aenter__()
-            self._started = True
         self._episode = self._family(node)
         prompt = await self._episode.init(task)
         self._conversation = MessageLog(prompt)

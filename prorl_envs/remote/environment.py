@@ -19,7 +19,7 @@ from prorl_envs.env.responses import output_items
 from prorl_envs.env.sandboxed import Phase
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError, ToolError
 from prorl_envs.remote.http import HttpReply, RemoteConnection, RemoteUnavailable, Unanswered
-from prorl_envs.remote.servers import RunningServer
+from prorl_envs.remote.servers import ResourcesServer
 from prorl_envs.remote.task import NemoTask, read_row
 from prorl_envs.remote.verdict import VerifierUnavailable, read_verdict
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
@@ -36,7 +36,7 @@ class NemoEnvironment(Environment[NemoTask]):
     """Episode on a resources server. Subclasses set the server."""
 
     task_type: ClassVar[type[Task]] = NemoTask
-    server: ClassVar[RunningServer]
+    server: ClassVar[ResourcesServer]
     clock: ClassVar[Clock] = SystemClock()
 
     def __init__(self, node: Node) -> None:
@@ -62,7 +62,7 @@ class NemoEnvironment(Environment[NemoTask]):
     async def init(self, task: NemoTask) -> Prompt:
         self._check_phase("init", Phase.NEW)
         self._phase = Phase.STARTING
-        self._connection = await self.server.connection(self.clock)
+        self._connection = self.server.connection(self.clock)
         await self._seed(self._connection, task)
         self._task, self._phase = task, Phase.READY
         return task.prompt()
@@ -219,7 +219,7 @@ def _tool_result(reply: HttpReply, seconds: float) -> ToolResult:
     return ToolResult(text=text, ok=ok, data={"status": reply.status}, duration_s=seconds)
 
 
-def nemo_family(name: str, server: RunningServer) -> type[NemoEnvironment]:
+def nemo_family(name: str, server: ResourcesServer) -> type[NemoEnvironment]:
     """Return the environment class of a collection whose episodes run on `server`.
 
     Raises:

@@ -8,7 +8,7 @@ import pytest
 from prorl_envs.config import ServiceSettings
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.remote.environment import NemoEnvironment, nemo_family
-from prorl_envs.remote.servers import RunningServer
+from prorl_envs.remote.servers import ResourcesServer
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -35,7 +35,7 @@ def family(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Family]:
     monkeypatch.setattr("prorl_envs.remote.environment.SEED_PAUSES_S", (0.0, 0.0))
 
     def make(**bounds: Any) -> Family:
-        return nemo_family("desk", RunningServer(**{"url": url, **bounds}))
+        return nemo_family("desk", ResourcesServer(**{"url": url, **bounds}))
 
     return make
 

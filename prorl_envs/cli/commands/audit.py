@@ -87,7 +87,7 @@ async def audit_file(
     by_id = {task.id: task for task in tasks}
     others = [] if against is None else catalog.tasks(environment, against)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with node(settings) as opened, catalog:
+    async with node(settings) as opened:
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
             row = bar.add_task(f"auditing {environment}", total=len(tasks), completed=len(done))
 

@@ -74,7 +74,7 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
         raise InputError(f"{data} contains no task")
     if task is None:
         raise InputError(f"no task {task_id!r}", hint=name_hint(str(task_id), (task.id for task in tasks)))
-    async with node(settings) as opened, catalog, chosen(opened) as env:
+    async with node(settings) as opened, chosen(opened) as env:
         with err.status("starting the episode"):
             prompt = await env.init(task)
         for message in prompt.messages:

@@ -70,7 +70,7 @@ async def prepare_file(
     if not tasks:
         raise InputError("the data file contains no task")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with node(settings) as opened, catalog.only(environment):
+    async with node(settings) as opened:
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
             results = await prepare(family, opened, tasks, jobs, progress)
     if as_json:

@@ -237,7 +237,7 @@ async def replay_file(
         )
         raise InputError(problem, hint="name a results.jsonl, or the store of a service")
     tasks, slots = Tasks(catalog, found.rows, data), asyncio.Semaphore(jobs)
-    async with node(settings) as opened, catalog:
+    async with node(settings) as opened:
         with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
             row = bar.add_task("scoring again", total=len(found.results))
 
