@@ -36,6 +36,7 @@ from prorl_envs.cli.options import (
     JsonOption,
     LlmOption,
     ModelOption,
+    OptionalEnvironmentArgument,
     OutOption,
     RowsArgument,
     TokenizerOption,
@@ -222,7 +223,7 @@ def validate(
 
 @cli.command(rich_help_panel=_ENVIRONMENTS)
 def audit(
-    environment: Annotated[str | None, typer.Argument(help="Name of the environment.")] = None,
+    environment: OptionalEnvironmentArgument = None,
     data: RowsArgument = None,
     run_folder: Annotated[
         str | None,

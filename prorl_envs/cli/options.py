@@ -26,15 +26,14 @@ def _complete_environment(context: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
-EnvironmentArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="ENVIRONMENT",
-        help="bash, code, ipython, math, stem, swebench, terminal, or another that `prorl-envs envs` lists; "
-        "NAME@AGENT selects an agent.",
-        autocompletion=_complete_environment,
-    ),
-]
+_ENVIRONMENT = typer.Argument(
+    metavar="ENVIRONMENT",
+    help="bash, code, ipython, math, stem, swebench, terminal, or another that `prorl-envs envs` lists; "
+    "NAME@AGENT selects an agent.",
+    autocompletion=_complete_environment,
+)
+EnvironmentArgument = Annotated[str, _ENVIRONMENT]
+OptionalEnvironmentArgument = Annotated[str | None, _ENVIRONMENT]
 DataOption = Annotated[
     Path | None, typer.Option(help="JSONL or Parquet of task rows; by default the environment's examples.")
 ]
