@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from prorl_envs.errors import InputError, ToolError, UnsupportedMachine
 from prorl_envs.sandbox.base import Checkpoint, CheckpointingSandbox, Sandbox
-from prorl_envs.tools.client import shell_state, transfer
+from prorl_envs.tools.client import transfer
 from prorl_envs.tools.client.arguments import read_arguments
 from prorl_envs.tools.client.connection import ServerLost, ToolConnection, ToolLimits
 from prorl_envs.tools.client.python import PythonEngine
@@ -29,8 +28,11 @@ from prorl_envs.tools.protocol.messages import (
     PythonDone,
     Read,
     Request,
+    RestoreShell,
     Run,
     RunDone,
+    SavedShell,
+    SaveShell,
     Write,
 )
 from prorl_envs.tools.protocol.tree import Transferred, TreeLimits, is_utf8
@@ -97,7 +99,8 @@ class Toolbox:
             if (session := toolbox._forked or toolbox._kernel) is not None:
                 await session.start()
             if sandbox.spec.checkpoint is not None:
-                await toolbox._restore_shells(sandbox.spec.checkpoint)
+                for name, (state, status) in sandbox.spec.checkpoint.shells.items():
+                    await toolbox._restore_shell(name, state, status)
         except BaseException:
             await toolbox.aclose()
             raise
@@ -394,35 +397,26 @@ class Toolbox:
             if self._forked is not None:
                 await quiet.enter_async_context(self._forked.quiet())
                 python = (await self._forked.sessions()).python
-            states = {name: await self._save_shell(name) for name in shells}
+            saved = {name: await self._save_shell(name) for name in shells}
             checkpoint = await self.sandbox.checkpoint(shells=tuple(shells.values()), python=python)
-        checkpoint.shells = {name: state for name, state in states.items() if state is not None}
-        checkpoint.lost += shell_state.lost(states.keys() - checkpoint.shells.keys())
+        checkpoint.shells = {
+            name: (shell.state, shell.status) for name, shell in saved.items() if shell.status is not None
+        }
+        checkpoint.lost += tuple(
+            f"the state of the shell {name!r}, in which a program waits for input"
+            for name in sorted(saved.keys() - checkpoint.shells.keys())
+        )
         if self._kernel is not None:
             checkpoint.lost += ("the variables of the Jupyter kernel",)
         return checkpoint
 
-    async def _save_shell(self, session: str) -> tuple[bytes, int] | None:
-        """Return the state of a shell and its last status; None if a program has its terminal."""
-        path = f"/tmp/.state-{secrets.token_hex(8)}"
-        saved = await self._bash_once(session, shell_state.save_command(path))
-        if saved.exit_code is None:
-            return None
-        content = await self.read(path)
-        await self._bash_once(session, shell_state.remove_command(path))
-        return content, saved.exit_code
-
-    async def _restore_shells(self, checkpoint: Checkpoint) -> None:
-        for session, (state, status) in checkpoint.shells.items():
-            path = f"/tmp/.state-{secrets.token_hex(8)}"
-            await self.write(path, shell_state.restore_script(state))
-            await self._bash_once(session, shell_state.restore_command(path, status))
-
-    async def _bash_once(self, session: str, command: str) -> BashDone:
+    async def _save_shell(self, name: str) -> SavedShell:
         timeout_s = self.limits.transfer_s
-        return await self._server.ask(
-            lambda id_: Bash(id_, session, command, timeout_s), BashDone, timeout_s=timeout_s
-        )
+        return await self._server.ask(lambda id_: SaveShell(id_, name), SavedShell, timeout_s=timeout_s)
+
+    async def _restore_shell(self, name: str, state: bytes, status: int) -> None:
+        timeout_s = self.limits.transfer_s
+        await self._server.ask(lambda id_: RestoreShell(id_, name, state, status), Done, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
         """Stop the tool servers, and with them the shells and the Python session. Idempotent."""

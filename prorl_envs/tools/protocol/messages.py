@@ -140,6 +140,20 @@ class ListSessions(Request, tag=21):
     """Report the processes of the sessions."""
 
 
+class SaveShell(Request, tag=22):
+    """Report the state of a shell; answered with `SavedShell`."""
+
+    session: str
+
+
+class RestoreShell(Request, tag=23):
+    """Start the shell of a session with a saved state and last exit status."""
+
+    session: str
+    state: bytes
+    status: int
+
+
 class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of the server's replies."""
 
@@ -208,6 +222,13 @@ class SessionPids(Reply, tag=7):
     python: int | None
 
 
+class SavedShell(Reply, tag=8):
+    """State of a shell and its last exit status, which is None if a program has its terminal."""
+
+    state: bytes
+    status: int | None
+
+
 class ToolRefused(Reply, tag=6):
     """Error of the operating system, raised on the host as the same OSError."""
 
@@ -224,9 +245,12 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
 
 
 type AnyRequest = (
-    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | ListSessions
+    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
+    | ListSessions | SaveShell | RestoreShell
+)  # fmt: skip
+type AnyReply = (
+    Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused | SessionPids | SavedShell
 )
-type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused | SessionPids
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest.__value__)

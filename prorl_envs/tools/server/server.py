@@ -5,6 +5,7 @@ have children there, but no threads. When the host closes its end of the socket,
 and exits.
 """
 
+import contextlib
 import os
 import socket
 
@@ -27,8 +28,11 @@ from prorl_envs.tools.protocol.messages import (
     Python,
     Read,
     Reply,
+    RestoreShell,
     Run,
     RunDone,
+    SavedShell,
+    SaveShell,
     SessionPids,
     Setup,
     ToolRefused,
@@ -48,11 +52,14 @@ from prorl_envs.tools.server.process import FreshProcess
 from prorl_envs.tools.server.python_session import KernelSession
 from prorl_envs.tools.server.reader import Leftovers
 from prorl_envs.tools.server.shell import ShellSession
+from prorl_envs.tools.server.shell_state import restore_command, restore_script, save_command
 
 #: Maximum shell sessions of one sandbox.
 SESSION_LIMIT = 16
 _RECEIVE_SIZE = 32768
 _REHEARSAL_S = 10.0
+#: Timeout of saving or restoring the state of a shell, in seconds.
+_STATE_S = 60.0
 
 
 def serve(sock: socket.socket, memory: int | None = None) -> None:
@@ -175,6 +182,10 @@ class ToolServer:
             case EndProcesses():
                 end_processes()
                 self._answer(Done(request.id))
+            case SaveShell():
+                self._save_shell(request)
+            case RestoreShell():
+                self._restore_shell(request)
             case ListSessions():
                 self._answer(self._session_pids(request.id))
             case Cancel():
@@ -197,6 +208,39 @@ class ToolServer:
                 return
             self._shells[name] = ShellSession(self._loop, self._setup)
         self._shells[name].submit(request, self._answer)
+
+    def _save_shell(self, request: SaveShell) -> None:
+        path = f"/tmp/.state-{os.urandom(8).hex()}"
+
+        def saved(reply: Reply) -> None:
+            if not isinstance(reply, BashDone) or reply.exit_code is None:
+                self._answer(SavedShell(request.id, b"", None))
+                return
+            try:
+                state, _ = read_file(path, CONTENT_LIMIT)
+                os.unlink(path)  # noqa: PTH108 - this process does not import pathlib
+            except OSError as error:  # a program of the sandbox has removed it
+                self._answer(ToolRefused(request.id, error.errno or 0, error.strerror or str(error)))
+            else:
+                self._answer(SavedShell(request.id, state, reply.exit_code))
+
+        command = Bash(request.id, request.session, save_command(path), _STATE_S)
+        self._shells[request.session].submit(command, saved)
+
+    def _restore_shell(self, request: RestoreShell) -> None:
+        path = f"/tmp/.state-{os.urandom(8).hex()}"
+        # The shell is started with these.
+        script = restore_script(request.state, (*os.environ, "PS1", "PS2"))
+        write_file(path, script, mode=0o600)
+
+        def restored(_: Reply) -> None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
+            self._answer(Done(request.id))
+
+        shell = self._shells[request.session] = ShellSession(self._loop, self._setup)
+        command = restore_command(path, request.status)
+        shell.submit(Bash(request.id, request.session, command, _STATE_S), restored)
 
     def _python(self) -> KernelSession:
         if self._kernel is None:

@@ -1,5 +1,6 @@
 """State of a shell as a script: directory, variables, functions, aliases, options, traps, umask."""
 
+import re
 from collections.abc import Collection
 
 #: Evaluated in a subshell, which has the state of its shell; the shell itself must not change. Zero bytes
@@ -18,6 +19,8 @@ _BASH = r"""
 \builtin alias -p
 \builtin trap -p
 """
+#: Names of exported variables in the output of `declare -p`. A line of a value may look like one.
+_EXPORTED = re.compile(rb"^declare -[A-Za-z]*x[A-Za-z]* (\w+)", re.MULTILINE)
 _SH = r"""
 printf "\0"
 printf "umask %s\n\0" "$(umask)"
@@ -34,26 +37,18 @@ def save_command(path: str) -> str:
     return f"( \\eval '{script}'\"$?\" )"
 
 
-def remove_command(path: str) -> str:
-    """Return a command that removes a file, and ends with the shell's last status."""
-    return f"( \\eval '/bin/rm -f {path}; exit '\"$?\" )"
+def restore_script(saved: bytes, environment: Collection[str]) -> bytes:
+    """Return the script that gives a new shell the saved state.
 
-
-def restore_script(saved: bytes) -> bytes:
-    """Return the script that gives a new shell the saved state."""
+    Args:
+        environment: names of the variables that the new shell has from its start.
+    """
     options, before, rest = (*saved.split(b"\0", 2), b"", b"")[:3]
-    # What a new shell exports and this one does not would stay otherwise.
-    start = b'if [ -n "$BASH_VERSION" ]; then unset $(compgen -e); fi\n'
-    return b"\n".join((start, before, rest, options))
+    missing = " ".join(sorted(set(environment).difference(map(bytes.decode, _EXPORTED.findall(rest)))))
+    start = f'if [ -n "$BASH_VERSION" ]; then unset -v {missing}; fi\n' if missing else ""
+    return b"\n".join((start.encode(), before, rest, options))
 
 
 def restore_command(path: str, status: int) -> str:
-    """Return a command that runs the script at `path`, removes it, and ends with `status`."""
-    return f". {path} >/dev/null 2>&1; /bin/rm -f {path}; (exit {status})"
-
-
-def lost(names: Collection[str]) -> tuple[str, ...]:
-    """Describe the shells whose state could not be saved, because a program was in their foreground."""
-    return tuple(
-        f"the state of the shell {name!r}, in which a program waits for input" for name in sorted(names)
-    )
+    """Return a command that runs the script at `path`, and ends with `status`."""
+    return f". {path} >/dev/null 2>&1; " + (f"(exit {status})" if status else ":")
