@@ -154,7 +154,10 @@ class ToolServer:
             try:
                 self._dispatch(request)
             except OSError as error:
-                self._answer(ToolRefused(request.id, error.errno or 0, error.strerror or str(error)))
+                self._refuse(request.id, error)
+
+    def _refuse(self, request_id: int, error: OSError) -> None:
+        self._answer(ToolRefused(request_id, error.errno or 0, error.strerror or str(error)))
 
     def _answer(self, reply: Reply) -> None:
         # Blocking, because the host always reads. If it does not, the commands' output waits too.
@@ -213,14 +216,18 @@ class ToolServer:
         path = f"/tmp/.state-{os.urandom(8).hex()}"
 
         def saved(reply: Reply) -> None:
-            if not isinstance(reply, BashDone) or reply.exit_code is None:
+            if isinstance(reply, ToolRefused):
+                self._answer(reply)
+                return
+            assert isinstance(reply, BashDone)
+            if reply.exit_code is None:
                 self._answer(SavedShell(request.id, b"", None))
                 return
             try:
                 state, _ = read_file(path, CONTENT_LIMIT)
                 os.unlink(path)  # noqa: PTH108 - this process does not import pathlib
             except OSError as error:  # a program of the sandbox has removed it
-                self._answer(ToolRefused(request.id, error.errno or 0, error.strerror or str(error)))
+                self._refuse(request.id, error)
             else:
                 self._answer(SavedShell(request.id, state, reply.exit_code))
 
@@ -233,10 +240,10 @@ class ToolServer:
         script = restore_script(request.state, (*os.environ, "PS1", "PS2"))
         write_file(path, script, mode=0o600)
 
-        def restored(_: Reply) -> None:
+        def restored(reply: Reply) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
-            self._answer(Done(request.id))
+            self._answer(reply if isinstance(reply, ToolRefused) else Done(request.id))
 
         shell = self._shells[request.session] = ShellSession(self._loop, self._setup)
         command = restore_command(path, request.status)

@@ -21,6 +21,8 @@ _BASH = r"""
 """
 #: Names of exported variables in the output of `declare -p`. A line of a value may look like one.
 _EXPORTED = re.compile(rb"^declare -[A-Za-z]*x[A-Za-z]* (\w+)", re.MULTILINE)
+#: Names that a shell takes for variables. Others of the environment mean nothing to it.
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _SH = r"""
 printf "\0"
 printf "umask %s\n\0" "$(umask)"
@@ -44,7 +46,8 @@ def restore_script(saved: bytes, environment: Collection[str]) -> bytes:
         environment: names of the variables that the new shell has from its start.
     """
     options, before, rest = (*saved.split(b"\0", 2), b"", b"")[:3]
-    missing = " ".join(sorted(set(environment).difference(map(bytes.decode, _EXPORTED.findall(rest)))))
+    names = {name for name in environment if _NAME.fullmatch(name)}
+    missing = " ".join(sorted(names.difference(map(bytes.decode, _EXPORTED.findall(rest)))))
     start = f'if [ -n "$BASH_VERSION" ]; then unset -v {missing}; fi\n' if missing else ""
     return b"\n".join((start.encode(), before, rest, options))
 

@@ -45,3 +45,21 @@ async def test_a_shell_goes_on_as_it_was(shared_driver: BubblewrapDriver, change
         await checkpoint.close()
         await first.close()
         await second.close()
+
+
+async def test_a_shell_that_cannot_start_again_is_an_error(shared_driver: BubblewrapDriver) -> None:
+    first = await shared_driver.start(SandboxSpec())
+    tools = await Toolbox.open(first)
+    await tools.bash("x=1", timeout_s=T)
+    checkpoint = await tools.checkpoint()
+    without_shell = await shared_driver.start(
+        SandboxSpec(checkpoint=checkpoint, env={"PATH": "/nowhere", "a b;": "x"})
+    )
+    try:
+        with pytest.raises(OSError, match="no bash and no sh"):
+            await Toolbox.open(without_shell)
+    finally:
+        await tools.aclose()
+        await checkpoint.close()
+        await first.close()
+        await without_shell.close()
