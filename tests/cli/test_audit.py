@@ -45,6 +45,8 @@ def test_findings_are_shown_recorded_and_demanded(cli: Cli, tmp_path: Path) -> N
     model = ("--llm", "http://127.0.0.1:1", "--data", "tasks.jsonl")
     run = cli("run", "bash", *model, "--require-audit", "audit.jsonl")
     assert "left out: planted: its audit found: planted_reward" in run.stderr and "honest" not in run.stderr
+    named = cli("run", "bash", *model, "--require-audit", "audit.jsonl", "--task", "planted")
+    assert named.returncode == 2 and "no task passed the audit in audit.jsonl" in named.stderr
     none = cli("run", "bash", *model, "--require-audit", "tasks.jsonl")
     assert none.returncode == 2 and "not a line of an audit's record" in none.stderr
 

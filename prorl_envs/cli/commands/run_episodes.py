@@ -86,22 +86,21 @@ def rows(catalog: Catalog, options: RunOptions) -> list[tuple[dict[str, Any], st
         InputError: no such environment or task, a row is wrong, or there is no row that may run.
     """
     loaded = catalog.rows(options.environment, options.data)
-    found = [(row, task.id) for row, task in loaded]
-    if not found:
+    if not loaded:
         raise InputError(f"{catalog.data(options.environment, options.data)} contains no task")
+    if unknown := set(options.tasks) - {task.id for _, task in loaded}:
+        missing = min(unknown)
+        hint = name_hint(missing, (task.id for _, task in loaded))
+        raise InputError(f"no task has the id {missing!r}", hint=hint)
+    chosen = [(row, task) for row, task in loaded if not options.tasks or task.id in options.tasks]
     if options.require_audit is not None:
         record, family = AuditRecord(options.require_audit), catalog.family(options.environment)
-        refused = {task.id: reason for _, task in loaded if (reason := record.refusal(family, task))}
+        refused = {task.id: reason for _, task in chosen if (reason := record.refusal(family, task))}
         print_by_reason("left out", refused.items(), style="yellow")
-        if len(refused) == len(loaded):
+        chosen = [(row, task) for row, task in chosen if task.id not in refused]
+        if not chosen:
             raise InputError(f"no task passed the audit in {options.require_audit}")
-        found = [(row, task) for row, task in found if task not in refused]
-    if unknown := set(options.tasks) - {task for _, task in found}:
-        missing = min(unknown)
-        hint = name_hint(missing, (task for _, task in found))
-        raise InputError(f"no task has the id {missing!r}", hint=hint)
-    chosen = [(row, task) for row, task in found if not options.tasks or task in options.tasks]
-    return chosen[: options.limit]
+    return [(row, task.id) for row, task in chosen[: options.limit]]
 
 
 def requests(
