@@ -101,7 +101,7 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         shown, hidden = super().parts(task)
         folders = [files for step in task.steps for files in (step.tests, step.solution)]
         secret = {source for files in folders for source in files.values()}
-        hidden["files"] = {path: shown["files"].pop(path) for path in secret}
+        hidden["files"] = {path: shown["files"].pop(path) for path in sorted(secret)}
         return shown, hidden
 
     @classmethod

@@ -146,10 +146,10 @@ class Environment[TaskT: Task](ABC):
 
     @classmethod
     def parts(cls, task: TaskT) -> tuple[JsonObject, JsonObject]:
-        """Return what the agent is shown of a task or begins with, and what is hidden from it beside the
-        reference. For audits."""
+        """Split a task into the fields that the agent sees or starts with, and those that are hidden from it;
+        neither has the reference. For audits."""
         shown = task.model_dump(mode="json", exclude={"id", "reference", "reference_answer"})
-        return shown, {name: shown.pop(name) for name in cls.hidden_fields}
+        return shown, {name: shown.pop(name) for name in sorted(cls.hidden_fields)}
 
     @classmethod
     def driver_obstacle(cls, driver: str) -> str:

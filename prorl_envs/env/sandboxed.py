@@ -23,11 +23,9 @@ from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 MAX_ANSWER_CHARS = 20_000
 #: Characters kept of an answer without a tool call, from its end.
 MAX_WORDS = 200_000
-
-
 #: Timeout of a script that examines the sandbox, in seconds, and maximum bytes of its output.
-EXAMINE_S = 60.0
-EXAMINE_BYTES = 8 << 20
+_EXAMINE_S = 60.0
+_EXAMINE_BYTES = 8 << 20
 
 #: Fields of an environment that a checkpoint does not have.
 _RESOURCES = ("node", "_session", "_exits")
@@ -173,8 +171,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             done = await run(
                 ["/bin/sh", "-c", script],
                 stdin=stdin,
-                timeout_s=EXAMINE_S,
-                output_limit=EXAMINE_BYTES,
+                timeout_s=_EXAMINE_S,
+                output_limit=_EXAMINE_BYTES,
                 apart=True,
             )
         except OSError:  # the image has no shell

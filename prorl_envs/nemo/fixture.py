@@ -108,7 +108,11 @@ def recorded_outcomes(environment: str, folder: Path) -> list[FixtureOutcome]:
     """
     rows = read_jsonl(folder / EXAMPLE)
     cases = [
-        (case["name"], case.get("expected_error") or case["expected_reward"], case["request"])
+        (
+            case["name"],
+            case["expected_error"] if "expected_error" in case else case["expected_reward"],
+            case["request"],
+        )
         for case in read_jsonl(folder / CASES)
     ]
     rollouts = [

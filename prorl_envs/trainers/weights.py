@@ -65,9 +65,9 @@ def weights_change_sync(
     timeout_s: float = 1800.0,
 ) -> Iterator[None]:
     """Hold the turns like `weights_change`, for trainers without an event loop."""
-    client._call(_hold(client._client, mode, resample, timeout_s))
+    client.run(lambda inner: _hold(inner, mode, resample, timeout_s))
     yield
-    client._call(_release(client._client, version))
+    client.run(lambda inner: _release(inner, version))
 
 
 async def _hold(client: RolloutClient, mode: InFlight, resample: bool, timeout_s: float) -> None:

@@ -108,10 +108,8 @@ async def audit_file(
                 progress=on_result,
             )
     if recorded is not None:  # the findings that depend on other tasks
-        before = recorded.results(family, tasks)
-        for result in results:
-            if result != before.get(result.task_id):
-                recorded.add(family, by_id[result.task_id], result)
+        for task, result in zip(tasks, results, strict=True):
+            recorded.add(family, task, result)
     if as_json:
         print_json([_as_json(result) for result in results])
     else:

@@ -15,14 +15,13 @@ from prorl_envs.env.audit.duplicates import Resemblance, resemblances
 from prorl_envs.env.audit.episodes import PlayedEpisode, Step, play
 from prorl_envs.env.audit.findings import AuditFinding, FindingKind, Severity
 from prorl_envs.env.audit.probes import PROBE_NAMES, AuditProbe, probes
-from prorl_envs.env.audit.searches import search_sandbox
+from prorl_envs.env.audit.searches import SEARCH, search_sandbox
 from prorl_envs.env.base import Environment, Grade, Task
 from prorl_envs.env.node import Node
 from prorl_envs.errors import RolloutFailure, SandboxError, ToolError
 
-#: Names of the episodes that are always played, and of further probes.
-UNTOUCHED, REFERENCE = "untouched", "reference"
-BUSY, SEARCH = "busy", "search"
+#: Names of the episodes that are always played, and of a probe.
+UNTOUCHED, REFERENCE, BUSY = "untouched", "reference", "busy"
 PROBES = (*PROBE_NAMES, SEARCH, BUSY)
 #: Kinds of findings that depend on other tasks.
 _OF_THE_SET = frozenset({FindingKind.DUPLICATE, FindingKind.CONTRADICTION})
@@ -146,7 +145,7 @@ class _Auditor[TaskT: Task]:
         self._family = family
         self._node = node
         self._quick = quick
-        self._only = only
+        self._probes = frozenset(only or PROBES)
         self._repeats = repeats
         self._busy = _BusyMachine()
 
@@ -198,21 +197,20 @@ class _Auditor[TaskT: Task]:
         self, task: TaskT, untouched: float, references: Sequence[PlayedEpisode]
     ) -> AsyncIterator[AuditFinding]:
         for probe in probes(self._family, task, task.instruction):
-            if not self._only or probe.name in self._only:
+            if probe.name in self._probes:
                 grade = await self._cheated(task, probe)
                 if grade is not None and grade.reward > untouched:
                     text = f"{probe.what} scores {grade.reward:g}"
                     yield AuditFinding(
                         kind=probe.kind, text=text, probe=probe.name, evidence=dict(grade.evidence)
                     )
-        if not self._only or SEARCH in self._only:
+        if SEARCH in self._probes:
             for finding in await search_sandbox(self._family, self._node, task):
                 yield finding
-        if references and (not self._only or BUSY in self._only):
-            first = references[0].grade
+        if references and references[0].grade.reward == 1.0 and BUSY in self._probes:
             async with self._busy:
                 grade = (await self._reference(task)).grade
-            if first.reward == 1.0 and _verdict(grade) != _verdict(first):
+            if _verdict(grade) != _verdict(references[0].grade):
                 kind = FindingKind.TIMEOUT_EDGE if _timed_out(grade) else FindingKind.FLAKY
                 text = f"on a busy machine, the reference scores {grade.reward:g}{_seen(grade)}"
                 yield AuditFinding(kind=kind, text=text, probe=BUSY, evidence=dict(grade.evidence))
@@ -281,7 +279,7 @@ def _verdict(grade: Grade) -> tuple[Any, ...]:
 
 
 def _seen(grade: Grade) -> str:
-    """Return what the first failed check saw, for a sentence; "" if the evidence has no checks."""
+    """Return the evidence of the first failed check, for a sentence; "" if the evidence has no checks."""
     checks = [check for check in grade.evidence.get("checks", ()) if not check["passed"]]
     return f": {json.dumps(checks[0])[:_EVIDENCE_CHARS]}" if checks else ""
 

@@ -41,27 +41,30 @@ def resemblances[TaskT: Task](
     """Yield each task of `tasks` that resembles an earlier one, or one of `against`: it shows the same, or
     nearly the same and is graded in the same way."""
     by_hash: dict[int, list[int]] = defaultdict(list)
-    seen: list[tuple[str, TaskT, list[str], frozenset[int], str]] = []
+    seen: list[tuple[str, TaskT, int, frozenset[int], str]] = []
     others = ((f"{task.id} of the other set", task, False) for task in against)
     for name, task, own in (*others, *((task.id, task, True) for task in tasks)):
         words = re.findall(r"\w+|[^\w\s]", shown_text(family, task).lower())
-        sketch, graded = _sketch(words), grading_digest(family, task)
+        whole, sketch, graded = _hash(" ".join(words)), _sketch(words), grading_digest(family, task)
         shared: dict[int, int] = defaultdict(int)
         for value in sketch:
             for number in by_hash[value] if len(by_hash[value]) <= _COMMON else ():
                 shared[number] += 1
             by_hash[value].append(len(seen))
         for number, count in shared.items() if own else ():
-            other_name, other, other_words, other_sketch, other_graded = seen[number]
-            same, alike = other_words == words, other_graded == graded
+            other_name, other, other_whole, other_sketch, other_graded = seen[number]
+            same, alike = other_whole == whole, other_graded == graded
             if same or (alike and count >= _NEAR * max(len(sketch), len(other_sketch))):
                 yield Resemblance(task=task, other=other, name=other_name, same=same, graded_alike=alike)
                 break
-        seen.append((name, task, words, sketch, graded))
+        seen.append((name, task, whole, sketch, graded))
 
 
 def _sketch(words: Sequence[str]) -> frozenset[int]:
     """Return the smallest hashes of the text's shingles."""
     shingles = {" ".join(words[start : start + _WORDS]) for start in range(max(1, len(words) - _WORDS + 1))}
-    hashes = (blake2b(text.encode(errors="replace"), digest_size=8).digest() for text in shingles)
-    return frozenset(sorted(int.from_bytes(value) for value in hashes)[:_SKETCH])
+    return frozenset(sorted(map(_hash, shingles))[:_SKETCH])
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest())

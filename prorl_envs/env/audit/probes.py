@@ -78,40 +78,16 @@ class AuditProbe:
     answer: str = ""
 
 
-_CHEATS = (
-    AuditProbe(
-        name="deleted-tests",
-        kind=FindingKind.REMOVABLE_TESTS,
-        what="a workspace whose test files were deleted",
-        script=_DELETE,
-    ),
-    AuditProbe(
-        name="emptied-tests",
-        kind=FindingKind.REMOVABLE_TESTS,
-        what="a workspace whose test files were emptied",
-        script=_EMPTY,
-    ),
-    AuditProbe(
-        name="skipped-tests",
-        kind=FindingKind.SKIP_AS_PASS,
-        what="a workspace whose tests are all skipped",
-        script=_SKIP,
-    ),
-    AuditProbe(
-        name="shadowed-tests",
-        kind=FindingKind.SHADOWED_TESTS,
-        what="a workspace with files that run instead of the tests",
-        script=_SHADOW,
-    ),
-    AuditProbe(
-        name="planted-reward",
-        kind=FindingKind.PLANTED_REWARD,
-        what="a workspace with nothing but reward files",
-        script=_REWARD,
-    ),
+_CHEATS = tuple(
+    AuditProbe(name=name, kind=kind, what=f"a workspace {what}", script=script)
+    for name, kind, what, script in (
+        ("deleted-tests", FindingKind.REMOVABLE_TESTS, "whose test files were deleted", _DELETE),
+        ("emptied-tests", FindingKind.REMOVABLE_TESTS, "whose test files were emptied", _EMPTY),
+        ("skipped-tests", FindingKind.SKIP_AS_PASS, "whose tests are all skipped", _SKIP),
+        ("shadowed-tests", FindingKind.SHADOWED_TESTS, "with files that run instead of the tests", _SHADOW),
+        ("planted-reward", FindingKind.PLANTED_REWARD, "with nothing but reward files", _REWARD),
+    )
 )
-
-
 _ANSWERS = ("empty-answer", "senseless-answer", "own-text")
 PROBE_NAMES = (*_ANSWERS, *(probe.name for probe in _CHEATS))
 

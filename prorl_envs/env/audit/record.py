@@ -65,8 +65,10 @@ class AuditRecord:
         return {key[0]: self._lines[key] for key in keys if key in self._lines}
 
     def add(self, family: type[Environment[Any]], task: Task, result: TaskAudit) -> None:
-        """Append a result, which replaces an earlier one of the task."""
+        """Append a result, which replaces an earlier one of the task. Do nothing if they are equal."""
         line = _Line(AUDIT, digest(family, task), result)
+        if self._lines.get((task.id, line.digest)) == result:
+            return
         with self._path.open("ab") as file:
             file.write(_LINE.dump_json(line) + b"\n")
         self._lines[task.id, line.digest] = result

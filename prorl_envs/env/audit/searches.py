@@ -12,6 +12,8 @@ from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.conversation import MessageLog
 from prorl_envs.env.node import Node
 
+#: Name of the probe.
+SEARCH = "search"
 #: Folders that are searched, beside the workspace. Links in them are not followed.
 _FOLDERS = '. "$HOME" /tmp /var/tmp /app /data /srv /mnt /tests /solution /solutions /logs'
 #: Lines of hidden texts that are searched for: their minimum length, and their maximum number.
@@ -92,13 +94,13 @@ async def search_sandbox[TaskT: Task](
                 AuditFinding(
                     kind=FindingKind.MISSING_FILE,
                     text=f"the instruction names {name}, which neither the workspace nor the reference has",
-                    probe="search",
+                    probe=SEARCH,
                 )
                 for name in sorted(await _missing(env, missing))
             ]
             if outside := _lines(await env.examine(_FIND_OUTSIDE)):
                 text = f"the reference leaves files outside of the workspace: {', '.join(outside[:3])}"
-                findings.append(AuditFinding(kind=FindingKind.OUTSIDE_FILES, text=text, probe="search"))
+                findings.append(AuditFinding(kind=FindingKind.OUTSIDE_FILES, text=text, probe=SEARCH))
         return findings
 
 
@@ -145,7 +147,7 @@ async def _leaks(
         if path not in found and answers.intersection(line.strip() for line in content.splitlines()):
             found[path] = "an expected answer"
     return [
-        AuditFinding(kind=FindingKind.LEAK, text=f"{path} has {what}", probe="search")
+        AuditFinding(kind=FindingKind.LEAK, text=f"{path} has {what}", probe=SEARCH)
         for path, what in found.items()
     ]
 

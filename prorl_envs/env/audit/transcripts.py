@@ -1,15 +1,16 @@
 """Suspicious steps of conversations that were rewarded. A person decides: honest agents write tests, too."""
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from prorl_envs.env.audit.searches import TELLING_NAMES, distinctive_lines, holds
 from prorl_envs.env.base import Message
+from prorl_envs.strict_json import json_object
 
 _TEST = r"(?:[\w./-]*/)?(?:test_[\w.-]+|[\w-]+_test\.\w+|conftest\.py|tests?/[\w./-]+|run[_-]tests?[\w.]*)"
 #: Commands that change or remove an existing test, and editor calls that do.
@@ -103,12 +104,9 @@ def suspicions(messages: Sequence[Message], hidden: Sequence[str], calls_needed:
 def _calls(message: Message) -> Iterator[Mapping[str, Any]]:
     """Yield the arguments of the calls of a message."""
     for call in message.get("tool_calls") or ():
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        if isinstance(arguments, dict):
-            yield arguments
+        with suppress(KeyError, TypeError):  # not a call
+            if (arguments := json_object(call["function"]["arguments"])) is not None:
+                yield arguments
 
 
 def _suspicious(

@@ -120,6 +120,10 @@ class SyncRolloutClient:
             future.cancel()
             raise
 
+    def run[T](self, work: Callable[[RolloutClient], Coroutine[Any, Any, T]]) -> T:
+        """Run several calls of the asynchronous client as one, and return their result."""
+        return self._call(work(self._client))
+
     submit = _waiting(RolloutClient.submit)
     group = _waiting(RolloutClient.group)
     cancel_group = _waiting(RolloutClient.cancel_group)
