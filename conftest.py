@@ -13,7 +13,6 @@ OPTIONAL = frozenset({
     "apptainer", "apptainer-instance", "sif",
     "busybox", "rootfs",
     "chromium",
-    "postgres", "postgres_url",
 })  # fmt: skip
 
 #: Tests that are skipped on a machine without user namespaces: most of them start sandboxes.

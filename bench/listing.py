@@ -193,7 +193,7 @@ async def bench(folder: Path, count: int, tokens: int, times: int) -> None:
     del stored
     sources: dict[str, Callable[[], EpisodeSource]] = {
         "file": lambda: Index(path),
-        "store": lambda: StoredEpisodes.of_file(store),
+        "store": lambda: StoredEpisodes(store),
     }
     print(f"{machine()}\n\n{count:,} results: file {path.stat().st_size / 1e6:.0f} MB, ", end="")
     print(f"store {store.stat().st_size / 1e6:.0f} MB\n\n| | s | times reading the bytes |\n|---|---|---|")

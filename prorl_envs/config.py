@@ -37,14 +37,11 @@ DEFAULT_STORE, IN_MEMORY = Path("runs/service.db"), "memory"
 def _store(value: object) -> object:
     if value == IN_MEMORY:
         return None
-    if isinstance(value, str):
-        is_url = value.startswith(("postgresql://", "postgres://"))
-        return SecretStr(value) if is_url else expand_user(value)
-    return value
+    return expand_user(value) if isinstance(value, str) else value
 
 
-#: A file, or the URL of a PostgreSQL database, which may hold a password; None means memory.
-StoreLocation = Annotated[Path | SecretStr | None, BeforeValidator(_store)]
+#: A file; None means memory.
+StoreLocation = Annotated[Path | None, BeforeValidator(_store)]
 
 
 class _Section(BaseModel):
@@ -95,9 +92,7 @@ class ServiceSettings(_Section):
             at once
         batch_tasks: maximum tasks of one batch
         retention: finished work that is kept for readers.
-        store: store of `serve`: a file on a local disk, or a PostgreSQL database,
-            `postgresql://USER:PASSWORD@HOST/DATABASE` (needs [the extra](install.md#extras) `postgres`);
-            `memory` is lost at a restart
+        store: store of `serve`: a file; `memory` is lost at a restart
         reasoning: a model's reasoning from earlier turns: `keep` leaves it in the context, which is then
             never rewritten; otherwise the chat template may remove it at a user message (`user_turn`) or at
             every turn (`template`). A rewritten context starts another row: `forks` of the result

@@ -198,9 +198,7 @@ def install_programs() -> None:
         print("optional programs are not installed: the installation needs root and apt", flush=True)
         return
     print("installing optional programs", flush=True)
-    packages = (
-        "postgresql chromium qemu-user-static linux-libc-dev docker-registry skopeo umoci mmdebstrap patchelf"
-    )
+    packages = "chromium qemu-user-static linux-libc-dev docker-registry skopeo umoci mmdebstrap patchelf"
     command = f"""apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 \
         install -y -q --no-install-recommends {packages}; scripts/install-apptainer.sh"""
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -66,9 +66,9 @@ def test_a_part_without_tests_has_no_counts(full: ModuleType, tmp_path: Path) ->
 
 
 def test_reasons_of_skips_are_listed_with_their_numbers(full: ModuleType, tmp_path: Path) -> None:
-    line = "SKIPPED [2] tests/a.py:3: PostgreSQL is not installed"
+    line = "SKIPPED [2] tests/a.py:3: Chromium is not installed"
     outcome = full.run("a", full.Part(f"echo '{line}'; echo '{line}'", 30), tmp_path, tmp_path)
-    assert "- a: 4 × PostgreSQL is not installed" in full.table([outcome])
+    assert "- a: 4 × Chromium is not installed" in full.table([outcome])
 
 
 def test_each_test_that_ran_again_is_named(full: ModuleType, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 from prorl_envs.catalog import entries
 from prorl_envs.config import DEFAULT_STORE, LimitSettings, ModelSettings, ServiceSettings, Settings
@@ -277,18 +277,12 @@ def open_store(settings: ServiceSettings) -> SqlStore | None:
         InputError: the store cannot be opened, or another service uses it.
     """
     bounds = settings.retention.of_results
-    match settings.store:
-        case None:
-            return None
-        case Path():
-            if settings.store == DEFAULT_STORE:
-                with contextlib.suppress(OSError):  # the store then reports that it cannot be opened
-                    settings.store.parent.mkdir(exist_ok=True)
-            return SqliteStore(settings.store, **bounds)
-        case SecretStr():
-            from prorl_envs.rollout.store.postgres import PostgresStore  # an extra
-
-            return PostgresStore(settings.store.get_secret_value(), **bounds)
+    if settings.store is None:
+        return None
+    if settings.store == DEFAULT_STORE:
+        with contextlib.suppress(OSError):  # the store then reports that it cannot be opened
+            settings.store.parent.mkdir(exist_ok=True)
+    return SqliteStore(settings.store, **bounds)
 
 
 async def connect(

@@ -128,8 +128,8 @@ def serve(
     store: Annotated[
         str | None,
         typer.Option(
-            help="Store of jobs and results: a file, postgresql://HOST/DATABASE, or memory, which is lost "
-            "at a restart.  [default: runs/service.db]"
+            help="Store of jobs and results: a file, or memory, which is lost at a restart.  "
+            "[default: runs/service.db]"
         ),
     ] = None,
     no_token: Annotated[

@@ -14,19 +14,17 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN|FILE|STORE",
-        help="The folder of a run; a results.jsonl; or the store of a service, which may be running: its "
-        "file, or postgresql://HOST/DATABASE.",
+        help="The folder of a run; a results.jsonl; or the store of a service, which may be running.",
     ),
 ]
 _KINDS = "name the folder of a run, a results.jsonl, or the store of a service"
-_POSTGRES = ("postgresql://", "postgres://")
 
 
 def is_store(source: str) -> bool:
     """Return whether the source is the store of a service.
 
     Args:
-        source: a path, or the URL of a database.
+        source: a path.
 
     Raises:
         WrongFileType: the source is neither a store nor results.
@@ -36,8 +34,6 @@ def is_store(source: str) -> bool:
     from prorl_envs.rollout.client.result_files import results_file
     from prorl_envs.runs.folder import RUN
 
-    if source.startswith(_POSTGRES):
-        return True
     try:
         kind = kind_of(Path(source))
         if kind is FileKind.RUN:
@@ -57,7 +53,7 @@ def open_episodes(source: str) -> "EpisodeSource":
     """Open results for reading. The caller closes them.
 
     Args:
-        source: a path, or the URL of a database.
+        source: a path.
 
     Raises:
         WrongFileType: the source is neither a store nor results.
@@ -70,9 +66,7 @@ def open_episodes(source: str) -> "EpisodeSource":
         return Index(results_file(source))
     from prorl_envs.rollout.store.read_only import StoredEpisodes
 
-    if source.startswith(_POSTGRES):
-        return StoredEpisodes.of_postgres(source)
-    return StoredEpisodes.of_file(Path(source))
+    return StoredEpisodes(Path(source))
 
 
 def check_lines(episodes: "EpisodeSource", source: str) -> None:

@@ -1,8 +1,7 @@
 """Service with toy environments that a test can stop at any step."""
 
 import asyncio
-import importlib.util
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
-from prorl_envs.extras import install_extras
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.api.types import GroupRequest, Result
@@ -20,7 +18,6 @@ from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sql import SqlStore
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.tokenizer import builtin_renderer
-from tests.support.postgres import local_postgres, postgres_programs
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 
@@ -29,44 +26,18 @@ def renderer() -> TemplateRenderer:
     return builtin_renderer()
 
 
-@pytest.fixture(scope="session")
-def postgres_server() -> Iterator[str]:
-    """PostgreSQL server for the whole test run; yields the URL."""
-    if postgres_programs() is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    if importlib.util.find_spec("psycopg") is None:
-        pytest.skip(f"psycopg is not installed: {install_extras('postgres')}")
-    with local_postgres() as url:
-        yield url
-
-
-@pytest.fixture
-def postgres_url(postgres_server: str) -> str:
-    """URL of a new database without a store."""
-    import psycopg
-
-    with psycopg.connect(postgres_server, autocommit=True) as session:
-        session.execute("DROP SCHEMA IF EXISTS prorl_envs CASCADE")
-    return postgres_server
-
-
 type OpenStore = Callable[..., AbstractAsyncContextManager[SqlStore]]
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
-    """Function that opens the same durable store again, with the given bounds."""
-    if request.param == "postgres":
-        url = request.getfixturevalue("postgres_url")
-        from prorl_envs.rollout.store.postgres import PostgresStore
+@pytest.fixture(params=["local", "shared"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenStore:
+    """Function that opens the same durable store again, with the given bounds, on a file system of one or of
+    several machines."""
+    monkeypatch.setattr("prorl_envs.rollout.store.sqlite._shared", lambda folder: request.param == "shared")
 
     @asynccontextmanager
     async def opening(**bounds: Any) -> AsyncIterator[SqlStore]:
-        store: SqlStore
-        if request.param == "sqlite":
-            store = SqliteStore(tmp_path / "store.db", **bounds)
-        else:
-            store = await asyncio.to_thread(PostgresStore, url, **bounds)
+        store = SqliteStore(tmp_path / "store.db", **bounds)
         try:
             yield store
         finally:

@@ -1,4 +1,4 @@
-"""SQL database with a thread that writes and a thread that reads.
+"""SQLite database with a thread that writes and a thread that reads.
 
 A write returns when it is on the disk. Writes that arrive during a transaction are committed together in the
 next transaction, so they share the cost of a flush. Reads have their own connection, and never wait for a
@@ -8,16 +8,16 @@ write.
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, ClassVar, Concatenate
+from typing import Any, Concatenate
 
 from prorl_envs.errors import ProrlError
 from prorl_envs.rollout.api.errors import Unavailable
-from prorl_envs.rollout.store.tables import DbConnection
 
 #: Seconds for which a write without a waiting caller waits for other writes, to share their transaction, and
 #: seconds before it is tried again after its transaction failed.
@@ -71,11 +71,12 @@ class Database:
         resources: closes both connections and releases the database.
     """
 
-    #: Exceptions that the connections raise if the database fails.
-    errors: ClassVar[tuple[type[Exception], ...]]
-
     def __init__(
-        self, name: str, db: DbConnection, view: DbConnection, resources: contextlib.ExitStack
+        self,
+        name: str,
+        db: sqlite3.Connection,
+        view: sqlite3.Connection,
+        resources: contextlib.ExitStack,
     ) -> None:
         self._name = name
         self._db = db
@@ -140,7 +141,7 @@ class Database:
         self._check_open()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reader, work)
-        except self.errors as error:
+        except sqlite3.Error as error:
             raise self._unavailable("read", error) from error
 
     def _check_open(self) -> None:
@@ -148,7 +149,7 @@ class Database:
             raise Unavailable("the store is closed")
 
     def _unavailable(self, action: str, error: BaseException) -> Unavailable:
-        hint = "accepted jobs are not lost; is the disk full, or the database locked or down?"
+        hint = "accepted jobs are not lost; is the disk full, or the file locked?"
         return Unavailable(f"{self._name} cannot be {action}: {str(error).strip()}", hint=hint)
 
     # Transactions, by callbacks: a task would need more iterations of a busy event loop.
@@ -195,7 +196,7 @@ class Database:
         error = done.exception()
         if error is None:
             self._after_commit()
-        elif isinstance(error, self.errors) and not self._closed:
+        elif isinstance(error, sqlite3.Error) and not self._closed:
             self._waiting[:0] = [write for write in batch if write.future is None]
         self._note_outcome(error)
         for write, outcome in zip(
@@ -204,7 +205,7 @@ class Database:
             future = write.future
             if future is None or future.done():  # no caller waits, or the caller was cancelled
                 continue
-            if isinstance(outcome, self.errors):
+            if isinstance(outcome, sqlite3.Error):
                 outcome = self._unavailable("written", outcome)
             if isinstance(outcome, BaseException):
                 future.set_exception(outcome)
@@ -220,7 +221,7 @@ class Database:
 
     def _note_outcome(self, error: BaseException | None) -> None:
         """Log once that writes begin to fail, and that they succeed again."""
-        if isinstance(error, self.errors):
+        if isinstance(error, sqlite3.Error):
             if self._failed_at is None:
                 log.error("%s. Writes of accepted jobs are tried again.", self._unavailable("written", error))
             self._failed_at = time.monotonic()

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.summary import Found, Summary, holds, needles, summary_of_body
 from prorl_envs.rollout.store.sqlite import open_to_read
-from prorl_envs.rollout.store.tables import RESULT, DbConnection, bodies, unpack
+from prorl_envs.rollout.store.tables import RESULT, bodies, unpack
 
 
 class StoredEpisodes:
@@ -20,9 +19,10 @@ class StoredEpisodes:
     Results that the service drops stay in the list, but cannot be opened. Writes nothing, holds no lock.
 
     Args:
-        name: name of the store.
-        view: a read-only connection, which `close` closes.
-        errors: exceptions of the connection if the database fails.
+        path: the store's file.
+
+    Raises:
+        InputError: the file cannot be read, or is not a store.
 
     Attributes:
         read: cursor of the last result that was read.
@@ -31,35 +31,14 @@ class StoredEpisodes:
 
     generation = 0
 
-    def __init__(self, name: str, view: DbConnection, errors: tuple[type[Exception], ...]) -> None:
-        self.name = name
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
         self.summaries: list[Summary] = []
         self.bad: list[tuple[int, str]] = []
         self.bad_lines = self.read = self.size = 0
-        self._view, self._errors = view, errors
+        self._view = open_to_read(path)
         self._cursors: list[int] = []
         self._lock = threading.Lock()
-
-    @classmethod
-    def of_file(cls, path: Path) -> Self:
-        """Open the results of a SQLite file.
-
-        Raises:
-            InputError: the file cannot be read, or is not a store.
-        """
-        return cls(path.name, open_to_read(path), (sqlite3.Error,))
-
-    @classmethod
-    def of_postgres(cls, url: str) -> Self:
-        """Open the results of a PostgreSQL database.
-
-        Raises:
-            InputError: the database cannot be read, or contains no store.
-        """
-        from prorl_envs.rollout.store import postgres
-
-        name, view = postgres.open_to_read(url)
-        return cls(name, view, postgres.PostgresStore.errors)
 
     def close(self) -> None:
         self._view.close()
@@ -121,5 +100,5 @@ class StoredEpisodes:
         with self._lock:
             try:
                 yield
-            except self._errors as error:
+            except sqlite3.Error as error:
                 raise InputError(f"{self.name} cannot be read: {str(error).strip()}") from error

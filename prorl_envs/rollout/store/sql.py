@@ -1,7 +1,7 @@
-"""Store of groups, results and batches: its SQL statements, for any of the databases.
+"""Store of groups, results and batches: its SQL statements.
 
 `tables.py` describes the tables, `database.py` runs the methods that are marked `writes` and `reads` in its
-threads, and `sqlite.py` and `postgres.py` open the databases. Clients that follow the results receive them
+threads, and `sqlite.py` opens the database. Clients that follow the results receive them
 from memory.
 """
 
@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import math
+import sqlite3
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
@@ -41,7 +42,6 @@ from prorl_envs.rollout.store.database import Database, reads, writes
 from prorl_envs.rollout.store.tables import (
     RESULT,
     WITHOUT_RESULTS,
-    DbConnection,
     bodies,
     condition,
     deflate,
@@ -92,8 +92,8 @@ class SqlStore(Database):
     def __init__(
         self,
         name: str,
-        db: DbConnection,
-        view: DbConnection,
+        db: sqlite3.Connection,
+        view: sqlite3.Connection,
         resources: contextlib.ExitStack,
         *,
         max_results: int = 100_000,
@@ -115,7 +115,7 @@ class SqlStore(Database):
         self._recent = Recent()
         try:
             self._unread = self._count_unread()
-        except self.errors as error:
+        except sqlite3.Error as error:
             resources.close()
             raise InputError(f"the store {name} cannot be read: {str(error).strip()}") from error
 

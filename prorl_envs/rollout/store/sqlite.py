@@ -1,7 +1,6 @@
 """SQLite databases of a store: in a file, which belongs to one service at a time, and in memory.
 
-The file must be on a local disk. For the reasons, and for the behaviour with a full disk, see
-`docs/decisions/store.md`.
+For the reasons, and for the behaviour with a full disk, see `docs/decisions/store.md`.
 """
 
 import contextlib
@@ -21,28 +20,25 @@ _APPLICATION_ID = 0x50524F4C
 #: Seconds that a statement waits if another program writes to the file, which no program should do. The event
 #: loop may be blocked for this time.
 _BUSY_S = 0.25
-_TYPES = {
-    "counter": "INTEGER PRIMARY KEY",
-    "name": "TEXT",
-    "bytes": "BLOB",
-    "integer": "INTEGER",
-    "real": "REAL",
-    "clustered": "WITHOUT ROWID",
-}
 
-#: File systems that several machines may mount, without the shared memory that SQLite needs between readers.
+#: File systems that several machines may mount, without the memory that SQLite's connections share.
 _OF_SEVERAL_MACHINES = frozenset(
     {"nfs", "nfs4", "lustre", "cifs", "smb3", "beegfs", "gpfs", "ceph", "glusterfs", "juicefs", "sshfs"}
 )
 
-_STORE_HINT = "--store, or service.store: a file on a local disk, a PostgreSQL database, or memory"
+#: Mount options with which a lock on such a file system does not hold on other machines.
+_LOCAL_LOCKS = frozenset({"localflock", "nolock", "local_lock=all", "local_lock=flock"})
+
+_STORE_HINT = "--store, or service.store: a file, or memory"
 
 
 class SqliteStore(SqlStore):
     """Store of groups and results in an SQLite file.
 
     Args:
-        path: the file. A missing file is created, readable by its owner only. Its folder must exist.
+        path: the file. A missing file is created, readable by its owner only. Its folder must exist. On a
+            file system that several machines mount, there is one connection, and no other program can read
+            the file meanwhile.
         bounds: see `SqlStore`.
 
     Raises:
@@ -50,14 +46,13 @@ class SqliteStore(SqlStore):
             open.
     """
 
-    errors = (sqlite3.Error,)
-
     def __init__(self, path: Path, **bounds: Any) -> None:
         self.path = path.resolve()
+        shared = _shared(self.path.parent)
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, lock(self.path))
-            db = stack.enter_context(contextlib.closing(open_file(self.path)))
-            view = stack.enter_context(contextlib.closing(open_file(self.path)))
+            db = stack.enter_context(contextlib.closing(open_file(self.path, alone=shared)))
+            view = db if shared else stack.enter_context(contextlib.closing(open_file(self.path)))
             super().__init__(self.path.name, db, view, stack.pop_all(), **bounds)
 
 
@@ -69,7 +64,6 @@ class MemoryStore(SqlStore):
     """
 
     durable = False
-    errors = (sqlite3.Error,)
 
     def __init__(self, **bounds: Any) -> None:
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -88,8 +82,6 @@ def lock(path: Path) -> int:
         InputError: the store is locked by another service, or cannot be locked.
     """
     beside = path.with_name(path.name + "-lock")
-    if kind := _shared_by_machines(path.parent):
-        raise InputError(f"the store {path} is on {kind}, where SQLite is not safe", hint=_STORE_HINT)
     try:
         descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -106,21 +98,28 @@ def lock(path: Path) -> int:
     return descriptor
 
 
-def _shared_by_machines(folder: Path) -> str:
-    """Return the type of a folder's file system if several machines may share it, otherwise ""."""
+def _shared(folder: Path) -> bool:
+    """Return whether several machines may share a folder's file system.
+
+    Raises:
+        InputError: they may, but a lock holds on one of them only.
+    """
     try:
-        device, mounts = (
-            folder.stat().st_dev,
-            Path("/proc/self/mountinfo").read_bytes().decode(errors="replace"),
-        )
+        device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo").read_text(errors="replace")
     except OSError:  # the folder is missing; opening the store will report this
-        return ""
-    kind = type_of(device, mounts)
-    return kind if kind.removeprefix("fuse.") in _OF_SEVERAL_MACHINES else ""
+        return False
+    kind, options = mount_of(device, mounts)
+    shared = kind.removeprefix("fuse.") in _OF_SEVERAL_MACHINES
+    if shared and (local := _LOCAL_LOCKS & options):
+        raise InputError(
+            f"{folder} is on {kind} mounted with {min(local)}: services on two machines could open one store",
+            hint="use a local disk, or a file system whose locks hold on all machines",
+        )
+    return shared
 
 
-def type_of(device: int, mounts: str) -> str:
-    """Return the type of the file system on a device; "" if unknown.
+def mount_of(device: int, mounts: str) -> tuple[str, set[str]]:
+    """Return the type and the options of the file system on a device; empty if unknown.
 
     Args:
         device: device number, as in `os.stat_result.st_dev`.
@@ -130,12 +129,17 @@ def type_of(device: int, mounts: str) -> str:
     for line in mounts.split("\n"):
         mount, _, source = line.partition(" - ")
         if number in mount.split(" "):
-            return source.partition(" ")[0]
-    return ""
+            kind, _, options = source.split(" ")
+            return kind, {*options.split(","), *mount.split(" ")[5].split(",")}
+    return "", set()
 
 
-def open_file(path: Path) -> sqlite3.Connection:
+def open_file(path: Path, *, alone: bool = False) -> sqlite3.Connection:
     """Open the store at `path`. The caller must hold its lock. A missing or empty file becomes a store.
+
+    Args:
+        path: the file.
+        alone: admit no other connection, and so need no shared memory (https://sqlite.org/wal.html#noshm).
 
     Raises:
         InputError: the file cannot be opened, is not a store, or has another format.
@@ -145,6 +149,8 @@ def open_file(path: Path) -> sqlite3.Connection:
         with contextlib.ExitStack() as stack:
             db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             stack.callback(db.close)
+            if alone:
+                db.execute("PRAGMA locking_mode = EXCLUSIVE")
             _prepare(db)
             stack.pop_all()
             return db
@@ -156,7 +162,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     """Open a store that a service may have open. Writes nothing and does not take the store's lock.
 
     Raises:
-        InputError: the file cannot be read, or is not a store.
+        InputError: the file cannot be read, is not a store, or is open on a file system of several machines.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -213,4 +219,4 @@ def _prepare(db: sqlite3.Connection) -> None:
 
 def _create_tables(db: sqlite3.Connection) -> None:
     marks = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {FORMAT};"
-    db.executescript(f"BEGIN; {TABLES.format(**_TYPES)} {marks} COMMIT;")
+    db.executescript(f"BEGIN; {TABLES} {marks} COMMIT;")

@@ -1,15 +1,15 @@
-"""Tables of a store, the same in each database, and the form of their values.
+"""Tables of a store, and the form of their values.
 
 To add a column: add it to `TABLES`, raise `FORMAT`, and write and read it in `sql.py`.
 """
 
 import contextlib
 import json
+import sqlite3
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.summary import ARRAYS, body_of
@@ -17,7 +17,6 @@ from prorl_envs.rollout.api.types import ALL, Result, Selection
 
 #: Format of the tables. A store of another format is refused.
 FORMAT = 9
-#: The names in braces are types and options, which each database spells differently.
 # - groups.missing: number of jobs without a result.
 # - jobs.cursor: cursor of the result, which may have been dropped.
 # - results.total: number of tokens of all results ever recorded, up to and including this row. So the number
@@ -30,35 +29,35 @@ FORMAT = 9
 #   stands for all results up to its cursor.
 TABLES = """
 CREATE TABLE groups (
-    number {counter}, id {name} NOT NULL UNIQUE, task_id TEXT NOT NULL, environment TEXT NOT NULL,
-    request {bytes} NOT NULL, missing {integer} NOT NULL, batch_id {name}, weight_version {integer}
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, environment TEXT NOT NULL,
+    request BLOB NOT NULL, missing INTEGER NOT NULL, batch_id TEXT, weight_version INTEGER
 );
 CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
 CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
 CREATE TABLE jobs (
-    number {integer}, sample {integer}, attempts {integer} NOT NULL DEFAULT 0,
-    failures {integer} NOT NULL DEFAULT 0, cursor {integer}, state TEXT, reward {real}, failure TEXT,
+    number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0, cursor INTEGER, state TEXT, reward REAL, failure TEXT,
     PRIMARY KEY (number, sample)
-) {clustered};
+) WITHOUT ROWID;
 CREATE TABLE turns (
-    number {integer}, sample {integer}, history {bytes}, answer {bytes} NOT NULL,
+    number INTEGER, sample INTEGER, history BLOB, answer BLOB NOT NULL,
     PRIMARY KEY (number, sample, history)
-) {clustered};
+) WITHOUT ROWID;
 CREATE TABLE results (
-    cursor {integer} PRIMARY KEY, number {integer} NOT NULL, tokens {integer} NOT NULL,
-    total {integer} NOT NULL, body {bytes} NOT NULL, ids {bytes}, loss_mask {bytes}, logprobs {bytes}
+    cursor INTEGER PRIMARY KEY, number INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    total INTEGER NOT NULL, body BLOB NOT NULL, ids BLOB, loss_mask BLOB, logprobs BLOB
 );
 CREATE TABLE batches (
-    number {counter}, id {name} NOT NULL UNIQUE, request {bytes} NOT NULL, tenant TEXT NOT NULL,
-    carried TEXT NOT NULL, dropped {integer} NOT NULL, closed {integer} NOT NULL, cancelled_at {integer}
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, request BLOB NOT NULL, tenant TEXT NOT NULL,
+    carried TEXT NOT NULL, dropped INTEGER NOT NULL, closed INTEGER NOT NULL, cancelled_at INTEGER
 );
 CREATE TABLE batch_tasks (
-    number {integer}, position {integer}, body {bytes} NOT NULL, PRIMARY KEY (number, position)
-) {clustered};
-CREATE TABLE kept (name {name} PRIMARY KEY, value TEXT NOT NULL) {clustered};
-CREATE TABLE read_results (cursor {integer} PRIMARY KEY, tokens {integer} NOT NULL);
+    number INTEGER, position INTEGER, body BLOB NOT NULL, PRIMARY KEY (number, position)
+) WITHOUT ROWID;
+CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE read_results (cursor INTEGER PRIMARY KEY, tokens INTEGER NOT NULL);
 CREATE TABLE dropped_results (
-    cursor {integer} PRIMARY KEY, group_id {name}, environment TEXT, state TEXT
+    cursor INTEGER PRIMARY KEY, group_id TEXT, environment TEXT, state TEXT
 );
 """
 #: Columns that `unpack` reads.
@@ -69,32 +68,6 @@ WITHOUT_RESULTS = (
 )
 #: Maximum number of rows in memory at once.
 _ROWS = 100
-
-
-class Rows(Protocol):
-    """Result set of a statement."""
-
-    @property
-    def rowcount(self) -> int: ...
-    def fetchone(self) -> Any: ...
-    def fetchall(self) -> list[Any]: ...
-    def __iter__(self) -> Iterator[Any]: ...
-
-
-class DbConnection(Protocol):
-    """Subset of `sqlite3.Connection` that the store uses. A `with` block commits, or rolls back on errors."""
-
-    def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Rows: ...
-    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> object: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> object: ...
 
 
 def check_format(found: int) -> None:
@@ -109,7 +82,7 @@ def check_format(found: int) -> None:
 
 
 def bodies(
-    view: DbConnection, after: int, limit: int, only: Selection = ALL
+    view: sqlite3.Connection, after: int, limit: int, only: Selection = ALL
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield cursor, number of tokens and JSON without arrays of at most `limit` results after a cursor."""
     where, values = condition(only)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sqlite3
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -258,7 +259,7 @@ async def test_unread_results_stay_unread_over_a_restart(opened: OpenStore) -> N
 
 async def test_an_acknowledgement_is_written_again_if_the_database_failed(opened: OpenStore) -> None:
     def fail() -> None:
-        raise store.errors[0]("out of luck")
+        raise sqlite3.OperationalError("out of luck")
 
     async with opened(max_results=1) as store:
         await store.submit([group(samples=3)])
@@ -274,7 +275,7 @@ async def test_an_acknowledgement_is_written_again_if_the_database_failed(opened
 
 async def test_the_closed_store_does_not_wait_for_an_acknowledgement_that_fails(opened: OpenStore) -> None:
     def fail() -> None:
-        raise store.errors[0]("out of luck")
+        raise sqlite3.OperationalError("out of luck")
 
     async with opened() as store:
         await store.submit([group()])

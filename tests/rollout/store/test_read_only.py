@@ -1,6 +1,5 @@
 """A store that other programs read while the service writes to it."""
 
-import asyncio
 import json
 import os
 import sqlite3
@@ -42,7 +41,7 @@ async def test_a_store_is_read_while_its_service_writes(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     kept = await keep(store, result("g/0"), result("g/1", reward=0.0), result_with_text("h/0", "näher"))
-    episodes = StoredEpisodes.of_file(path)
+    episodes = StoredEpisodes(path)
     assert episodes.extend(1) and episodes.read == 1 < episodes.size == 3
     assert not episodes.extend() and episodes.summaries == [summarise(one) for one in kept]
     assert [Result.model_validate_json(episodes.line(n)) for n in range(3)] == kept
@@ -60,7 +59,7 @@ async def test_a_result_that_the_service_dropped_is_an_error(tmp_path: Path) -> 
     path = tmp_path / "store.db"
     store = SqliteStore(path, max_results=2)
     await keep(store, result("g/0"), result("g/1"))
-    episodes = StoredEpisodes.of_file(path)
+    episodes = StoredEpisodes(path)
     episodes.extend()
     await keep(store, result("h/0"))
     with pytest.raises(InputError, match="no longer kept"):
@@ -80,7 +79,7 @@ async def test_a_store_is_read_in_a_read_only_folder(tmp_path: Path) -> None:
     before = sorted(folder.iterdir())
     folder.chmod(0o500)
     try:
-        episodes = StoredEpisodes.of_file(folder / "store.db")
+        episodes = StoredEpisodes(folder / "store.db")
         episodes.extend()
         assert [one.job_id for one in episodes.summaries] == ["g/0"]
         episodes.close()
@@ -95,7 +94,7 @@ async def test_a_file_that_is_not_a_store_is_one_clear_error(tmp_path: Path) -> 
     other.close()
     for name, words in (("other.db", "another program"), ("none.db", "cannot be read")):
         with pytest.raises(InputError, match=words):
-            StoredEpisodes.of_file(tmp_path / name)
+            StoredEpisodes(tmp_path / name)
     assert not (tmp_path / "none.db").exists()
 
 
@@ -135,25 +134,24 @@ async def test_forks_are_counted(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "s")
     [forked] = await keep(store, result("g/0", forks=[whole]))
     await store.aclose()
-    episodes = StoredEpisodes.of_file(tmp_path / "s")
+    episodes = StoredEpisodes(tmp_path / "s")
     episodes.extend()
     assert episodes.summaries == [summarise(forked)] and episodes.summaries[0].rows == 2
     assert json.loads(episodes.line(0))["forks"] == [whole.model_dump()]
     episodes.close()
 
 
-async def test_a_database_is_read_while_its_service_writes(postgres_url: str) -> None:
-    from prorl_envs.rollout.store.postgres import PostgresStore
-
-    with pytest.raises(InputError, match="contains no store"):
-        await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)
-    store = await asyncio.to_thread(PostgresStore, postgres_url)
-    kept = await keep(store, result("g/0"), result_with_text("g/1", "näher"))
-    episodes = await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)
-    assert not episodes.extend() and episodes.summaries == [summarise(one) for one in kept]
-    assert Result.model_validate_json(episodes.line(1)) == kept[1]
-    assert episodes.search("näher") == ([1], 2)
-    assert await store.search("näher", 0, 9) == SearchPage(jobs=["g/1"], next=2)
-    assert await store.summaries(1, 9) == episodes.summaries[1:]
-    episodes.close()
+async def test_an_open_store_of_several_machines_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prorl_envs.rollout.store.sqlite._shared", lambda folder: True)
+    store = SqliteStore(tmp_path / "s")
+    [kept] = await keep(store, result("g/0"))
+    with pytest.raises(InputError, match="locked"):
+        StoredEpisodes(tmp_path / "s")
     await store.aclose()
+    assert not (tmp_path / "s-shm").exists(), "no memory is shared"
+    episodes = StoredEpisodes(tmp_path / "s")
+    episodes.extend()
+    assert episodes.summaries == [summarise(kept)]
+    episodes.close()

@@ -15,7 +15,7 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import NotFound, Unavailable
-from prorl_envs.rollout.store.sqlite import SqliteStore, type_of
+from prorl_envs.rollout.store.sqlite import SqliteStore, mount_of
 from tests.rollout.store.test_store import group, result
 from tests.support.clock import FakeClock
 
@@ -204,18 +204,38 @@ async def test_a_service_on_a_full_disk_halts_and_later_continues(make_bench: An
 
 MOUNTS = """\
 22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
-31 22 0:45 / /home rw,relatime shared:9 - nfs4 filer:/home rw,vers=4.2
+31 22 0:45 / /home rw,relatime shared:9 - nfs4 filer:/home rw,vers=4.2,local_lock=none
 32 22 0:46 / /scratch\\040fast rw - fuse.sshfs other:/ rw
+33 22 0:47 / /lustre rw - lustre mgs:/fs rw,localflock
 """
 
 
 @pytest.mark.parametrize(
-    ("major", "minor", "kind"), [(254, 1, "ext4"), (0, 45, "nfs4"), (0, 46, "fuse.sshfs"), (0, 47, "")]
+    ("major", "minor", "kind", "option"),
+    [(254, 1, "ext4", "rw"), (0, 45, "nfs4", "vers=4.2"), (0, 46, "fuse.sshfs", "rw"), (0, 48, "", None)],
 )
-def test_the_type_of_a_file_system_is_detected(major: int, minor: int, kind: str) -> None:
-    assert type_of(os.makedev(major, minor), MOUNTS) == kind
+def test_the_file_system_is_detected(major: int, minor: int, kind: str, option: str | None) -> None:
+    found, options = mount_of(os.makedev(major, minor), MOUNTS)
+    assert found == kind and (option in options if option else not options)
+
+
+async def test_a_store_whose_lock_holds_on_one_machine_only_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path.stat().st_dev  # noqa: ASYNC240 - a local directory
+    here = f"{os.major(device)}:{os.minor(device)}"
+    for mount, refused in ((MOUNTS.replace("0:47", here), True), (MOUNTS.replace("0:45", here), False)):
+        monkeypatch.setattr(Path, "read_text", lambda path, mount=mount, **_: mount)
+        if refused:
+            with pytest.raises(InputError, match="lustre mounted with localflock"):
+                SqliteStore(tmp_path / "store.db")
+            assert not (tmp_path / "store.db").exists()
+        else:
+            async with opened(tmp_path / "store.db") as store:
+                await store.submit([group()])
+                assert not (tmp_path / "store.db-shm").exists()
 
 
 def test_the_file_system_here_is_local(tmp_path: Path) -> None:
     mounts = Path("/proc/self/mountinfo").read_text()
-    assert type_of(tmp_path.stat().st_dev, mounts) not in ("", "nfs", "nfs4", "lustre")
+    assert mount_of(tmp_path.stat().st_dev, mounts)[0] not in ("", "nfs", "nfs4", "lustre")

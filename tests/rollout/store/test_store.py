@@ -30,6 +30,7 @@ STORES: dict[str, Callable[..., SqlStore]] = {
     "memory": lambda _, **bounds: MemoryStore(**bounds),
     "sqlite": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
     "sqlite, read back": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
+    "sqlite, shared": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
 }
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.anyio
 type MakeStore = Callable[..., SqlStore]
 
 
-@pytest.fixture(params=[*STORES, "postgres"])
+@pytest.fixture(params=STORES)
 async def make_store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[MakeStore]:
@@ -46,15 +47,11 @@ async def make_store(
     made: list[SqlStore] = []
     if request.param == "sqlite, read back":
         monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_RESULTS", 0)
-    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+    if request.param == "sqlite, shared":
+        monkeypatch.setattr("prorl_envs.rollout.store.sqlite._shared", lambda folder: True)
 
     def make(**bounds: Any) -> SqlStore:
-        if url:
-            from prorl_envs.rollout.store.postgres import PostgresStore
-
-            made.append(PostgresStore(url, **bounds))
-        else:
-            made.append(STORES[request.param](tmp_path, **bounds))
+        made.append(STORES[request.param](tmp_path, **bounds))
         return made[-1]
 
     yield make
