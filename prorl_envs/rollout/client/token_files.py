@@ -3,7 +3,7 @@
 A service on loopback without a configured token generates a token, which is in a file while the service runs.
 Clients of the same user find the file by the address of the service, as Jupyter's clients do. Each start
 generates a new token. So another user who binds the address after a stop, and receives the old token from a
-client, cannot use it with the next service.
+client, cannot use it with the next service. The folder is private, so its files need no checks of their own.
 """
 
 import contextlib
@@ -28,11 +28,6 @@ from prorl_envs.errors import InputError
 log = logging.getLogger(__name__)
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,200}")
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Non-blocking, since another user may have put a pipe in place of the file.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class Address(NamedTuple):
@@ -71,11 +66,15 @@ def stored_token(token: str, address: Address) -> Iterator[Path]:
     Raises:
         InputError: the file cannot be written, or other users could change it.
     """
-    folder, name = token_folder(), _name(address)
+    folder = token_folder()
+    file = folder / _name(address)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _open_folder(folder) as directory:
-            _write(directory, name, token)
+        _check_private(folder)
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        temporary.touch(mode=0o600)
+        temporary.write_text(f"{token}\n")
+        temporary.replace(file)
     except OSError as error:
         variable = "XDG_STATE_HOME" if os.environ.get("XDG_STATE_HOME") else "HOME"
         raise InputError(
@@ -83,7 +82,7 @@ def stored_token(token: str, address: Address) -> Iterator[Path]:
             hint=f"set {variable} to a directory that you own and can write to",
         ) from error
     try:
-        yield folder / name
+        yield file
     finally:
         drop_token(address, only=token)
 
@@ -98,13 +97,18 @@ def drop_token(address: Address, *, only: str = "") -> None:
 def read_token(address: Address) -> str | None:
     """Return the token of an address. Return None if there is no file, or other users can access it."""
     try:
-        with _open_folder(token_folder()) as directory:
-            return _read(directory, _name(address))
+        folder = token_folder()
+        _check_private(folder)
+        token = (folder / _name(address)).read_text(errors="replace").strip()
     except FileNotFoundError:
         return None
     except (OSError, InputError) as error:
         _warn_unread(address, str(error))
         return None
+    if not _TOKEN.fullmatch(token):
+        _warn_unread(address, "it contains no token")
+        return None
+    return token
 
 
 @functools.cache  # one warning per address, since clients read the file for each request
@@ -169,57 +173,16 @@ def _name(address: Address) -> str:
     return f"service_{socket.gethostname().replace('/', '_')}_{address.host}_{address.port}"
 
 
-@contextmanager
-def _open_folder(folder: Path) -> Iterator[int]:
-    """Open the folder and yield its file descriptor.
+def _check_private(folder: Path) -> None:
+    """Check that a folder is private to this user.
 
     Raises:
-        OSError: the folder cannot be opened, is a link, or other users have access.
+        OSError: it is missing, a link or a file, of another owner, or other users have access.
     """
-    directory = os.open(folder, _DIRECTORY)
-    try:
-        _check(os.fstat(directory), directory=True)
-        yield directory
-    finally:
-        os.close(directory)
-
-
-def _write(directory: int, name: str, token: str) -> None:
-    """Replace the file atomically, also if its name is a link."""
-    temporary = f".{name}.{secrets.token_hex(8)}"
-    try:
-        file = os.open(temporary, _WRITE, 0o600, dir_fd=directory)
-        with os.fdopen(file, "w", encoding="ascii") as stream:
-            os.fchmod(file, 0o600)
-            stream.write(f"{token}\n")
-        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-    except OSError:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=directory)
-        raise
-
-
-def _read(directory: int, name: str) -> str:
-    file = os.open(name, _READ, dir_fd=directory)
-    try:
-        _check(os.fstat(file), directory=False)
-        text = os.read(file, 1000).decode("ascii", "replace").strip()
-    finally:
-        os.close(file)
-    if not _TOKEN.fullmatch(text):
-        raise OSError(f"{name} contains no token")
-    return text
-
-
-def _check(status: os.stat_result, *, directory: bool) -> None:
-    """Check that a file or directory is of the right kind and private to this user.
-
-    Raises:
-        OSError: wrong kind, another owner, or other users have access.
-    """
-    if not (stat.S_ISDIR if directory else stat.S_ISREG)(status.st_mode):
-        raise OSError("it is not a regular file")
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is not a directory")
     if status.st_uid != os.geteuid():
-        raise OSError("its file or folder belongs to another user")
-    if status.st_mode & _BY_OTHERS:
-        raise OSError("its file or folder is open to others; `chmod go=` removes their access")
+        raise OSError(f"{folder} belongs to another user")
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise OSError(f"{folder} is open to others; `chmod go=` removes their access")
