@@ -26,8 +26,8 @@ _OF_SEVERAL_MACHINES = frozenset(
     {"nfs", "nfs4", "lustre", "cifs", "smb3", "beegfs", "gpfs", "ceph", "glusterfs", "juicefs", "sshfs"}
 )
 
-#: Mount options with which a lock on such a file system does not hold on other machines.
-_LOCAL_LOCKS = frozenset({"localflock", "nolock", "local_lock=all", "local_lock=flock"})
+#: Mount options, and a type, of such file systems whose locks do not hold on other machines.
+_LOCAL_LOCKS = frozenset({"localflock", "nolock", "local_lock=all", "local_lock=flock", "nobrl", "sshfs"})
 
 _STORE_HINT = "--store, or service.store: a file, or memory"
 
@@ -109,11 +109,12 @@ def _shared(folder: Path) -> bool:
     except OSError:  # the folder is missing; opening the store will report this
         return False
     kind, options = mount_of(device, mounts)
-    shared = kind.removeprefix("fuse.") in _OF_SEVERAL_MACHINES
-    if shared and (local := _LOCAL_LOCKS & options):
+    kind = kind.removeprefix("fuse.")
+    shared = kind in _OF_SEVERAL_MACHINES
+    if shared and (local := _LOCAL_LOCKS & {*options, kind}):
         raise InputError(
-            f"{folder} is on {kind} mounted with {min(local)}: services on two machines could open one store",
-            hint="use a local disk, or a file system whose locks hold on all machines",
+            f"{folder} is on {kind}, whose locks hold on one machine only ({min(local)})",
+            hint="put the store on a local disk, so that no second machine can open it",
         )
     return shared
 

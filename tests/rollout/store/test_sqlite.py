@@ -81,8 +81,12 @@ async def test_a_store_of_another_version_is_refused(tmp_path: Path, version: in
         SqliteStore(path)
 
 
-async def test_a_result_whose_acknowledgement_a_crash_lost_is_unread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_result_whose_acknowledgement_a_crash_lost_is_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
     """The files are copied in the state that a killed process leaves."""
+    monkeypatch.setattr("prorl_envs.rollout.store.sqlite._shared", lambda folder: shared)
 
     def crash(name: str) -> Path:
         (tmp_path / name).mkdir()
@@ -224,10 +228,11 @@ async def test_a_store_whose_lock_holds_on_one_machine_only_is_refused(
 ) -> None:
     device = tmp_path.stat().st_dev  # noqa: ASYNC240 - a local directory
     here = f"{os.major(device)}:{os.minor(device)}"
-    for mount, refused in ((MOUNTS.replace("0:47", here), True), (MOUNTS.replace("0:45", here), False)):
+    for place, refused in (("0:47", "lustre.*localflock"), ("0:46", "sshfs"), ("0:45", "")):
+        mount = MOUNTS.replace(place, here)
         monkeypatch.setattr(Path, "read_text", lambda path, mount=mount, **_: mount)
         if refused:
-            with pytest.raises(InputError, match="lustre mounted with localflock"):
+            with pytest.raises(InputError, match=f"on {refused}"):
                 SqliteStore(tmp_path / "store.db")
             assert not (tmp_path / "store.db").exists()
         else:
