@@ -357,6 +357,30 @@ async def test_an_answer_that_the_question_holds_is_no_answer(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("right", "solved"), [(["yes", "Yes", "YES"] * 2, 6), (["yes"] * 5, 0)])
+async def test_an_answer_that_solves_most_tasks_of_a_set_is_found(
+    node: Node, right: list[str], solved: int
+) -> None:
+    answers = [*right, *(str(number) for number in range(10 - len(right)))]
+    tasks = [
+        IPythonEnvironment.load(
+            {
+                "id": f"t{number}",
+                "instruction": f"Question {number}?",
+                "checks": [{"type": "text", "value": answer, "ignore_case": True}],
+                "reference": [{"tool": "finish", "arguments": {"answer": answer}}],
+            }
+        )
+        for number, answer in enumerate(answers)
+    ]
+    done = {task.id: TaskAudit(task_id=task.id) for task in tasks}
+    found = [result.findings for result in await audit(IPythonEnvironment, node, tasks, done=done)]
+    text = "the answer 'yes' solves 6 of the set's 10 questions"
+    guessed = (AuditFinding(kind=FindingKind.GUESSABLE_SET, text=text),)
+    assert found == [guessed] * solved + [()] * (10 - solved)
+
+
+@pytest.mark.anyio
 async def test_repeated_and_contradicting_tasks_are_found_in_a_set_and_between_two(node: Node) -> None:
     long = "Remove the file f. " + " ".join(f"Its line {number} is of no use." for number in range(20))
     first = task("first", instruction=long)

@@ -7,14 +7,16 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 from prorl_envs.env.audit.duplicates import Resemblance, resemblances
 from prorl_envs.env.audit.episodes import PlayedEpisode, Step, play
 from prorl_envs.env.audit.findings import AuditFinding, FindingKind, Severity
-from prorl_envs.env.audit.probes import PROBE_NAMES, AuditProbe, probes
+from prorl_envs.env.audit.probes import PROBE_NAMES, AuditProbe, answering, probes, right_answer
 from prorl_envs.env.audit.searches import SEARCH, search_sandbox
 from prorl_envs.env.base import Environment, Grade, Task
 from prorl_envs.env.node import Node
@@ -24,7 +26,10 @@ from prorl_envs.errors import RolloutFailure, SandboxError, ToolError
 UNTOUCHED, REFERENCE, BUSY = "untouched", "reference", "busy"
 PROBES = (*PROBE_NAMES, SEARCH, BUSY)
 #: Kinds of findings that depend on other tasks.
-_OF_THE_SET = frozenset({FindingKind.DUPLICATE, FindingKind.CONTRADICTION})
+_OF_THE_SET = frozenset({FindingKind.DUPLICATE, FindingKind.CONTRADICTION, FindingKind.GUESSABLE_SET})
+#: Share of a set's tasks above which the answer that solves them is a finding; share of tasks with the same
+#: right answer that makes it worth trying; minimum size of the set.
+_GUESSED_SHARE, _TRIED_SHARE, _FEWEST = 0.5, 0.1, 10
 #: Maximum characters of what a failed check saw.
 _EVIDENCE_CHARS = 300
 _TIMED_OUT = re.compile(r'"timed_out": true|timed?[ _-]?out|time limit', re.IGNORECASE)
@@ -95,14 +100,13 @@ async def audit[TaskT: Task](
     Returns:
         one result per task, in the tasks' order.
     """
-    slots = asyncio.Semaphore(concurrency)
-    auditor = _Auditor(family, node, quick=quick, only=only, repeats=repeats)
+    auditor = _Auditor(family, node, quick=quick, only=only, repeats=repeats, concurrency=concurrency)
 
     async def audited(task: TaskT) -> TaskAudit:
         if done and task.id in done:
             own = tuple(found for found in done[task.id].findings if found.kind not in _OF_THE_SET)
             return replace(done[task.id], findings=own)
-        async with slots:
+        async with auditor.slots:
             result = await auditor.task(task)
         if progress is not None:
             progress(result)
@@ -111,10 +115,13 @@ async def audit[TaskT: Task](
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(audited(task)) for task in tasks]
     results = {task.id: running.result() for task, running in zip(tasks, running, strict=True)}
-    for found in () if quick or only else resemblances(family, tasks, against):
-        result = results[found.task.id]
-        finding = await auditor.resemblance(found)
-        results[found.task.id] = replace(result, findings=(*result.findings, finding))
+    if not quick and not only:
+        of_set = [
+            (found.task, await auditor.resemblance(found)) for found in resemblances(family, tasks, against)
+        ]
+        for task, finding in (*of_set, *await auditor.guesses(tasks)):
+            result = results[task.id]
+            results[task.id] = replace(result, findings=(*result.findings, finding))
     return [results[task.id] for task in tasks]
 
 
@@ -141,12 +148,14 @@ class _Auditor[TaskT: Task]:
         quick: bool,
         only: Collection[str],
         repeats: int,
+        concurrency: int,
     ) -> None:
         self._family = family
         self._node = node
         self._quick = quick
         self._probes = frozenset(only or PROBES)
         self._repeats = repeats
+        self.slots = asyncio.Semaphore(concurrency)
         self._busy = _BusyMachine()
 
     async def task(self, task: TaskT) -> TaskAudit:
@@ -192,6 +201,31 @@ class _Auditor[TaskT: Task]:
                     return AuditFinding(kind=FindingKind.CONTRADICTION, text=text)
         nearly = "" if found.same else "nearly "
         return AuditFinding(kind=FindingKind.DUPLICATE, text=f"{nearly}the same task as {found.name}")
+
+    async def guesses(self, tasks: Sequence[TaskT]) -> list[tuple[TaskT, AuditFinding]]:
+        """Return a finding for each task that one answer solves, if it solves most of those with answers."""
+        right = {task.id: answer for task in tasks if (answer := right_answer(self._family, task))}
+        if len(right) < _FEWEST:
+            return []
+
+        async def solves(task: TaskT, guess: str) -> bool:
+            probe = answering(self._family, task, "guess", guess)
+            async with self.slots:
+                grade = right[task.id] != guess and probe and await self._cheated(task, probe)
+            return right[task.id] == guess or bool(grade and grade.reward == 1.0)
+
+        answered = [task for task in tasks if task.id in right]
+        for guess, count in Counter(right.values()).most_common():
+            if count < _TRIED_SHARE * len(right):
+                break
+            solved = await asyncio.gather(*(solves(task, guess) for task in answered))
+            if sum(solved) > _GUESSED_SHARE * len(right):
+                text = (
+                    f"the answer {guess[:40]!r} solves {sum(solved):,} of the set's {len(right):,} questions"
+                )
+                finding = AuditFinding(kind=FindingKind.GUESSABLE_SET, text=text)
+                return [(task, finding) for task in compress(answered, solved)]
+        return []
 
     async def _probed(
         self, task: TaskT, untouched: float, references: Sequence[PlayedEpisode]

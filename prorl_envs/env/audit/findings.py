@@ -23,6 +23,7 @@ class FindingKind(StrEnum):
     REFUSED_CALL = "refused_call"
     VACUOUS = "vacuous"
     GUESSABLE = "guessable"
+    GUESSABLE_SET = "guessable_set"
     REMOVABLE_TESTS = "removable_tests"
     SKIP_AS_PASS = "skip_as_pass"
     SHADOWED_TESTS = "shadowed_tests"
@@ -45,6 +46,7 @@ MEANING = {
     FindingKind.REFUSED_CALL: (Severity.ERROR, "a call of the reference is refused"),
     FindingKind.VACUOUS: (Severity.ERROR, "the untouched workspace scores above 0"),
     FindingKind.GUESSABLE: (Severity.ERROR, "an empty or senseless answer scores above 0"),
+    FindingKind.GUESSABLE_SET: (Severity.WARNING, "one answer, always given, solves most tasks of the set"),
     FindingKind.REMOVABLE_TESTS: (Severity.ERROR, "deleting or emptying visible tests raises the reward"),
     FindingKind.SKIP_AS_PASS: (Severity.ERROR, "tests that are all skipped raise the reward"),
     FindingKind.SHADOWED_TESTS: (Severity.WARNING, "files of the agent run instead of the tests"),

@@ -98,21 +98,26 @@ def probes(family: type[Environment[Any]], task: Task, question: str) -> Iterato
     Args:
         question: the text of the task.
     """
-    finishes = _finishes_with_answer(family, task)
     for name, answer in zip(_ANSWERS, ("", _SENSELESS, question), strict=True):
-        what = f"the {name.replace('-', ' ')}"
-        if finishes:
-            call = ReferenceCall(tool=family.finish_tool, arguments={"answer": answer[:MAX_ANSWER_CHARS]})
-            yield AuditProbe(name=name, kind=FindingKind.GUESSABLE, what=what, calls=(call,))
-        elif task.reference_answer and answer:
-            yield AuditProbe(name=name, kind=FindingKind.GUESSABLE, what=what, answer=answer)
+        if (probe := answering(family, task, name, answer)) is not None:
+            yield probe
     yield from _CHEATS
 
 
-def _finishes_with_answer(family: type[Environment[Any]], task: Task) -> bool:
-    """Return whether an answer in the finish call is graded, as far as its schema or the reference shows."""
+def answering(family: type[Environment[Any]], task: Task, name: str, answer: str) -> AuditProbe | None:
+    """Return the probe that gives an answer, or None if none is graded, as far as the finish tool's schema or
+    the reference shows."""
+    kind, what = FindingKind.GUESSABLE, f"the {name.replace('-', ' ')}"
     spec: ToolSpec | None = getattr(family, "finish_spec", None)
     required = spec is not None and "answer" in spec.parameters.get("required", ())
-    return required or any(
-        call.tool == family.finish_tool and call.arguments.get("answer") for call in task.reference
-    )
+    if required or right_answer(family, task) != task.reference_answer:
+        call = ReferenceCall(tool=family.finish_tool, arguments={"answer": answer[:MAX_ANSWER_CHARS]})
+        return AuditProbe(name=name, kind=kind, what=what, calls=(call,))
+    said = task.reference_answer and answer
+    return AuditProbe(name=name, kind=kind, what=what, answer=answer) if said else None
+
+
+def right_answer(family: type[Environment[Any]], task: Task) -> str:
+    """Return the answer that the reference gives, or ""."""
+    finishes = (call.arguments.get("answer") for call in task.reference if call.tool == family.finish_tool)
+    return str(next(filter(None, finishes), task.reference_answer))
