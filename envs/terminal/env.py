@@ -13,14 +13,14 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import Phase as EpisodePhase
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.task_files import content_of
-from prorl_envs.envs.terminal.images import TaskImage, task_image
+from prorl_envs.envs.terminal.images import TaskImage, image_name, task_image
 from prorl_envs.envs.terminal.machines import machine_spec, shell_command
 from prorl_envs.envs.terminal.options import TerminalOptions
 from prorl_envs.envs.terminal.planted import planted
 from prorl_envs.envs.terminal.requirements import missing
 from prorl_envs.envs.terminal.rows import task_of
 from prorl_envs.envs.terminal.services import AGENT, TaskServices, service_image, wait_healthy
-from prorl_envs.envs.terminal.task import Step, TerminalTask
+from prorl_envs.envs.terminal.task import Machine, Step, TerminalTask
 from prorl_envs.envs.terminal.verifier import SOLUTION, Verdict, Verifier
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
 from prorl_envs.images.scratch import make_scratch
@@ -105,10 +105,14 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         return shown, hidden
 
     @classmethod
+    def image_name(cls, task: TerminalTask, bases: Mapping[str, Path]) -> str:
+        machines = (*_machines(task), *task.machine.services)
+        return " ".join(image_name(task.files, machine, bases) for machine in machines)
+
+    @classmethod
     async def provision(cls, node: Node, task: TerminalTask, progress: Callable[[str], None]) -> None:
         factor = cls.options.timeout_factor
-        machines = [task.machine, *(step.verifier_machine for step in task.steps if step.verifier_machine)]
-        for machine in machines:
+        for machine in _machines(task):
             await task_image(node, task.files, machine, timeout_factor=factor, progress=progress)
         for service in task.machine.services:
             await service_image(node, cls.options, task.files, service, progress)
@@ -351,6 +355,11 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
         if self._scratch is None:
             raise EnvironmentFault("the episode has no directory", hint="call init() first")
         return self._scratch
+
+
+def _machines(task: TerminalTask) -> list[Machine]:
+    """Return the machines of the agent and of the verifiers."""
+    return [task.machine, *(step.verifier_machine for step in task.steps if step.verifier_machine)]
 
 
 def _reference(task: TerminalTask) -> list[ReferenceCall]:

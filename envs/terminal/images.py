@@ -11,7 +11,7 @@ from prorl_envs.env.task_files import content_of
 from prorl_envs.envs.terminal.files import Files, paths_below
 from prorl_envs.envs.terminal.task import Machine, dockerfile_of
 from prorl_envs.errors import EnvironmentFault, InputError
-from prorl_envs.images.digest import of_value
+from prorl_envs.images.digest import of_value, place_of
 from prorl_envs.images.dockerfile.build import BuildProgress, DockerfileBuilder
 from prorl_envs.images.dockerfile.run import RunFailed
 from prorl_envs.images.scratch import make_scratch
@@ -73,7 +73,9 @@ async def task_image(
     """
     builder = node.dockerfiles()
     context = _context(files, machine)
-    name = _name(builder, context, machine)
+    if _dockerfile(machine) not in context:
+        raise EnvironmentFault(f"{dockerfile_of(machine)}: missing", hint="and the task names no image")
+    name = image_name(files, machine, builder.puller.settings.bases)
     found = await in_thread(builder.store.image, name)
     if found is None:
         seconds = machine.build_s * timeout_factor
@@ -84,8 +86,6 @@ async def task_image(
 def _context(files: Files, machine: Machine) -> dict[str, tuple[bytes, bool]]:
     if machine.image:
         return {"Dockerfile": (f"FROM {machine.image}\n".encode(), False)}
-    if dockerfile_of(machine) not in files:
-        raise EnvironmentFault(f"{dockerfile_of(machine)}: missing", hint="and the task names no image")
     hidden = _HIDDEN if machine.folder == "." else frozenset()
     found = paths_below(files, machine.folder)
     return {path: content_of(files[source]) for path, source in found.items() if path not in hidden}
@@ -103,26 +103,19 @@ def _dockerfile(machine: Machine) -> str:
     )
 
 
-def _name(builder: DockerfileBuilder, context: Mapping[str, tuple[bytes, bool]], machine: Machine) -> str:
-    base = re.search(
-        rb"^\s*FROM\s+(?:--\S+\s+)*(\S+)", context[_dockerfile(machine)][0], re.MULTILINE | re.IGNORECASE
-    )
+def image_name(files: Files, machine: Machine, bases: Mapping[str, Path]) -> str:
+    """Return the name in the store of a machine's image built with these local images by reference."""
+    context = _context(files, machine)
+    data, _ = context.get(_dockerfile(machine), (b"", False))
+    base = re.search(rb"^\s*FROM\s+(?:--\S+\s+)*(\S+)", data, re.MULTILINE | re.IGNORECASE)
     label = "" if base is None else base[1].decode(errors="replace").lower().rpartition("/")[2]
     content = {path: [data.hex(), executable] for path, (data, executable) in sorted(context.items())}
-    bases = {name: _identity(path) for name, path in sorted(builder.puller.settings.bases.items())}
-    values = {"content": content, "bases": bases}
+    values = {"content": content, "bases": {name: place_of(bases[name]) for name in sorted(bases)}}
     if machine.dockerfile or machine.build_args or machine.build_target:
         build = [_dockerfile(machine), dict(sorted(machine.build_args.items())), machine.build_target]
         values["build"] = build
     key = of_value(values)
     return f"task-{_NOT_IN_NAMES.sub('-', label)[:40].strip('.-_') or 'image'}-{key[:32]}"
-
-
-def _identity(path: Path) -> str:
-    try:
-        return f"{path} {path.stat().st_mtime_ns}"
-    except OSError:  # the base is missing: the build raises the error
-        return str(path)
 
 
 def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:

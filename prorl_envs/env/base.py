@@ -14,6 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, Field
@@ -150,6 +151,11 @@ class Environment[TaskT: Task](ABC):
         neither has the reference. For audits."""
         shown = task.model_dump(mode="json", exclude={"id", "reference", "reference_answer"})
         return shown, {name: shown.pop(name) for name in sorted(cls.hidden_fields)}
+
+    @classmethod
+    def image_name(cls, task: TaskT, bases: Mapping[str, Path]) -> str:
+        """Return a text that changes with the images of `task`, given those of `images.bases`. For audits."""
+        return ""
 
     @classmethod
     def driver_obstacle(cls, driver: str) -> str:

@@ -13,6 +13,7 @@ from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault, UnsupportedMachine
+from prorl_envs.images.digest import place_of
 from prorl_envs.sandbox.base import Checkpoint, SandboxSpec
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
@@ -122,6 +123,10 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     def load(cls, row: Mapping[str, Any]) -> TaskT:
         task = validate_row(cls.task_type, row)
         return task  # type: ignore[return-value]  # task_type is the family's TaskT
+
+    @classmethod
+    def image_name(cls, task: TaskT, bases: Mapping[str, Path]) -> str:
+        return "" if cls.image is None else place_of(cls.image)
 
     @property
     def sandbox_id(self) -> str | None:

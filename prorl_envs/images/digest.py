@@ -39,6 +39,14 @@ def of_stream(stream: BinaryIO, copy: BinaryIO | None = None, *, limit: int | No
     return digest.hexdigest(), size
 
 
+def place_of(path: Path) -> str:
+    """Return path and time of modification of a file or directory; the path alone if it is missing."""
+    try:
+        return f"{path} {path.stat().st_mtime_ns}"
+    except OSError:
+        return str(path)
+
+
 def of_path(path: Path) -> str:
     """Return the SHA-256 of a file, or of a tree with its names, kinds, permissions, links and contents.
 

@@ -375,7 +375,7 @@ async def test_an_answer_that_solves_most_tasks_of_a_set_is_found(
     ]
     done = {task.id: TaskAudit(task_id=task.id) for task in tasks}
     found = [result.findings for result in await audit(IPythonEnvironment, node, tasks, done=done)]
-    text = "the answer 'yes' solves 6 of the set's 10 questions"
+    text = "'yes' solves 6 of the set's 10 questions"
     guessed = (AuditFinding(kind=FindingKind.GUESSABLE_SET, text=text),)
     assert found == [guessed] * solved + [()] * (10 - solved)
 

@@ -1,6 +1,7 @@
 """Records of audits, and suspicious steps of conversations."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from prorl_envs.env.audit.audit import TaskAudit
 from prorl_envs.env.audit.findings import AuditFinding, FindingKind
 from prorl_envs.env.audit.record import AuditRecord
 from prorl_envs.env.audit.transcripts import SuspicionKind, suspicions
+from prorl_envs.env.base import Environment, Task
 from prorl_envs.envs.bash.env import BashEnvironment
+from prorl_envs.envs.terminal.env import TerminalEnvironment
+from prorl_envs.envs.terminal.task import TerminalTask
 from prorl_envs.errors import InputError
 from tests.env.test_audit import SOLUTION, task
 
@@ -39,6 +43,35 @@ def test_a_record_admits_tasks_that_passed_as_they_are_now(tmp_path: Path) -> No
     path.write_bytes(b'{"a": 1}\n')
     with pytest.raises(InputError, match=r"audit\.jsonl:1: not a line of an audit's record"):
         AuditRecord(path)
+
+
+def terminal_task(dockerfile: str) -> TerminalTask:
+    files = {"task.toml": 'version = "1.0"', "instruction.md": "Do it.", "tests/test.sh": "exit 1"}
+    row = {"id": "t", "directory": {**files, "environment/Dockerfile": dockerfile}}
+    loaded: TerminalTask = TerminalEnvironment.load(row)
+    return loaded
+
+
+def test_a_record_refuses_tasks_whose_image_has_changed(tmp_path: Path) -> None:
+    class Imaged(BashEnvironment):
+        image = tmp_path / "base"
+
+    Imaged.image.mkdir()
+    path, bases = tmp_path / "audit.jsonl", {"debian:12": Imaged.image}
+    tasks: list[tuple[type[Environment[Any]], Task]] = [
+        (Imaged, task("good")),
+        (TerminalEnvironment, terminal_task("FROM debian:12\n")),
+    ]
+    record = AuditRecord(path, bases, is_new=True)
+    for family, each in tasks:
+        record.add(family, each, TaskAudit(task_id=each.id))
+    assert json.loads(path.read_bytes().splitlines()[1])["image"].startswith("task-debian-12-")
+    assert [AuditRecord(path, bases).refusal(*each) for each in tasks] == ["", ""]
+    os.utime(Imaged.image, (1, 1))
+    reason = "audit.jsonl has no audit of this task as it is now"
+    assert [AuditRecord(path, bases).refusal(*each) for each in tasks] == [reason, reason]
+    assert AuditRecord(path, bases).results(Imaged, [tasks[0][1]]) == {}
+    assert [AuditRecord(path).refusal(*each) for each in tasks] == ["", ""]
 
 
 def conversation(*steps: tuple[dict[str, Any], str]) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ async def audit_file(
     print_by_reason("left out", left_out, style="yellow")
     if not tasks:
         raise InputError(f"there is no {environment} task that this machine can run")
-    recorded = None if record is None else AuditRecord(record, is_new=True)
+    recorded = None if record is None else AuditRecord(record, settings.images.bases, is_new=True)
     done = {} if recorded is None else recorded.results(family, tasks)
     by_id = {task.id: task for task in tasks}
     others = [] if against is None else catalog.tasks(environment, against)

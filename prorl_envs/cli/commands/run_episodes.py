@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -79,7 +79,9 @@ def sampling_of(**named: float | None) -> Sampling:
         raise InputError(f"--{option}: {first['msg']}") from error
 
 
-def rows(catalog: Catalog, options: RunOptions) -> list[tuple[dict[str, Any], str]]:
+def rows(
+    catalog: Catalog, options: RunOptions, bases: Mapping[str, Path] | None
+) -> list[tuple[dict[str, Any], str]]:
     """Return the rows to run, each with the id of its task.
 
     Raises:
@@ -94,7 +96,7 @@ def rows(catalog: Catalog, options: RunOptions) -> list[tuple[dict[str, Any], st
         raise InputError(f"no task has the id {missing!r}", hint=hint)
     chosen = [(row, task) for row, task in loaded if not options.tasks or task.id in options.tasks]
     if options.require_audit is not None:
-        record, family = AuditRecord(options.require_audit), catalog.family(options.environment)
+        record, family = AuditRecord(options.require_audit, bases), catalog.family(options.environment)
         refused = {task.id: reason for _, task in chosen if (reason := record.refusal(family, task))}
         print_by_reason("left out", refused.items(), style="yellow")
         chosen = [(row, task) for row, task in chosen if task.id not in refused]
@@ -175,7 +177,7 @@ def _session() -> str:
 
 async def on_service(options: RunOptions, settings: Settings, url: str, token: str | None) -> None:
     """Run on a running service. If the run stops early, unfinished groups are cancelled."""
-    chosen = rows(Catalog.of(settings), options)
+    chosen = rows(Catalog.of(settings), options, None)
     async with RolloutClient(url, token=token) as client:
         with open_folder(chosen, options, None, "") as folder:
             if options.resume:
@@ -218,7 +220,7 @@ async def run_here(
 ) -> None:
     """Run on a service that is started for this run."""
     catalog = Catalog.of(settings)
-    chosen = rows(catalog, options)
+    chosen = rows(catalog, options, settings.images.bases)
     if obstacle := catalog.family(options.environment).driver_obstacle(settings.driver):
         raise InputError(obstacle, hint="`prorl-envs doctor` shows what this machine lacks")
     if not options.resume:

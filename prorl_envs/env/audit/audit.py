@@ -205,8 +205,6 @@ class _Auditor[TaskT: Task]:
     async def guesses(self, tasks: Sequence[TaskT]) -> list[tuple[TaskT, AuditFinding]]:
         """Return a finding for each task that one answer solves, if it solves most of those with answers."""
         right = {task.id: answer for task in tasks if (answer := right_answer(self._family, task))}
-        if len(right) < _FEWEST:
-            return []
 
         async def solves(task: TaskT, guess: str) -> bool:
             probe = answering(self._family, task, "guess", guess)
@@ -216,13 +214,11 @@ class _Auditor[TaskT: Task]:
 
         answered = [task for task in tasks if task.id in right]
         for guess, count in Counter(right.values()).most_common():
-            if count < _TRIED_SHARE * len(right):
+            if len(right) < _FEWEST or count < _TRIED_SHARE * len(right):
                 break
             solved = await asyncio.gather(*(solves(task, guess) for task in answered))
             if sum(solved) > _GUESSED_SHARE * len(right):
-                text = (
-                    f"the answer {guess[:40]!r} solves {sum(solved):,} of the set's {len(right):,} questions"
-                )
+                text = f"{guess[:40]!r} solves {sum(solved):,} of the set's {len(right):,} questions"
                 finding = AuditFinding(kind=FindingKind.GUESSABLE_SET, text=text)
                 return [(task, finding) for task in compress(answered, solved)]
         return []

@@ -1,6 +1,6 @@
 """Record of an audit: one JSON line per task. Audits continue from it; runs and services can demand it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ AUDIT = f"prorl-envs {__version__}"
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Result, the version of the audit, and the digest of the task at that time."""
+    """Result, the version of the audit, and the digest and the image of the task at that time."""
 
     audit: str
     digest: str
     result: TaskAudit
+    image: str = ""
 
 
 _LINE = TypeAdapter(_Line)
@@ -34,15 +35,16 @@ class AuditRecord:
 
     Args:
         path: the file.
+        bases: local images by reference, from which the images of tasks are made; None compares no images.
         is_new: whether the file need not exist.
 
     Raises:
         InputError: the file cannot be read, or is no record of an audit.
     """
 
-    def __init__(self, path: Path, *, is_new: bool = False) -> None:
-        self._path = path
-        self._lines: dict[tuple[str, str], TaskAudit] = {}
+    def __init__(self, path: Path, bases: Mapping[str, Path] | None = None, *, is_new: bool = False) -> None:
+        self._path, self._bases = path, bases
+        self._lines: dict[tuple[str, str], _Line] = {}
         try:
             lines = () if is_new and not path.exists() else path.read_bytes().splitlines()
         except OSError as error:
@@ -57,26 +59,30 @@ class AuditRecord:
                     f"{path}:{number}: not a line of an audit's record", hint="prorl-envs audit --record FILE"
                 ) from error
             if read.audit == AUDIT and not read.result.skipped:
-                self._lines[read.result.task_id, read.digest] = read.result
+                self._lines[read.result.task_id, read.digest] = read
 
     def results(self, family: type[Environment[Any]], tasks: Sequence[Task]) -> dict[str, TaskAudit]:
         """Return the results of the tasks that have not changed since, by task id."""
-        keys = ((task.id, digest(family, task)) for task in tasks)
-        return {key[0]: self._lines[key] for key in keys if key in self._lines}
+        return {task.id: line.result for task in tasks if (line := self._line(family, task))}
 
     def add(self, family: type[Environment[Any]], task: Task, result: TaskAudit) -> None:
         """Append a result, which replaces an earlier one of the task. Do nothing if they are equal."""
-        line = _Line(AUDIT, digest(family, task), result)
-        if self._lines.get((task.id, line.digest)) == result:
+        line = _Line(AUDIT, digest(family, task), result, family.image_name(task, self._bases or {}))
+        if self._lines.get((task.id, line.digest)) == line:
             return
         with self._path.open("ab") as file:
             file.write(_LINE.dump_json(line) + b"\n")
-        self._lines[task.id, line.digest] = result
+        self._lines[task.id, line.digest] = line
 
     def refusal(self, family: type[Environment[Any]], task: Task) -> str:
         """Return why a task did not pass the audit, or "" if it did."""
-        result = self.results(family, [task]).get(task.id)
-        if result is None:
+        line = self._line(family, task)
+        if line is None:
             return f"{self._path.name} has no audit of this task as it is now"
-        found = ", ".join(dict.fromkeys(found.kind for found in result.findings))
-        return "" if result.ok else f"its audit found: {found}"
+        found = ", ".join(dict.fromkeys(found.kind for found in line.result.findings))
+        return "" if line.result.ok else f"its audit found: {found}"
+
+    def _line(self, family: type[Environment[Any]], task: Task) -> _Line | None:
+        line = self._lines.get((task.id, digest(family, task)))
+        same = line and (self._bases is None or line.image == family.image_name(task, self._bases))
+        return line if same else None

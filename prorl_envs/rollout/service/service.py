@@ -106,7 +106,9 @@ class RolloutService:
         self.episodes = InteractiveEpisodes(
             fleet or worker, agent, engine, clock, max_open=settings.episodes, idle_s=settings.episode_idle_s
         )
-        record = None if settings.require_audit is None else AuditRecord(settings.require_audit)
+        record = None
+        if settings.require_audit is not None:
+            record = AuditRecord(settings.require_audit, node.dockerfiles().puller.settings.bases)
         registry = EnvironmentRegistry(environments, defaults, record)
         self.groups = Groups(
             self.guard, registry, settings.queue, self.episodes, store, engine, leases, self._notifier
