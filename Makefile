@@ -5,10 +5,10 @@ PYTHON := $(VENV)/bin/python
 WORKERS ?= $(shell expr 2 \* $$(nproc))
 
 # Tests of other commands: their peers are installed in environments of their own, or they take long (conftest.py).
-QUICK := not nemo and not ray and not vllm and not llamacpp and not trainers and not harnesses and not thorough
+QUICK := not nemo and not ray and not vllm and not llamacpp and not trainers and not frameworks and not harnesses and not thorough
 PYTEST := $(PYTHON) -m pytest --reruns 2 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-full test-thorough test-nemo test-ray test-vllm test-llamacpp test-cgroup2 test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz coverage release lock clean help
+.PHONY: demo test test-full test-thorough test-nemo test-ray test-vllm test-llamacpp test-cgroup2 test-trainers test-frameworks test-harnesses learn verify-swebench docs lint format bench faults fuzz coverage release lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -59,6 +59,9 @@ test-cgroup2:
 
 test-trainers:
 	@scripts/test-trainers.sh $(ARGS)
+
+test-frameworks:
+	@scripts/test-frameworks.sh $(ARGS)
 
 learn:
 	@scripts/learn.sh $(ARGS)

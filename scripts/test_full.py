@@ -132,6 +132,7 @@ PARTS = {
     "harnesses": Part("make test-harnesses", 2400, default=False),
     "cgroup v2": Part("make test-cgroup2", 2400, default=False),
     **{name: trainer(name.lower()) for name in ("Harbor", "TRL", "verl", "SkyRL", "OpenRLHF", "Atropos")},
+    "frameworks": Part("make test-frameworks", 3600, default=False),
     "learn": Part(
         'make learn ARGS="--seeds 1 --steps 12 --out $scratch/learn-runs"', 5400, default=False, pytest=False
     ),
@@ -213,6 +214,7 @@ def environment(scratch: Path) -> dict[str, str]:
         "LLAMACPP_VENV": "llamacpp",
         "VLLM_VENV": "vllm",
         "TRAINERS_VENVS": "trainers",
+        "FRAMEWORKS_VENVS": "frameworks",
         "LEARN_VENV": "learn",
         "CGROUP2_DIR": "cgroup2",
     }

@@ -72,6 +72,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.
     "trainers": frozenset({"errors", "model.types", "rollout.api", "rollout.client"}),
+    # Sandboxes for other frameworks, which open their node as commands do.
+    "integrations": frozenset(
+        {"errors", "extras", "config", "sandbox", "images", "tools", "env", "app.compose", "nemo.images"}
+        | {"envs.terminal.machines"}
+    ),
     "model": frozenset({"errors", "strict_json", "clock", "window", "tools.types"}),
     "viewer": frozenset({"errors", "strict_json", "rollout.api.summary"}),
     # A service serves the pages that display it.

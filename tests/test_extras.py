@@ -1,5 +1,6 @@
 """Hints that install extras: in a checkout, from a wheel, and without pip."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from prorl_envs.errors import InputError
 from prorl_envs.extras import install_extras, install_packages
 
 ROOT = Path(__file__).parent.parent
+INTEGRATIONS = {path.stem for path in (ROOT / "prorl_envs/integrations").glob("[!_]*.py")} - {"sandbox"}
 HINT = "from prorl_envs.extras import install_extras; print(install_extras('math', 'parquet'))"
 
 
@@ -68,3 +71,9 @@ def test_nothing_promises_that_an_index_has_this_package(suffix: str) -> None:
         path = ROOT / name
         if path.is_file() and path != Path(__file__):
             assert not (found := promise.search(path.read_text())), f"{name}: {found}"
+
+
+@pytest.mark.parametrize("name", sorted(INTEGRATIONS))
+def test_an_integration_without_its_framework_names_the_command(name: str) -> None:
+    with pytest.raises(InputError, match=r"is not installed.*pip install"):
+        importlib.import_module(f"prorl_envs.integrations.{name}")
