@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "sandbox.filesystem.directories",
             "sandbox.filesystem.layer_leases",
             "sandbox.filesystem.layered",
+            "sandbox.filesystem.mount_plan",  # the default of PATH
             "sandbox.linux.children",
             "sandbox.linux.syscall_wrappers",
             # Builds of Dockerfiles run in sandboxes.

@@ -10,6 +10,7 @@ from prorl_envs.images.dockerfile.expand import ExpansionError, expand, split_wo
 from prorl_envs.images.dockerfile.parser import Dockerfile, Instruction, json_items
 from prorl_envs.images.dockerfile.stages import declared_args
 from prorl_envs.sandbox.filesystem.layered import ImageConfig
+from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")
 _NANOSECONDS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
@@ -20,6 +21,8 @@ PROXY_ARGS = frozenset(
     for name in (lower, lower.upper())
 )
 _VARIABLES_LIMIT = 4096
+#: Variables that a base without them has, so that `ENV PATH=/opt/bin:$PATH` only adds a folder.
+_DEFAULTS = {"PATH": DEFAULT_ENV["PATH"]}
 
 
 class StageSettings:
@@ -72,7 +75,9 @@ class StageSettings:
             DockerfileError: the text is incomplete.
         """
         try:
-            return expand(text, self.variables, escape=self._dockerfile.escape, keep_quotes=keep_quotes)
+            return expand(
+                text, _DEFAULTS | self.variables, escape=self._dockerfile.escape, keep_quotes=keep_quotes
+            )
         except ExpansionError as error:
             raise self._dockerfile.error(instruction, error.message, error.hint) from error
 

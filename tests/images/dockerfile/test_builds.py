@@ -126,6 +126,14 @@ async def test_stages_and_copies_between_them(project: Project) -> None:
     assert project.kinds().count("made") == 4  # with the empty layer of `scratch`
 
 
+async def test_a_folder_can_be_added_to_the_path_of_a_base_that_sets_none(project: Project) -> None:
+    image = await project.build(
+        "ENV PATH=/opt/tools:${PATH}\nRUN mkdir -p /opt/tools && echo $PATH > /path\n"
+    )
+    path = "/opt/tools:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    assert (image.config.env, files_of(image)["path"]) == ({"PATH": path}, f"{path}\n")
+
+
 async def test_a_stage_inherits_variables_of_its_parent_only(project: Project) -> None:
     text = (
         "ARG G=global\n"
