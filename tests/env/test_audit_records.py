@@ -19,6 +19,7 @@ from prorl_envs.errors import InputError
 from tests.env.test_audit import SOLUTION, task
 
 VACUOUS = AuditFinding(kind=FindingKind.VACUOUS, text="the untouched workspace scores 1, not 0")
+BROKEN = AuditFinding(kind=FindingKind.BROKEN, text="environment: the image was not built in 300 s")
 DUPLICATE = AuditFinding(kind=FindingKind.DUPLICATE, text="the same task as first")
 
 
@@ -26,18 +27,21 @@ def test_a_record_admits_tasks_that_passed_as_they_are_now(tmp_path: Path) -> No
     path = tmp_path / "audit.jsonl"
     with pytest.raises(InputError, match="No such file"):
         AuditRecord(path)
-    good, vacuous, changed = task("good"), task("vacuous"), task("changed")
+    good, vacuous, changed, broken = (task(name) for name in ("good", "vacuous", "changed", "broken"))
     record = AuditRecord(path, is_new=True)
     record.add(BashEnvironment, good, TaskAudit(task_id="good"))
     record.add(BashEnvironment, good, TaskAudit(task_id="good", findings=(DUPLICATE,)))
     record.add(BashEnvironment, vacuous, TaskAudit(task_id="vacuous", findings=(VACUOUS,)))
     record.add(BashEnvironment, changed, TaskAudit(task_id="changed"))
+    record.add(BashEnvironment, broken, TaskAudit(task_id="broken", findings=(BROKEN,)))
     with path.open("ab") as file:
         file.write(b'{"audit": "prorl')  # the audit was killed here
     read = AuditRecord(path)
     assert read.refusal(BashEnvironment, good) == ""
     assert read.results(BashEnvironment, [good])["good"].findings == (DUPLICATE,)
     assert read.refusal(BashEnvironment, vacuous) == "its audit found: vacuous"
+    assert set(read.results(BashEnvironment, [good, vacuous, broken])) == {"good", "vacuous"}
+    assert read.refusal(BashEnvironment, broken) == "its audit found: broken"
     now = task("changed", instruction="Remove the files.")
     assert read.refusal(BashEnvironment, now) == "audit.jsonl has no audit of this task as it is now"
     path.write_bytes(b'{"a": 1}\n')

@@ -65,6 +65,11 @@ class TaskAudit:
     skipped: str = ""
 
     @property
+    def failed(self) -> bool:
+        """True if an episode failed, so that the task was not audited to the end."""
+        return any(found.kind is FindingKind.BROKEN for found in self.findings)
+
+    @property
     def ok(self) -> bool:
         """True if the task was audited and nothing makes its rewards wrong."""
         return not self.skipped and all(found.severity is not Severity.ERROR for found in self.findings)

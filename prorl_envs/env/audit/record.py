@@ -62,8 +62,10 @@ class AuditRecord:
                 self._lines[read.result.task_id, read.digest] = read
 
     def results(self, family: type[Environment[Any]], tasks: Sequence[Task]) -> dict[str, TaskAudit]:
-        """Return the results of the tasks that have not changed since, by task id."""
-        return {task.id: line.result for task in tasks if (line := self._line(family, task))}
+        """Return the results, by task id, of the tasks that have not changed since and whose episodes did not
+        fail: a machine may have failed, too."""
+        found = {task.id: line.result for task in tasks if (line := self._line(family, task))}
+        return {name: result for name, result in found.items() if not result.failed}
 
     def add(self, family: type[Environment[Any]], task: Task, result: TaskAudit) -> None:
         """Append a result, which replaces an earlier one of the task. Do nothing if they are equal."""
