@@ -25,17 +25,18 @@ from asyncio import events
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from bench.__main__ import machine
 from prorl_envs.clock import SystemClock
 from prorl_envs.config import RetentionSettings, ServiceSettings
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import AssistantTurn, Sampled, Sampling
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
 from prorl_envs.rollout.nodes.fleet import Fleet
-from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.messages import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.service import RolloutService
@@ -233,7 +234,7 @@ async def site(
     count: int, run: int
 ) -> AsyncIterator[tuple[RolloutService, list[ModelServer], list[LocalNode]]]:
     """Run a service with `count` nodes and as many model servers, and `run` jobs in RUN per node."""
-    clock, renderer = LoopClock(), ShortRenderer()
+    clock, renderer = LoopClock(), cast(TemplateRenderer, ShortRenderer())
     servers = {f"http://server{number}:8000": ModelServer(number) for number in range(count)}
     pool = ModelPool(servers.__getitem__, clock=clock)
     for url in servers:

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         | {"envs.terminal.machines"}
     ),
     "model": frozenset({"errors", "strict_json", "clock", "window", "tools.types"}),
-    "viewer": frozenset({"errors", "strict_json", "rollout.api.summary"}),
+    "viewer": frozenset({"errors", "strict_json", "rollout.api", "rollout.client.result_files", "runs"}),
     # A service serves the pages that display it.
     "rollout": frozenset(
         {
@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "viewer.markdown",
         }
     ),
-    "runs": frozenset({"errors", "rollout.api", "rollout.client", "viewer"}),
+    "runs": frozenset({"errors", "rollout.api", "rollout.client"}),
     "exports": frozenset({"errors", "strict_json", "extras", "rollout.api", "runs"}),
     "loggers": frozenset({"errors", "extras", "rollout.api.summary", "runs"}),
     "testing": frozenset({"errors", "clock", "tools.types", "model", "env", "sandbox", "rollout"}),

@@ -24,7 +24,7 @@ from prorl_envs.extras import install_extras
 from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.loading import load_renderer
 from prorl_envs.rollout.nodes.fleet import Fleet
-from prorl_envs.rollout.nodes.handle import NodeHandle, Terms
+from prorl_envs.rollout.nodes.messages import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, NodeWorker, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
 
@@ -231,7 +231,7 @@ class NodeActor(NodeWorker):
 
 
 class _RayNode:
-    """`NodeHandle` of an actor: each method calls the actor's method of the same name."""
+    """`NodeWorker` in an actor: each method calls the actor's method of the same name."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -294,7 +294,7 @@ class _Supervisor:
         delay_s = _RETRY_S
         actor = self._start(machine, index)
         try:
-            await self._fleet.serve(name, cast(NodeHandle, _RayNode(actor)))
+            await self._fleet.serve(name, cast(NodeWorker, _RayNode(actor)))
         except NodeLost as error:
             log.warning("node %s: %s", name, error)
             delay_s = _POLL_S

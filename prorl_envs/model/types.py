@@ -4,7 +4,7 @@ A prompt is a list of ids. An answer consists of the sampled ids with their log-
 observation is rendered separately, and its ids are appended. Sampled text is never tokenised again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -235,19 +235,6 @@ once with the ids sampled so far. `keep`: they freeze, and continue with the new
 
 
 @runtime_checkable
-class ChatClient(Protocol):
-    """Client of a server that takes messages and returns text: the less capable mode."""
-
-    async def chat(self, conversation: Conversation, sampling: Sampling, *, session: str) -> Sampled:
-        """Sample one turn; `Sampled.exact` is False.
-
-        Raises:
-            ModelError: as `ModelClient.generate`.
-        """
-        ...
-
-
-@runtime_checkable
 class ControllableServer(Protocol):
     """A server that reports its state and can be paused for weight updates."""
 
@@ -283,49 +270,6 @@ class ControllableServer(Protocol):
         Raises:
             ModelError: the request failed.
         """
-        ...
-
-
-class Renderer(Protocol):
-    """Conversion of messages to ids and of ids to messages, for one tokenizer and chat template."""
-
-    def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[ToolSpec]) -> list[int]:
-        """Return the ids of a conversation's start, ready for the first answer."""
-        ...
-
-    def bridge(self, sampled: Sampled, observations: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the ids to append after `sampled` so that the model reads `observations` (tool or user
-        messages) and can start its next answer. Never changes sampled ids; closes a truncated turn."""
-        ...
-
-    def assistant(self, message: Mapping[str, Any]) -> list[int]:
-        """Return the ids of an answer that the model did not sample, as its template writes them."""
-        ...
-
-    def parse(
-        self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, prompt_ids: Sequence[int] | None = None
-    ) -> AssistantTurn:
-        """Parse a sampled answer. Total: every id sequence gives a turn.
-
-        Args:
-            ids: the answer.
-            tools: the offered tools, whose schemas give the types of unquoted values.
-            prompt_ids: the context before the answer; None for the start of a conversation.
-        """
-        ...
-
-    def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return an answer without the stop tokens at its end."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def tool_format(self) -> str:
-        """Format in which the model writes tool calls, a key of `tool_formats.choice.FORMATS`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Interfaces of the pages to stored results, to the run of the results, and to a folder of runs."""
+"""Interface of the pages to stored results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -70,41 +70,6 @@ class EpisodeSource(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class RunInfo(Protocol):
-    """Run of the shown results. Methods may be called from several threads."""
-
-    def overview(self, summaries: Sequence[Summary]) -> Any:
-        """Return the statistics of the results and the description of the run, as an object for JSON."""
-        ...
-
-    def request(self, group_id: str) -> Any:
-        """Return a group's request (task row, sampling, limits) as an object for JSON, or None."""
-        ...
-
-
-class Runs(Protocol):
-    """Runs of a folder. Methods may be called from several threads.
-
-    Attributes:
-        name: name of the folder.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    def list(self) -> Any:
-        """Return the runs, newest first, as an object for JSON."""
-        ...
-
-    def open(self, name: str) -> tuple[EpisodeSource, RunInfo]:
-        """Open a run. The caller must close the returned source.
-
-        Raises:
-            InputError: the run does not exist, or cannot be read.
-        """
-        ...
 
 
 def rows_of(result: Any) -> list[dict[str, Any]]:

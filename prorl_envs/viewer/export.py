@@ -17,12 +17,13 @@ import msgspec
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.summary import Summary, summary_of
 from prorl_envs.viewer.assets import SCRIPT, STYLE, assets, page
-from prorl_envs.viewer.episodes import RunInfo, Texts, rows_of
+from prorl_envs.viewer.episodes import Texts, rows_of
 from prorl_envs.viewer.markdown import markdown_of
+from prorl_envs.viewer.runs import RunView
 
 
 def export_html(
-    lines: Iterable[bytes], title: str, texts: Texts | None = None, run: RunInfo | None = None
+    lines: Iterable[bytes], title: str, texts: Texts | None = None, run: RunView | None = None
 ) -> bytes:
     """Return the content of the file.
 

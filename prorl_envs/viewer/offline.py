@@ -18,8 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.summary import MAX_QUERY, Summary
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
-from prorl_envs.viewer.episodes import EpisodeSource, RunInfo, Runs, Texts, rows_of
+from prorl_envs.viewer.episodes import EpisodeSource, Texts, rows_of
 from prorl_envs.viewer.markdown import markdown_of
+from prorl_envs.viewer.runs import RunsFolder, RunView
 
 #: Bytes to read or search per request, and to read for the first request.
 STEP, FIRST = 64 << 20, 8 << 20
@@ -31,7 +32,7 @@ def offline_app(
     results: EpisodeSource,
     token: str,
     texts: Texts | None = None,
-    run: RunInfo | None = None,
+    run: RunView | None = None,
     *,
     among_runs: bool = False,
 ) -> Starlette:
@@ -127,7 +128,7 @@ def offline_app(
 
 
 @contextlib.asynccontextmanager
-async def runs_app(runs: Runs, token: str, texts: Texts | None = None) -> AsyncIterator[ASGIApp]:
+async def runs_app(runs: RunsFolder, token: str, texts: Texts | None = None) -> AsyncIterator[ASGIApp]:
     """Create the application for the runs of a folder: a list of the runs, and pages for each run below
     `run/NAME/`. The end of the context closes the results of all opened runs.
 

@@ -4,18 +4,18 @@ import asyncio
 import pickle
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from prorl_envs.clock import Clock
 from prorl_envs.errors import InputError, NodeLost
 from prorl_envs.rollout.nodes.fleet import Fleet
-from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.messages import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, NodeWorker
 from prorl_envs.rollout.scheduling.placement import StageLimits
 
 
 class LocalHandle:
-    """`NodeHandle` of a worker in the same event loop. A test can cut it off. Calls arrive in order.
+    """Access of the head to a worker in the same event loop. A test can cut it off. Calls arrive in order.
 
     Args:
         worker: the node.
@@ -118,6 +118,6 @@ class LocalNode:
 
     async def _serve(self, fleet: Fleet, name: str) -> None:
         try:
-            await fleet.serve(name, self.handle)
+            await fleet.serve(name, cast(NodeWorker, self.handle))
         except (NodeLost, InputError) as error:
             self.problem = error.message

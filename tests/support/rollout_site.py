@@ -17,7 +17,7 @@ from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.nodes.fleet import Fleet
-from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.messages import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import NodeRecord, StageLimits
 from prorl_envs.rollout.service.service import RolloutService

@@ -17,10 +17,10 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.tokens.token_texts import token_texts
 from prorl_envs.rollout.http.server import answering, serving
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.runs.views import RunsFolder
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.viewer.export import export_html
 from prorl_envs.viewer.offline import runs_app
+from prorl_envs.viewer.runs import RunsFolder
 from tests.support.toy import ToyModel, empty_node
 from tests.viewer.conftest import result
 from tests.viewer.test_dashboard import FINISH, Watched

@@ -16,10 +16,10 @@ from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.http.server import answering
 from prorl_envs.runs.folder import RunDescription, RunFolder
 from prorl_envs.runs.statistics import RunSummary, by_environment, statistics_of
-from prorl_envs.runs.views import RunsFolder, RunView
 from prorl_envs.viewer.export import export_html
 from prorl_envs.viewer.index import Index
 from prorl_envs.viewer.offline import offline_app, runs_app
+from prorl_envs.viewer.runs import RunsFolder, RunView
 from tests.viewer.conftest import DIFF, result
 from tests.viewer.test_pages import open_page
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from prorl_envs.rollout.api.summary import Summary
-    from prorl_envs.viewer.episodes import EpisodeSource, RunInfo, Texts
+    from prorl_envs.viewer.episodes import EpisodeSource, Texts
+    from prorl_envs.viewer.runs import RunView
 
 #: Name of the scripted model's tokenizer, which the demo uses.
 SCRIPTED = "scripted"
@@ -99,16 +100,16 @@ def write_html(source: str, target: Path, texts: "Texts | None", only: Sequence[
 
 def _is_runs_folder(source: str) -> bool:
     from prorl_envs.rollout.client.result_files import RESULTS
-    from prorl_envs.runs.views import runs_of
+    from prorl_envs.viewer.runs import runs_of
 
     path = Path(source)
     return path.is_dir() and not (path / RESULTS).exists() and bool(runs_of(path))
 
 
-def _run_of(source: str) -> "RunInfo":
+def _run_of(source: str) -> "RunView":
     """Return the run of a source; empty for a store, and for a file that is not in the folder of a run."""
     from prorl_envs.runs.folder import RUN
-    from prorl_envs.runs.views import RunView
+    from prorl_envs.viewer.runs import RunView
 
     path = Path(source)
     folder = path if path.is_dir() else path.parent
@@ -131,7 +132,7 @@ def _texts(name: str) -> "Texts":
 
 
 async def _serve(
-    episodes: "EpisodeSource", texts: "Texts | None", run: "RunInfo", port: int, browser: bool
+    episodes: "EpisodeSource", texts: "Texts | None", run: "RunView", port: int, browser: bool
 ) -> None:
     import secrets
 
@@ -144,8 +145,8 @@ async def _serve(
 async def _serve_runs(folder: Path, texts: "Texts | None", port: int, browser: bool) -> None:
     import secrets
 
-    from prorl_envs.runs.views import RunsFolder
     from prorl_envs.viewer.offline import runs_app
+    from prorl_envs.viewer.runs import RunsFolder
 
     token, runs = secrets.token_urlsafe(24), RunsFolder(folder)
     async with runs_app(runs, token, texts) as app:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from prorl_envs.errors import ModelError
 from prorl_envs.model.answer_checks import continued
+from prorl_envs.model.servers.chat import OpenAIChatClient
 from prorl_envs.model.types import (
-    ChatClient,
     Conversation,
     ModelClient,
     OnPartial,
@@ -69,7 +69,7 @@ async def sample_on(
     Raises:
         ModelError: as `ModelClient.generate`.
     """
-    if conversation is not None and isinstance(client, ChatClient):
+    if conversation is not None and isinstance(client, OpenAIChatClient):
         return await client.chat(conversation, sampling, session=session)
     if on_partial is not None and isinstance(client, Streaming):
         return await client.stream(prompt_ids, sampling, session=session, on_partial=on_partial)

@@ -47,7 +47,7 @@ class TokenClient(LinkedClient, ABC):
 
     Args:
         url: see `LinkedClient`.
-        stop_ids: ids that stop a turn (`Renderer.stop_ids`).
+        stop_ids: ids that stop a turn (`TemplateRenderer.stop_ids`).
         vocab_size: ids must be below it; None (the default) skips that check.
         options: options of `ModelHttpClient`.
 

@@ -48,7 +48,7 @@ class _Answer(msgspec.Struct):
 
 
 class OpenAIChatClient(Unsteered):
-    """Client that samples turns as text. Implements `ModelClient`, `ChatClient` and `ControllableServer`.
+    """Client that samples turns as text. Implements `ModelClient` and `ControllableServer`.
 
     Args:
         url: base URL, with or without `/v1`.
@@ -86,7 +86,7 @@ class OpenAIChatClient(Unsteered):
         )
 
     async def chat(self, conversation: Conversation, sampling: Sampling, *, session: str) -> Sampled:
-        """See `ChatClient.chat`.
+        """Sample one turn; `Sampled.exact` is False.
 
         Raises:
             ServerUnavailable: no answer within the attempts.

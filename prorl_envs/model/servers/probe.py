@@ -6,8 +6,9 @@ from pathlib import Path
 from prorl_envs.errors import ModelError
 from prorl_envs.model.answer_checks import ServerUnavailable
 from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.servers.chat import OpenAIChatClient
 from prorl_envs.model.servers.detect import Protocol, Servers, split_protocol
-from prorl_envs.model.types import ChatClient, ControllableServer, Conversation, Sampling, ServerNews
+from prorl_envs.model.types import ControllableServer, Conversation, Sampling, ServerNews
 
 #: Ids that every model has, and seconds for each answer.
 _PROMPT, _TIMEOUT_S = (1, 2, 3), 60.0
@@ -70,7 +71,7 @@ async def probe(
     one_token = Sampling(max_tokens=1)
     try:
         news = await client.look() if isinstance(client, ControllableServer) else news
-        if isinstance(client, ChatClient):
+        if isinstance(client, OpenAIChatClient):
             hello = Conversation([{"role": "user", "content": "Hello."}], ())
             sampled = await client.chat(hello, one_token, session="probe")
         else:

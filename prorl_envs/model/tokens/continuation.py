@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prorl_envs.errors import InputError
-from prorl_envs.model.types import Reasoning, Renderer, Sampled
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Reasoning, Sampled
 from prorl_envs.tools.types import ToolSpec
 
 
@@ -29,7 +30,7 @@ class Fork:
 
 
 def next_prompt(
-    renderer: Renderer,
+    renderer: TemplateRenderer,
     reasoning: Reasoning,
     context: Sequence[int],
     sampled: Sampled,

@@ -33,7 +33,7 @@ _PROSE = ("content", "reasoning_content", "thinking")
 
 
 class TemplateRenderer:
-    """Renderer with the tokenizer's own chat template. Implements `model.types.Renderer`.
+    """Renderer with the tokenizer's own chat template.
 
     Message text is encoded as plain text, even if it spells a control token (see `control_token_escaping`).
     In assistant messages given by the caller, only true special tokens are escaped: the model itself writes

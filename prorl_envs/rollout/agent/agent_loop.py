@@ -17,13 +17,12 @@ from prorl_envs.env.base import Environment, Message, Prompt
 from prorl_envs.errors import EnvironmentFault, ModelError
 from prorl_envs.model.routing.pause_gate import ActiveTimeout, HeldTime
 from prorl_envs.model.tokens.continuation import Append, Fork, next_prompt
-from prorl_envs.model.tokens.rendering import LONG
+from prorl_envs.model.tokens.rendering import LONG, TemplateRenderer
 from prorl_envs.model.types import (
     AssistantTurn,
     Conversation,
     ModelClient,
     Reasoning,
-    Renderer,
     RoutedModelClient,
     Sampled,
     Sampling,
@@ -123,7 +122,7 @@ class Agent:
         reasoning: whether later prompts keep the reasoning of earlier turns.
     """
 
-    renderer: Renderer
+    renderer: TemplateRenderer
     model: ModelClient
     clock: Clock
     reasoning: Reasoning = "keep"
@@ -499,7 +498,7 @@ def check_sampled(sampled: Sampled, tokens: int) -> None:
         raise ModelError("the model server aborted the answer")
 
 
-def assistant_message(renderer: Renderer, answer: AssistantTurn, sampled: Sampled) -> Message:
+def assistant_message(renderer: TemplateRenderer, answer: AssistantTurn, sampled: Sampled) -> Message:
     """Return an answer as a message."""
     if answer.malformed:  # the sampled text contains more than its readable part
         return {

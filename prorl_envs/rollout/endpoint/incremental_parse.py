@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prorl_envs.model.types import AssistantTurn, Partial, Renderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import AssistantTurn, Partial
 from prorl_envs.tools.types import ToolSpec
 
 #: First characters of a tool call, in any of the supported formats.
@@ -30,7 +31,7 @@ class IncrementalParser:
         reasoning, content: text that was returned so far.
     """
 
-    renderer: Renderer
+    renderer: TemplateRenderer
     tools: Sequence[ToolSpec]
     prompt_end: Sequence[int]
     reasoning: str = ""

@@ -16,7 +16,8 @@ from typing import Any
 from prorl_envs.env.base import Message
 from prorl_envs.errors import InputError
 from prorl_envs.model.tokens.continuation import Append, next_prompt
-from prorl_envs.model.types import AssistantTurn, Reasoning, Renderer, Sampled
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import AssistantTurn, Reasoning, Sampled
 from prorl_envs.rollout.agent.agent_loop import PROMPT_END, assistant_message
 from prorl_envs.rollout.agent.token_ledger import Ledger
 from prorl_envs.rollout.api.types import Trajectory
@@ -80,7 +81,7 @@ class Recording:
         turns: number of recorded answers, including unfinished ones.
     """
 
-    renderer: Renderer
+    renderer: TemplateRenderer
     reasoning: Reasoning = "keep"
     turns: int = field(default=0, init=False)
     _rows: list[_Row] = field(default_factory=list, init=False)

@@ -1,1 +1,1 @@
-"""Other machines that run jobs. Knows no transport (`app.ray`). Begin with `handle.py`."""
+"""Other machines that run jobs. Knows no transport (`app.ray`). Begin with `worker.py`."""

@@ -23,8 +23,9 @@ from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.rollout.api.views import NodeView, PoolView
 from prorl_envs.rollout.episode.engine import Engine, StageExecutor
 from prorl_envs.rollout.episode.job import Job
-from prorl_envs.rollout.nodes.handle import NodeHandle, NodeInfo, StageOrder, StageOutcome, Terms
+from prorl_envs.rollout.nodes.messages import NodeInfo, StageOrder, StageOutcome, Terms
 from prorl_envs.rollout.nodes.remote_node import NodeState, RemoteNode, lost_failure
+from prorl_envs.rollout.nodes.worker import NodeWorker
 from prorl_envs.rollout.scheduling.placement import HEAD, HERE, NodeRecord
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Fleet:
         return [_view(node, records.get(node.name)) for node in self.nodes]
 
     def heartbeats(self) -> dict[str, dict[str, float]]:
-        """Return the last usage of each connected node by name, see `NodeHandle.usage`."""
+        """Return the last usage of each connected node by name, see `NodeWorker.usage`."""
         return {node.name: node.usage for node in self._nodes.values() if node.usage}
 
     # Requests of the engine.
@@ -185,7 +186,7 @@ class Fleet:
 
     # Nodes.
 
-    async def serve(self, name: str, handle: NodeHandle) -> None:
+    async def serve(self, name: str, handle: NodeWorker) -> None:
         """Let a node join, and send it jobs until it is lost or the fleet is closed. Then shut it down.
 
         Args:
@@ -242,7 +243,7 @@ class Fleet:
         while self._serving:
             await asyncio.wait(set(self._serving))
 
-    async def _prepared(self, name: str, handle: NodeHandle) -> RemoteNode:
+    async def _prepared(self, name: str, handle: NodeWorker) -> RemoteNode:
         """Let a node prepare itself, and send it jobs if it meets the terms."""
         terms = self._terms
         try:
@@ -259,7 +260,7 @@ class Fleet:
         self._engine.apply(self._engine.scheduler.join(node.name, info.limits))
         return node
 
-    async def _shut_down(self, handle: NodeHandle) -> None:
+    async def _shut_down(self, handle: NodeWorker) -> None:
         """Shut down a node that may be gone."""
         try:
             async with self._clock.timeout(self._terms.close_s):

@@ -13,9 +13,8 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.types import Sampled
 from prorl_envs.rollout.api.types import Failure, Stage
 from prorl_envs.rollout.episode.job import Job
-from prorl_envs.rollout.nodes.handle import (
+from prorl_envs.rollout.nodes.messages import (
     Hold,
-    NodeHandle,
     NodeInfo,
     NodeMessage,
     ServerChoice,
@@ -25,6 +24,7 @@ from prorl_envs.rollout.nodes.handle import (
     TurnRequested,
     TurnSampled,
 )
+from prorl_envs.rollout.nodes.worker import NodeWorker
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ class RemoteNode:
 
     Attributes:
         reason: reason why the node was lost, or "".
-        usage: values of the last heartbeat, see `NodeHandle.usage`.
+        usage: values of the last heartbeat, see `NodeWorker.usage`.
         orders: jobs by the numbers of their attempts on the node; `finished`: number of closed attempts.
     """
 
     name: str
-    handle: NodeHandle
+    handle: NodeWorker
     info: NodeInfo
     pool: ModelPool
     terms: Terms

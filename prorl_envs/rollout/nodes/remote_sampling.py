@@ -15,7 +15,7 @@ from prorl_envs.model.answer_checks import ServerUnavailable
 from prorl_envs.model.routing.pause_gate import PauseGate
 from prorl_envs.model.routing.resumable_turn import in_parts, sample_on
 from prorl_envs.model.types import ControllableServer, Conversation, ModelClient, OnPartial, Sampled, Sampling
-from prorl_envs.rollout.nodes.handle import (
+from prorl_envs.rollout.nodes.messages import (
     Hold,
     NodeMessage,
     ServerChoice,
@@ -91,7 +91,7 @@ class RoutedModel:
         while self._clients:
             await self._clients.popitem()[1].aclose()
 
-    # Calls of the head: see `NodeHandle`.
+    # Calls of the head: see `NodeWorker`.
 
     def hold(self, hold: Hold) -> None:
         self._resample = hold.resample
@@ -107,7 +107,7 @@ class RoutedModel:
         return messages
 
     async def sample(self, number: int, call: int, server: ServerChoice) -> TurnOutcome:
-        """See `NodeHandle.sample`. Completes the turn, unless the head will choose another server for it."""
+        """See `NodeWorker.sample`. Completes the turn, unless the head will choose another server for it."""
         turn = self._turns.get(number)
         if turn is None:  # the node no longer waits for the turn
             return TurnOutcome()
@@ -124,7 +124,7 @@ class RoutedModel:
         return outcome
 
     async def stop_turn(self, number: int, call: int, error: ModelError | None) -> None:
-        """See `NodeHandle.stop_turn`."""
+        """See `NodeWorker.stop_turn`."""
         turn = self._turns.get(number)
         if turn is None:
             return

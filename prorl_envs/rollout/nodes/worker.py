@@ -16,14 +16,15 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
 from prorl_envs.errors import FailureKind, InputError, ModelError
-from prorl_envs.model.types import ModelClient, Renderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.agent import tracing
 from prorl_envs.rollout.agent.agent_loop import Agent, TurnJournal
 from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage
 from prorl_envs.rollout.episode.job import Job
 from prorl_envs.rollout.episode.stages import Family
 from prorl_envs.rollout.episode.worker import Worker
-from prorl_envs.rollout.nodes.handle import (
+from prorl_envs.rollout.nodes.messages import (
     Hold,
     NodeInfo,
     NodeMessage,
@@ -54,7 +55,7 @@ class NodeResources:
 
     node: Node
     families: Mapping[str, Family]
-    renderer: Renderer
+    renderer: TemplateRenderer
     connect: Callable[[str], ModelClient]
 
 
@@ -71,7 +72,9 @@ class _Attempt:
 
 
 class NodeWorker:
-    """Implementation of `NodeHandle` on the node.
+    """Node, as the head calls it. The head's calls raise `NodeLost` if the node is gone.
+
+    Calls may overtake each other. The transport never repeats a call.
 
     Args:
         resources: opens the resources of the node for the head's terms; `shutdown` closes them.
@@ -98,6 +101,12 @@ class NodeWorker:
         return len(self._attempts)
 
     async def prepare(self, terms: Terms) -> NodeInfo:
+        """Prepare the node. Must be the first call.
+
+        Raises:
+            InputError: the tokenizer or an environment is missing on the node.
+            SandboxError: the machine cannot run sandboxes.
+        """
         self._resources = opened = await self._stack.enter_async_context(self._open(terms))
         self._model = RoutedModel(opened.connect, self._clock)
         self._stack.push_async_callback(self._model.aclose)
@@ -115,6 +124,7 @@ class NodeWorker:
         return NodeInfo(__version__, limits, sorted(opened.families), fingerprint(opened.renderer))
 
     async def perform(self, order: StageOrder) -> StageOutcome:
+        """Run a stage. Even after an interrupt, this returns only when no part of the stage runs any more."""
         try:
             attempt = self._attempts.get(order.order) or self._new_attempt(order)
         except InputError as error:
@@ -133,6 +143,7 @@ class NodeWorker:
         return StageOutcome(failure, job.result(JobState.DONE, whole=graded), job.attempt.progress)
 
     async def interrupt(self, order: int) -> bool:
+        """Cancel the running stage of an attempt. Return False if no stage is running, or none yet."""
         attempt = self._attempts.get(order)
         if attempt is None or attempt.stage is None:
             return False
@@ -142,36 +153,53 @@ class NodeWorker:
         return True
 
     async def collect(self, order: int) -> Result | None:
+        """Return the partial result of an attempt; None if the node does not know it."""
         attempt = self._attempts.get(order)
         return attempt.job.result(JobState.DONE) if attempt is not None else None
 
     async def close(self, order: int) -> bool:
+        """Close the attempt's environment and forget the attempt. Return False if closing failed."""
         attempt = self._attempts.pop(order, None)
         return attempt is None or await self._worker.close(attempt.job)
 
     async def forget(self, group: str) -> None:
+        """See `StageExecutor.forget`."""
         await self._worker.forget(group)
 
     async def hold(self, hold: Hold) -> None:
+        """Hold the turns of this node while weights change, or release them."""
         self._model.hold(hold)
 
     async def messages(self) -> list[NodeMessage]:
+        """Return the node's next messages, oldest first. Waits for the first one."""
         return await self._model.messages()
 
     async def sample(self, turn: int, call: int, server: ServerChoice) -> TurnOutcome:
+        """Sample a turn on a model server. The tokens stay on the node.
+
+        Args:
+            call: number of this call among the calls of the turn, from 1.
+        """
         return await self._model.sample(turn, call, server)
 
     async def stop_turn(self, turn: int, call: int, error: ModelError | None = None) -> None:
-        """See `NodeHandle.stop_turn`."""
+        """Stop the calls of a turn up to number `call`, and discard their tokens. Returns when all stopped.
+
+        Args:
+            error: if given, the turn fails with this error, since no server can sample it. Otherwise the turn
+                is routed again.
+        """
         await self._model.stop_turn(turn, call, error)
 
     async def usage(self) -> dict[str, float]:
+        """Return the fields of `env.node.NodeUse`, and the process's `pid`, `cpu_s` and `memory` (bytes). A
+        node that does not answer in time is considered lost."""
         self._called_at = self._clock.monotonic()
         process = {"pid": os.getpid(), "cpu_s": time.process_time(), "memory": _resident_bytes()}
         return {**asdict(self._resources.node.use), **process}
 
     async def shutdown(self) -> None:
-        """See `NodeHandle.shutdown`. Idempotent."""
+        """Stop every stage, close every environment and release the node's resources. Idempotent."""
         self._shutdown = self._shutdown or asyncio.create_task(self._close_all())
         await asyncio.shield(self._shutdown)
 
@@ -215,7 +243,7 @@ class NodeWorker:
             self._watchdog.cancel()
 
 
-def fingerprint(renderer: Renderer) -> str:
+def fingerprint(renderer: TemplateRenderer) -> str:
     """Return a hash of the tokens of a sample conversation with a tool. Renderers with different hashes would
     make different trajectories of the same episode."""
     messages = [

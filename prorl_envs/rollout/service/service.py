@@ -12,7 +12,8 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.env.audit.record import AuditRecord
 from prorl_envs.env.node import Node
 from prorl_envs.listener.connection import ConnectionCounts
-from prorl_envs.model.types import ModelClient, Renderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import ModelClient
 from prorl_envs.rollout.agent.agent_loop import Agent
 from prorl_envs.rollout.api.dashboard import LimitsRequest
 from prorl_envs.rollout.api.interactive import EpisodeRequest, EpisodeView
@@ -77,7 +78,7 @@ class RolloutService:
         self,
         node: Node,
         environments: Mapping[str, Family],
-        renderer: Renderer,
+        renderer: TemplateRenderer,
         model: ModelClient,
         settings: ServiceSettings | None = None,
         store: SqlStore | None = None,

@@ -15,7 +15,7 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.model.types import ModelClient, Sampled
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.nodes.fleet import Fleet
-from prorl_envs.rollout.nodes.handle import Terms
+from prorl_envs.rollout.nodes.messages import Terms
 from prorl_envs.rollout.nodes.worker import NodeResources, fingerprint
 from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.service import RolloutService

@@ -23,7 +23,7 @@ from prorl_envs.rollout.api.interactive import (
 from prorl_envs.rollout.api.types import JobState
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
-from prorl_envs.rollout.nodes.handle import ServerChoice, TurnRequested
+from prorl_envs.rollout.nodes.messages import ServerChoice, TurnRequested
 from prorl_envs.rollout.nodes.remote_sampling import RoutedModel
 from prorl_envs.testing.scripted import as_message
 from tests.support.clock import FakeClock

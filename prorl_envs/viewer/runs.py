@@ -56,7 +56,7 @@ class RunLine(WireModel):
 
 
 class RunView:
-    """Run of a results file. Implements `viewer.episodes.RunInfo`.
+    """Run of a results file. Methods may be called from several threads.
 
     Args:
         path: folder of the run; None if the results belong to no run.
@@ -68,6 +68,7 @@ class RunView:
         self._changed = -1
 
     def overview(self, summaries: Sequence[Summary]) -> Any:
+        """Return the statistics of the results and the description of the run, as an object for JSON."""
         summaries = list(summaries)  # a copy, since results may arrive meanwhile
         path = self._path
         summary = _summary(path) if path else None
@@ -84,6 +85,7 @@ class RunView:
         ).model_dump(mode="json")
 
     def request(self, group_id: str) -> Any:
+        """Return a group's request (task row, sampling, limits) as an object for JSON, or None."""
         group = self.requests().get(group_id)
         return group.model_dump(mode="json") if group else None
 
@@ -107,7 +109,7 @@ class RunView:
 
 
 class RunsFolder:
-    """Runs of a folder. Implements `viewer.episodes.Runs`.
+    """Runs of a folder. Methods may be called from several threads.
 
     Args:
         path: path of the folder.
@@ -121,11 +123,17 @@ class RunsFolder:
         return self._path.resolve().name
 
     def list(self) -> Any:
+        """Return the runs, newest first, as an object for JSON."""
         lines = [_line(path) for path in runs_of(self._path)]
         lines.sort(key=lambda line: (line.description.started if line.description else "", line.name))
         return [line.model_dump(mode="json") for line in reversed(lines)]
 
     def open(self, name: str) -> tuple[Index, RunView]:
+        """Open a run. The caller must close the returned index.
+
+        Raises:
+            InputError: the run does not exist.
+        """
         for path in runs_of(self._path):
             if path.name == name:
                 return Index(path / RESULTS), RunView(path)

@@ -1,4 +1,4 @@
-"""`NodeHandle`: the head's interface to a node, and the messages that head and node exchange.
+"""Messages that head and node exchange: arguments and results of the methods of `NodeWorker`.
 
 All stages of an attempt run on the same node, where its sandbox is. The head decides which stages a node runs
 and when, and which model server samples each turn. Prompts and tool output stay on the node until the head
@@ -8,7 +8,7 @@ an attempt on a node, `turn` the number of a model call in RUN. All arguments an
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from prorl_envs.errors import ModelError
 from prorl_envs.model.types import FinishReason, Sampled
@@ -187,73 +187,3 @@ class Hold:
 
     closed: bool = False
     resample: bool = False
-
-
-class NodeHandle(Protocol):
-    """The head's access to one node. Every method raises `NodeLost` if the node is gone.
-
-    Calls may overtake each other. The transport never repeats a call.
-    """
-
-    async def prepare(self, terms: Terms) -> NodeInfo:
-        """Prepare the node. Must be the first call.
-
-        Raises:
-            InputError: the tokenizer or an environment is missing on the node.
-            SandboxError: the machine cannot run sandboxes.
-        """
-        ...
-
-    async def perform(self, order: StageOrder) -> StageOutcome:
-        """Run a stage. Even after an interrupt, this returns only when no part of the stage runs any more."""
-        ...
-
-    async def interrupt(self, order: int) -> bool:
-        """Cancel the running stage of an attempt. Return False if no stage is running, or none yet."""
-        ...
-
-    async def collect(self, order: int) -> Result | None:
-        """Return the partial result of an attempt; None if the node does not know it."""
-        ...
-
-    async def close(self, order: int) -> bool:
-        """Close the attempt's environment and forget the attempt. Return False if closing failed."""
-        ...
-
-    async def forget(self, group: str) -> None:
-        """See `StageExecutor.forget`."""
-        ...
-
-    async def hold(self, hold: Hold) -> None:
-        """Hold the turns of this node while weights change, or release them."""
-        ...
-
-    async def messages(self) -> list[NodeMessage]:
-        """Return the node's next messages, oldest first. Waits for the first one."""
-        ...
-
-    async def sample(self, turn: int, call: int, server: ServerChoice) -> TurnOutcome:
-        """Sample a turn on a model server. The tokens stay on the node.
-
-        Args:
-            call: number of this call among the calls of the turn, from 1.
-        """
-        ...
-
-    async def stop_turn(self, turn: int, call: int, error: ModelError | None = None) -> None:
-        """Stop the calls of a turn up to number `call`, and discard their tokens. Returns when all stopped.
-
-        Args:
-            error: if given, the turn fails with this error, since no server can sample it. Otherwise the turn
-                is routed again.
-        """
-        ...
-
-    async def usage(self) -> dict[str, float]:
-        """Return the fields of `env.node.NodeUse`, and the process's `pid`, `cpu_s` and `memory` (bytes). A
-        node that does not answer in time is considered lost."""
-        ...
-
-    async def shutdown(self) -> None:
-        """Stop every stage, close every environment and release the node's resources."""
-        ...
