@@ -26,7 +26,7 @@ from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, job_id
 from prorl_envs.rollout.client.result_files import GROUPS, RESULTS, lines_of, ready, write_results
 
 RUN, FAILED, SUMMARY = "run.json", "failed.jsonl", "summary.json"
-#: Seconds to wait for the lock of a folder, which a viewer holds for some microseconds (`is_running` there).
+#: Seconds to wait for the lock of a folder, which `viewer/runs.py` holds for some microseconds.
 _LOCK_S = 0.2
 
 
